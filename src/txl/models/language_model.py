@@ -1,0 +1,78 @@
+"""The one interface behind which every model stands: Transformer-XL, vanilla or recurrent.
+
+Shapes: B lanes, T tokens of a segment, V vocabulary. Losses are in nats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, Literal, Protocol, Self, TypeVar
+
+from torch import Tensor, nn
+
+
+class State(Protocol):
+    """What a model carries from one segment to the next, for B lanes.
+
+    A state is a value: no method changes it, and it stays valid after a step has been taken from it.
+    """
+
+    @property
+    def batch_size(self) -> int:
+        """Number of lanes B."""
+        ...
+
+    def detach(self) -> Self:
+        """The same state, cut off from the graph that computed it."""
+        ...
+
+    def select(self, lanes: Tensor) -> Self:
+        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+        ...
+
+    def reset(self, mask: Tensor) -> Self:
+        """The state with empty memory in the lanes where the boolean `mask` [B] is true."""
+        ...
+
+
+StateT = TypeVar("StateT", bound=State)
+Limit = int | Literal["none"] | None
+
+
+class LanguageModel(nn.Module, ABC, Generic[StateT]):
+    """A model of the next token. State goes in and comes out; nothing hides in the module.
+
+    Given the same weights, a stream fed whole, in segments or token by token gives the same numbers:
+    everywhere if the window is exact, else for the first ``mem_len + 1`` positions.
+    """
+
+    vocab_size: int
+
+    @abstractmethod
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> StateT:
+        """Empty memory for `batch_size` lanes.
+
+        `mem_len`, `window` and `clamp_len` travel with the state; None takes the model's configuration, and
+        ``"none"`` switches a window or clamp of the configuration off.
+
+        Raises:
+            UserError: for a negative length, or a window that needs more memory than `mem_len`.
+        """
+
+    @abstractmethod
+    def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Negative log-likelihood of each target: [B,T] int64 twice -> [B,T] nats, each in its own place.
+
+        float32, or float64 for a float64 model.
+        """
+
+    @abstractmethod
+    def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Log-probabilities of the next token over the whole vocabulary: [B,T] int64 -> [B,T,V]."""
+
+    def training_loss(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Mean loss in nats over all targets, with gradient; the state that comes out is detached."""
+        nll, state = self.nll(tokens, targets, state)
+        return nll.mean(), state.detach()
