@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from txl.errors import UserError
@@ -45,6 +43,9 @@ class ModelConfig:
     untie_r: bool = _setting(False, "one pair of biases u and v a layer instead of one pair for all")
     cutoffs: tuple[int, ...] = _setting((), "adaptive softmax: vocabulary ids at which a new cluster begins")
     div_val: int = _setting(1, "adaptive embedding: each cluster is this many times narrower than the one before")
+    tie_projections: Literal["all", "all_but_first", "none"] = _setting(
+        "all", "clusters whose output projection is the embedding's own"
+    )
     init_std: float = _setting(0.02, "standard deviation of the initial weights")
     proj_init_std: float = _setting(0.01, "standard deviation of the initial embedding projections")
     attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
@@ -123,3 +124,208 @@ class RunConfig:
             UserError: for a field that this version does not know, or a value of the wrong type.
         """
         return _from_dict(cls, values, prefix="")
+
+
+def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any, Any]]:
+    """Every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
+    leaves = []
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        name = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            leaves.extend(leaf_fields(value, f"{name}."))
+        else:
+            leaves.append((name, item, hints[item.name], value))
+    return leaves
+
+
+def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozenset()) -> list[str]:
+    """The fields in which two configurations differ, as "train.steps 100 -> 200", but for the names in `ignore`."""
+    return [
+        f"{name} {_shown(before)} -> {_shown(after)}"
+        for (name, _, _, before), (_, _, _, after) in zip(leaf_fields(old), leaf_fields(new), strict=True)
+        if before != after and name not in ignore
+    ]
+
+
+def with_options(config: RunConfig, options: dict[str, str]) -> RunConfig:
+    """A copy of a configuration with fields set from text, as the command line gives them.
+
+    Args:
+        config: stays as it is.
+        options: dotted names, "-" allowed for "_", to values: ``{"model.mem-len": "128", "model.window": "none"}``.
+
+    Raises:
+        UserError: for a name that is no field (with the nearest ones), or a value of the wrong type.
+    """
+    result = RunConfig.from_dict(config.to_dict())
+    types_of = {name: hint for name, _, hint, _ in leaf_fields(result) if name != "name"}
+    for option, text in options.items():
+        name = option.replace("-", "_")
+        if name not in types_of:
+            near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
+            raise UserError(f"unknown option --{option}{hint}")
+        section, field_name = name.split(".")
+        setattr(getattr(result, section), field_name, parse_value(types_of[name], text, f"--{option}"))
+    return result
+
+
+def parse_value(expected: Any, text: str, name: str) -> Any:
+    """A value of type `expected` from its text; "none" for None, commas in lists, true and false.
+
+    Raises:
+        UserError: naming the option, what came and what was expected.
+    """
+    if text.lower() == "none" and _allows_none(expected):
+        return None
+    expected = _without_none(expected)
+    try:
+        if expected is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if typing.get_origin(expected) is tuple:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        if typing.get_origin(expected) is Literal:
+            choices = typing.get_args(expected)
+            return choices[choices.index(text)]
+        return expected(text)
+    except (ValueError, KeyError):
+        raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
+
+
+def validate_model(model: ModelConfig) -> None:
+    """The rules of a model's shape.
+
+    Raises:
+        UserError: naming the first field that breaks one.
+    """
+    for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "div_val"):
+        _require(getattr(model, name) >= 1, f"model.{name}", getattr(model, name), "1 or more")
+    _require(model.d_model % 2 == 0, "model.d_model", model.d_model, "an even number (R is half sines, half cosines)")
+    if model.d_embed is not None:
+        _require(model.d_embed >= 1, "model.d_embed", model.d_embed, "1 or more, or none for d_model")
+    for name in ("dropout", "dropatt", "dropout_r"):
+        rate = getattr(model, name)
+        _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
+    for name in ("init_std", "proj_init_std"):
+        _require(getattr(model, name) >= 0, f"model.{name}", getattr(model, name), "0 or more")
+    validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
+
+
+def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, prefix: str = "") -> None:
+    """The rules of memory length, window and clamp.
+
+    Raises:
+        UserError: naming the first one that breaks a rule, with `prefix` in front of its name.
+    """
+    _require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
+    if window is not None:
+        _require(window >= 1, f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none")
+        if mem_len < window - 1:
+            raise UserError(
+                f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
+                f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
+            )
+    if clamp_len is not None:
+        _require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+
+
+def validate(run: RunConfig) -> None:
+    """The rules of a whole configuration, apart from those that depend on the data.
+
+    Raises:
+        UserError: naming the first field that breaks one.
+    """
+    validate_model(run.model)
+    train, data = run.train, run.data
+    for name in ("steps", "batch_size", "micro_batches", "segment", "log_every", "keep_checkpoints"):
+        _require(getattr(train, name) >= 1, f"train.{name}", getattr(train, name), "1 or more")
+    for name in ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed"):
+        _require(getattr(train, name) >= 0, f"train.{name}", getattr(train, name), "0 or more")
+    _require(train.learning_rate > 0, "train.learning_rate", train.learning_rate, "a number above 0")
+    _require(train.eps > 0, "train.eps", train.eps, "a number above 0")
+    for name in ("beta1", "beta2"):
+        _require(
+            0 <= getattr(train, name) < 1, f"train.{name}", getattr(train, name), "from 0 up to but not including 1"
+        )
+    if train.eval_tokens is not None:
+        _require(train.eval_tokens >= 2, "train.eval_tokens", train.eval_tokens, "2 or more tokens, or none for all")
+    if train.min_learning_rate > train.learning_rate:
+        raise UserError(
+            f"train.min_learning_rate is {train.min_learning_rate}; expected at most train.learning_rate, "
+            f"{train.learning_rate}"
+        )
+    if train.batch_size % train.micro_batches:
+        raise UserError(
+            f"train.micro_batches is {train.micro_batches}; expected a divisor of train.batch_size, {train.batch_size}"
+        )
+    for name in ("vocab_size", "min_count"):
+        _require(getattr(data, name) >= 1, f"data.{name}", getattr(data, name), "1 or more")
+    if data.max_words is not None:
+        _require(data.max_words >= 1, "data.max_words", data.max_words, "1 or more words, or none for all")
+    for name in ("segment", "batch_size"):
+        _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
+    validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {value}; expected {expected}")
+
+
+def _from_dict(cls: type[Any], values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
+    hints = typing.get_type_hints(cls)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise UserError(f"configuration field {prefix}{unknown[0]} is not known to this version")
+    arguments = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            arguments[name] = _from_dict(typing.cast(type[Any], hint), value, f"{prefix}{name}.")
+        else:
+            arguments[name] = _checked(hint, value, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    """A JSON value as the field's type, if it is one."""
+    if value is None and _allows_none(hint):
+        return None
+    expected = _without_none(hint)
+    if typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
+        if all(type(item) is int for item in value):
+            return tuple(value)
+    elif typing.get_origin(expected) is Literal:
+        if value in typing.get_args(expected):
+            return value
+    elif expected is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is expected:
+        return value
+    raise UserError(f"configuration field {name} is {value!r}; expected {_described(expected)}")
+
+
+def _allows_none(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+
+
+def _without_none(hint: Any) -> Any:
+    if not isinstance(hint, types.UnionType):
+        return hint
+    return next(each for each in typing.get_args(hint) if each is not type(None))
+
+
+def _described(expected: Any) -> str:
+    if typing.get_origin(expected) is Literal:
+        return "one of " + ", ".join(typing.get_args(expected))
+    if typing.get_origin(expected) is tuple:
+        return "whole numbers separated by commas"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[expected]
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

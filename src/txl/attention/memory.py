@@ -1,0 +1,135 @@
+"""What Transformer-XL carries from segment to segment: the hidden states that enter each layer (Section 3.2).
+
+Shapes: B lanes, T tokens of a segment, M positions held, E d_model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from txl.attention.scope import KeyScope
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hidden states m^{n-1} of the last positions, for every layer n. A value: nothing changes it in place.
+
+    It starts with no positions and grows to `capacity`; what has been reset in a lane is never attended to again.
+    """
+
+    hidden: tuple[Tensor, ...]
+    """One [B,M,E] a layer, detached, oldest position first."""
+    filled: tuple[int, ...] | None
+    """Positions of each lane that hold something, counted from the newest; None: all M in every lane."""
+    mem_len: int
+    """Positions that the user asked to carry."""
+    window: int | None
+    """Keys a query sees, itself included; None: no limit."""
+    clamp_len: int | None
+    """Distances above this one count as it; None: no clamp."""
+
+    @classmethod
+    def empty(
+        cls,
+        n_layer: int,
+        batch_size: int,
+        d_model: int,
+        mem_len: int,
+        window: int | None,
+        clamp_len: int | None,
+        like: Tensor,
+    ) -> Memory:
+        """No positions yet, with the dtype and device of `like`."""
+        nothing = like.new_empty(batch_size, 0, d_model)
+        return cls((nothing,) * n_layer, None, mem_len, window, clamp_len)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of lanes B."""
+        return self.hidden[0].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Positions M held now (in the fullest lane)."""
+        return self.hidden[0].shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Most positions worth holding: beyond the window nothing is ever seen."""
+        return self.mem_len if self.window is None else min(self.mem_len, self.window - 1)
+
+    def scope(self) -> KeyScope:
+        """Which keys the queries of the next segment see."""
+        return KeyScope(self.length, self.window, self.filled)
+
+    def extended(self, layer_inputs: list[Tensor]) -> Memory:
+        """The memory after a segment whose layers were entered by `layer_inputs`, one [B,T,E] each."""
+        n_new = layer_inputs[0].shape[1]
+        keep = min(self.capacity, self.length + n_new)
+        hidden = tuple(_newest(old, new.detach(), keep) for old, new in zip(self.hidden, layer_inputs, strict=True))
+        filled = self.filled
+        if filled is not None:
+            filled = tuple(min(keep, count + n_new) for count in filled)
+        return replace(self, hidden=hidden, filled=_none_if_full(filled, keep))
+
+    def detach(self) -> Memory:
+        """Itself: memory never carries a gradient."""
+        return self
+
+    def select(self, lanes: Tensor) -> Memory:
+        """The memory of some lanes, in the order of the int64 indices `lanes` [B']; repeats are allowed."""
+        filled = self.filled
+        if filled is not None:
+            filled = tuple(filled[lane] for lane in lanes.tolist())
+        hidden = tuple(states.index_select(0, lanes.to(states.device)) for states in self.hidden)
+        return replace(self, hidden=hidden, filled=filled)._trimmed()
+
+    def reset(self, mask: Tensor) -> Memory:
+        """The memory with nothing in the lanes where the boolean `mask` [B] is true."""
+        filled = self.filled or (self.length,) * self.batch_size
+        emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
+        return replace(self, filled=emptied)._trimmed()
+
+    def _trimmed(self) -> Memory:
+        """Without the oldest positions that no lane uses."""
+        if self.filled is None:
+            return self
+        keep = max(self.filled, default=0)
+        hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
+        return replace(self, hidden=hidden, filled=_none_if_full(self.filled, keep))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Everything as named tensors, to be saved; `from_tensors` is the inverse."""
+        filled = self.filled or (self.length,) * self.batch_size
+        limits = [-1 if limit is None else limit for limit in (self.mem_len, self.window, self.clamp_len)]
+        tensors = {f"hidden.{layer}": states for layer, states in enumerate(self.hidden)}
+        return tensors | {"filled": torch.tensor(filled), "limits": torch.tensor(limits)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory:
+        """The memory that `to_tensors` described."""
+        hidden = tuple(tensors[f"hidden.{layer}"] for layer in range(len(tensors) - 2))
+        mem_len, window, clamp_len = tensors["limits"].tolist()
+        return cls(
+            hidden,
+            _none_if_full(tuple(tensors["filled"].tolist()), hidden[0].shape[1]),
+            mem_len,
+            None if window < 0 else window,
+            None if clamp_len < 0 else clamp_len,
+        )
+
+
+def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
+    """The last `keep` positions of [old, new], without reading what is dropped."""
+    n_new = new.shape[1]
+    if keep <= n_new:
+        return new[:, n_new - keep :]
+    return torch.cat([old[:, old.shape[1] - (keep - n_new) :], new], dim=1)
+
+
+def _none_if_full(filled: tuple[int, ...] | None, length: int) -> tuple[int, ...] | None:
+    """None, the faster case, if every lane holds all positions."""
+    return None if filled is None or all(count == length for count in filled) else filled

@@ -1,0 +1,178 @@
+"""Token embedding and output softmax, adaptive (Grave et al. 2016; Baevski and Auli 2018) or plain.
+
+The vocabulary, most frequent tokens first, is cut into clusters: the shortlist (cluster 0) and the tails. Without
+cutoffs there is one cluster, and both modules are the plain ones. With `div_val` f, cluster i is embedded in
+d_embed / f^i features and projected to d_model. The output reuses the embedding's tables (tied weights); its
+projections are the embedding's own, or separate ones, cluster by cluster.
+
+Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluster i, C number of tail clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl.config import ModelConfig
+from txl.errors import UserError
+
+
+def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First token and end of every cluster.
+
+    Raises:
+        UserError: if the cutoffs do not increase strictly from above 0 to below the vocabulary's size.
+    """
+    edges = [0, *cutoffs, vocab_size]
+    if any(first >= end for first, end in pairwise(edges)):
+        raise UserError(
+            f"model.cutoffs is {list(cutoffs)} for a vocabulary of {vocab_size}; expected numbers that increase "
+            f"strictly, all above 0 and below {vocab_size}"
+        )
+    return list(pairwise(edges))
+
+
+def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
+    """d_i = d_embed / div_val^i, rounded down.
+
+    Raises:
+        UserError: if a cluster is left without features.
+    """
+    widths = [d_embed // div_val**i for i in range(n_cluster)]
+    if widths[-1] < 1:
+        raise UserError(
+            f"model.div_val is {div_val}: of {d_embed} embedding features cluster {widths.index(0)} would get none; "
+            f"use a smaller div_val or fewer cutoffs"
+        )
+    return widths
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Token ids to vectors of width d_model, scaled by sqrt(d_model) as in Vaswani et al. (2017)."""
+
+    def __init__(self, vocab_size: int, config: ModelConfig):
+        super().__init__()
+        d_embed = config.d_embed or config.d_model
+        self.bounds = cluster_bounds(vocab_size, config.cutoffs)
+        self.d_model = config.d_model
+        # The authors split the table only if the clusters differ in width; one table is the same function.
+        if config.div_val == 1:
+            sizes, widths = [vocab_size], [d_embed]
+        else:
+            sizes = [end - first for first, end in self.bounds]
+            widths = cluster_widths(d_embed, config.div_val, len(self.bounds))
+        self.tables = nn.ParameterList(torch.empty(size, width) for size, width in zip(sizes, widths, strict=True))
+        projected = config.div_val > 1 or d_embed != config.d_model
+        self.projections = nn.ParameterList(torch.empty(config.d_model, width) for width in widths if projected)
+
+    @property
+    def split(self) -> bool:
+        """Whether every cluster has a table of its own."""
+        return len(self.tables) > 1
+
+    def table(self, cluster: int) -> Tensor:
+        """The embeddings [V_i, d_i] of a cluster."""
+        if self.split:
+            return self.tables[cluster]
+        first, end = self.bounds[cluster]
+        return self.tables[0][first:end]
+
+    def projection(self, cluster: int) -> Tensor | None:
+        """The projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
+        if len(self.projections) == 0:
+            return None
+        return self.projections[cluster if self.split else 0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [...] -> [..., E]."""
+        if not self.split:
+            embedded = F.embedding(tokens, self.tables[0])
+            if len(self.projections) > 0:
+                embedded = F.linear(embedded, self.projections[0])
+        else:
+            flat = tokens.reshape(-1)
+            embedded = self.tables[0].new_zeros(flat.numel(), self.d_model)
+            for cluster, (first, end) in enumerate(self.bounds):
+                places = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
+                rows = F.embedding(flat[places] - first, self.tables[cluster])
+                rows = F.linear(rows, self.projections[cluster])
+                embedded = embedded.index_copy(0, places, rows.to(embedded.dtype))
+            embedded = embedded.view(*tokens.shape, self.d_model)
+        return embedded * math.sqrt(self.d_model)
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Log-probabilities from hidden states, through the tables of an `AdaptiveEmbedding`.
+
+    The head holds the shortlist and one logit a tail cluster; row i-1 of the cluster weights belongs to cluster i.
+    A tail token's probability is its cluster's times its own within the cluster.
+    """
+
+    def __init__(self, embedding: AdaptiveEmbedding, config: ModelConfig):
+        super().__init__()
+        self.bounds = embedding.bounds
+        d_embed = config.d_embed or config.d_model
+        n_tail = len(self.bounds) - 1
+        self.bias = nn.Parameter(torch.empty(self.bounds[-1][1]))
+        if n_tail:
+            self.cluster_weight = nn.Parameter(torch.empty(n_tail, d_embed))
+            self.cluster_bias = nn.Parameter(torch.empty(n_tail))
+        # One entry for each cluster whose output projection is its own; the others use the embedding's. (With div_val 1
+        # the clusters share the embedding's one projection but may still have output projections of their own.)
+        self.own_projections = nn.ParameterDict()
+        for cluster in range(len(self.bounds)):
+            tied = config.tie_projections == "all" or (config.tie_projections == "all_but_first" and cluster > 0)
+            shared = embedding.projection(cluster)
+            if shared is not None and not tied:
+                self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
+
+    def _cluster_logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
+        """Logits of a cluster's tokens; for cluster 0 those of the tail clusters follow: [N,E] -> [N, V_i (+ C)]."""
+        own = str(cluster) in self.own_projections
+        projection = self.own_projections[str(cluster)] if own else embedding.projection(cluster)
+        if projection is not None:
+            hidden = F.linear(hidden, projection.t())
+        first, end = self.bounds[cluster]
+        weight, bias = embedding.table(cluster), self.bias[first:end]
+        if cluster == 0 and len(self.bounds) > 1:
+            weight = torch.cat([weight, self.cluster_weight])
+            bias = torch.cat([bias, self.cluster_bias])
+        return _at_least_float32(F.linear(hidden, weight, bias))
+
+    def nll(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
+        """Negative log-likelihood in nats, each in its own place: [N,E], int64 [N] -> [N]."""
+        head = self._cluster_logits(hidden, embedding, 0)
+        if len(self.bounds) == 1:
+            return F.cross_entropy(head, targets, reduction="none")
+        shortlist = self.bounds[0][1]
+        # In the head a tail token is represented by its cluster's logit.
+        edges = torch.tensor([first for first, _ in self.bounds[1:]], device=targets.device)
+        cluster = torch.bucketize(targets.contiguous(), edges, right=True)
+        head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
+        nll = F.cross_entropy(head, head_target, reduction="none")
+        for tail, (first, _) in enumerate(self.bounds[1:], start=1):
+            places = (cluster == tail).nonzero().squeeze(1)
+            if places.numel():
+                logits = self._cluster_logits(hidden[places], embedding, tail)
+                within = F.cross_entropy(logits, targets[places] - first, reduction="none")
+                nll = nll.index_add(0, places, within)
+        return nll
+
+    def log_probs(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
+        """Log-probabilities over the whole vocabulary: [N,E] -> [N,V]."""
+        head = self._cluster_logits(hidden, embedding, 0).log_softmax(dim=-1)
+        shortlist = self.bounds[0][1]
+        parts = [head[:, :shortlist]]
+        for tail in range(1, len(self.bounds)):
+            within = self._cluster_logits(hidden, embedding, tail).log_softmax(dim=-1)
+            parts.append(head[:, shortlist + tail - 1, None] + within)
+        return torch.cat(parts, dim=-1)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in float32 even where autocast computed them in bfloat16; float64 stays."""
+    return logits if logits.dtype == torch.float64 else logits.float()

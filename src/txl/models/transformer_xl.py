@@ -1,0 +1,215 @@
+"""Transformer-XL (Dai et al. 2019, Section 3): segment-level recurrence and relative positional encoding.
+
+Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head,
+E d_model, F d_inner, V vocabulary, N tokens of all lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl.attention import RelativeAttention, attention_backend
+from txl.attention.memory import Memory
+from txl.attention.positions import distances_farthest_first, sinusoid
+from txl.attention.scope import KeyScope
+from txl.config import ModelConfig, validate_lengths, validate_model
+from txl.errors import UserError
+from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from txl.models.language_model import LanguageModel, Limit
+
+
+class RelativeMultiHeadAttention(nn.Module):
+    """The attention sub-layer: projections, A^rel, Masked-Softmax, output projection, residual, LayerNorm."""
+
+    def __init__(self, config: ModelConfig, attend: RelativeAttention):
+        super().__init__()
+        d_attention = config.n_head * config.d_head
+        self.n_head, self.d_head = config.n_head, config.d_head
+        self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
+        self.attend = attend
+        self.q_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_q
+        self.k_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_{k,E}
+        self.v_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_v
+        self.r_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_{k,R}
+        self.o_proj = nn.Linear(d_attention, config.d_model, bias=False)
+        if config.untie_r:
+            self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
+            self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, r: Tensor, shared_biases: tuple[Tensor, Tensor] | None, scope: KeyScope
+    ) -> Tensor:
+        """One segment.
+
+        Args:
+            hidden: [B,T,E], h^{n-1}.
+            memory: [B,M,E], m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
+            r: [S,E], the rows R_d, farthest distance first.
+            shared_biases: u and v, [H,D] each, if all layers share them.
+            scope: which keys a query sees.
+
+        Returns:
+            [B,T,E]: LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
+        """
+        u, v = (self.u, self.v) if shared_biases is None else shared_biases
+        context = torch.cat([memory.detach(), hidden], dim=1)  # [SG(m) o h], [B,S,E]
+        if self.pre_norm:
+            context = self.norm(context)
+        attended = self.attend(
+            self._heads(self.q_proj(context[:, memory.shape[1] :])),
+            self._heads(self.k_proj(context)),
+            self._heads(self.v_proj(context)),
+            self._heads(self.r_proj(r)),
+            u,
+            v,
+            scope,
+            self.dropatt if self.training else 0.0,
+        )
+        output = self.dropout(self.o_proj(attended.flatten(-2)))
+        return hidden + output if self.pre_norm else self.norm(hidden + output)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[..., H*D] -> [...,H,D]."""
+        return projected.unflatten(-1, (self.n_head, self.d_head))
+
+
+class PositionwiseFeedForward(nn.Module):
+    """Linear, ReLU, Linear, with residual and LayerNorm: [B,T,E] -> [B,T,E]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.inner = nn.Linear(config.d_model, config.d_inner)
+        self.outer = nn.Linear(config.d_inner, config.d_model)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """One segment."""
+        inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
+        output = self.dropout(self.outer(self.dropout(F.relu(inner))))
+        return hidden + output if self.pre_norm else self.norm(hidden + output)
+
+
+class TransformerXLLayer(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig, attend: RelativeAttention):
+        super().__init__()
+        self.attention = RelativeMultiHeadAttention(config, attend)
+        self.feed_forward = PositionwiseFeedForward(config)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, r: Tensor, shared_biases: tuple[Tensor, Tensor] | None, scope: KeyScope
+    ) -> Tensor:
+        """h^{n-1} [B,T,E] -> h^n [B,T,E]; arguments as in `RelativeMultiHeadAttention`."""
+        return self.feed_forward(self.attention(hidden, memory, r, shared_biases, scope))
+
+
+class TransformerXL(LanguageModel[Memory]):
+    """The language model. Its state is a `Memory`.
+
+    Raises:
+        UserError: for a configuration that cannot be built.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        validate_model(config)
+        if vocab_size < 1:
+            raise UserError(f"the vocabulary has {vocab_size} tokens; a model needs at least 1")
+        self.config = dataclasses.replace(config)
+        self.vocab_size = vocab_size
+        self.attention_name, attend = attention_backend(config.attention)
+        self.embedding = AdaptiveEmbedding(vocab_size, config)
+        self.layers = nn.ModuleList(TransformerXLLayer(config, attend) for _ in range(config.n_layer))
+        if not config.untie_r:
+            self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
+            self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.softmax = AdaptiveSoftmax(self.embedding, config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.dropout_r = nn.Dropout(config.dropout if config.dropout_r is None else config.dropout_r)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The authors' initialisation: everything normal, biases 0, LayerNorm around 1."""
+        std, proj_std = self.config.init_std, self.config.proj_init_std
+        for name, parameter in self.named_parameters():
+            parent = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(parent, nn.LayerNorm) and name.endswith("weight"):
+                parameter.normal_(1.0, std)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif "projections" in name:
+                parameter.normal_(0.0, proj_std)
+            else:
+                parameter.normal_(0.0, std)
+
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> Memory:
+        """Empty memory; see `LanguageModel.init_state`."""
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
+        mem_len = self.config.mem_len if mem_len is None else mem_len
+        resolved_window = _resolve(window, self.config.window)
+        resolved_clamp = _resolve(clamp_len, self.config.clamp_len)
+        validate_lengths(mem_len, resolved_window, resolved_clamp)
+        return Memory.empty(
+            self.config.n_layer,
+            batch_size,
+            self.config.d_model,
+            mem_len,
+            resolved_window,
+            resolved_clamp,
+            like=self.softmax.bias,
+        )
+
+    def state_from_tensors(self, tensors: dict[str, Tensor]) -> Memory:
+        """The state that `Memory.to_tensors` described."""
+        return Memory.from_tensors(tensors)
+
+    def hidden_states(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """h^N after the final dropout, and the memory for the next segment: [B,T] int64 -> [B,T,E]."""
+        if tokens.shape[0] != state.batch_size:
+            raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
+        hidden = self.dropout(self.embedding(tokens))
+        distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
+        r = self.dropout_r(sinusoid(distances, self.config.d_model, hidden.dtype))
+        shared_biases = None if self.config.untie_r else (self.u, self.v)
+        scope = state.scope()
+        layer_inputs = []
+        for layer, memory in zip(self.layers, state.hidden, strict=True):
+            layer_inputs.append(hidden)
+            hidden = layer(hidden, memory, r, shared_biases, scope)
+        return self.dropout(hidden), state.extended(layer_inputs)
+
+    def nll(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Negative log-likelihood of each target; see `LanguageModel.nll`."""
+        hidden, state = self.hidden_states(tokens, state)
+        nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding)
+        return nll.view_as(targets), state
+
+    def log_probs(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
+        hidden, state = self.hidden_states(tokens, state)
+        log_probs = self.softmax.log_probs(hidden.flatten(0, 1), self.embedding)
+        return log_probs.unflatten(0, tokens.shape), state
+
+
+def _resolve(limit: Limit, configured: int | None) -> int | None:
+    """None is the configuration's value, "none" is no limit."""
+    if limit is None:
+        return configured
+    if isinstance(limit, str):
+        if limit != "none":
+            raise UserError(f"a window or clamp_len is {limit!r}; expected a number or 'none'")
+        return None
+    return limit
