@@ -1,0 +1,76 @@
+"""Transformer-XL: language models that read past a fixed-length context.
+
+The public names below are loaded when they are first used, so that importing the package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Not lazy, because it shares its name with its module: whoever imports the module first would hide the function.
+from txl.presets import preset, presets
+
+if TYPE_CHECKING:
+    from txl.config import RunConfig
+    from txl.data.corpora import open_corpus
+    from txl.errors import RunInterrupted, UserError
+    from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
+    from txl.generation import generate, generate_samples, generate_tokens
+    from txl.models import build_model
+    from txl.models.language_model import LanguageModel
+    from txl.models.transformer_xl import TransformerXL
+    from txl.reporting.report import write_report
+    from txl.run_directory import load
+    from txl.training.trainer import Trainer
+
+_HOMES = {
+    "EvaluationResult": "txl.evaluation.perplexity",
+    "LanguageModel": "txl.models.language_model",
+    "RunConfig": "txl.config",
+    "RunInterrupted": "txl.errors",
+    "Trainer": "txl.training.trainer",
+    "TransformerXL": "txl.models.transformer_xl",
+    "UserError": "txl.errors",
+    "build_model": "txl.models",
+    "evaluate": "txl.evaluation.perplexity",
+    "evaluate_memory_lengths": "txl.evaluation.perplexity",
+    "generate": "txl.generation",
+    "generate_samples": "txl.generation",
+    "generate_tokens": "txl.generation",
+    "load": "txl.run_directory",
+    "open_corpus": "txl.data.corpora",
+    "write_report": "txl.reporting.report",
+}
+__version__ = "0.1.0"
+__all__ = [
+    "EvaluationResult",
+    "LanguageModel",
+    "RunConfig",
+    "RunInterrupted",
+    "Trainer",
+    "TransformerXL",
+    "UserError",
+    "__version__",
+    "build_model",
+    "evaluate",
+    "evaluate_memory_lengths",
+    "generate",
+    "generate_samples",
+    "generate_tokens",
+    "load",
+    "open_corpus",
+    "preset",
+    "presets",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'txl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

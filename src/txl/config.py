@@ -189,7 +189,7 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
         if typing.get_origin(expected) is Literal:
             choices = typing.get_args(expected)
             return choices[choices.index(text)]
-        return expected(text)
+        return typing.cast(type[Any], expected)(text)
     except (ValueError, KeyError):
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
@@ -206,7 +206,7 @@ def validate_model(model: ModelConfig) -> None:
     if model.d_embed is not None:
         _require(model.d_embed >= 1, "model.d_embed", model.d_embed, "1 or more, or none for d_model")
     for name in ("dropout", "dropatt", "dropout_r"):
-        rate = getattr(model, name)
+        rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
     for name in ("init_std", "proj_init_std"):
         _require(getattr(model, name) >= 0, f"model.{name}", getattr(model, name), "0 or more")
@@ -302,7 +302,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     elif typing.get_origin(expected) is Literal:
         if value in typing.get_args(expected):
             return value
-    elif expected is float and type(value) in (int, float):
+    elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif type(value) is expected:
         return value

@@ -1,0 +1,253 @@
+"""Perplexity and bits per character of a split, as the authors measure them, at any memory length.
+
+The protocol: the token stream is cut into B contiguous lanes of equal length (the remainder is dropped); each lane
+starts with empty memory; its first token is never a target; the last, short segment counts by its length; the loss is
+the mean over targets in nats. With `exhaustive` the lanes overlap by the one token that makes every token but the
+stream's first a target, and nothing is dropped.
+
+Shapes: B lanes, T tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from txl.config import validate_lengths
+from txl.errors import UserError
+from txl.models.language_model import LanguageModel, Limit
+
+Progress = Callable[[int, int], None]
+"""Called with the targets scored so far and their total number."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What was measured, and the settings under which."""
+
+    nll: float
+    """Mean negative log-likelihood, nats a token."""
+    tokens: int
+    """Targets scored, each exactly once."""
+    dropped: int
+    """Targets of the split that were not scored (its first token is no target)."""
+    bytes_per_token: float | None
+    """Bytes of text a token of the split stands for, on average; None where the text is not known."""
+    seconds: float
+    segment: int
+    mem_len: int
+    window: int | None
+    clamp_len: int | None
+    batch_size: int
+    exhaustive: bool
+    dtype: str
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity a token: exp of the mean loss."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+    @property
+    def bpc(self) -> float:
+        """Bits per token; per character or byte if that is what a token is."""
+        return self.nll / math.log(2)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text: the mean bits a token over the split's mean bytes a token.
+
+        A vocabulary with <unk> does not pay for spelling out what <unk> hides: its value is then a lower bound.
+        """
+        return None if self.bytes_per_token is None else self.bpc / self.bytes_per_token
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Targets scored a second."""
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures and settings, ready for JSON."""
+        derived = ("ppl", "bpc", "bits_per_byte", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where each lane's targets lie in the token stream: lane b scores tokens first[b] to end[b] - 1."""
+
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
+        """The lanes of a stream of `n_token` tokens.
+
+        Raises:
+            UserError: if a lane would have no target.
+        """
+        if batch_size < 1:
+            raise UserError(f"batch is {batch_size}; expected 1 lane or more")
+        if n_token // batch_size < 2:
+            raise UserError(
+                f"{n_token} tokens in {batch_size} lanes leave {n_token // batch_size} a lane; a lane needs 2 "
+                f"(one to read, one to predict): use a smaller batch or more text"
+            )
+        if exhaustive:
+            edges = [1 + (n_token - 1) * lane // batch_size for lane in range(batch_size + 1)]
+            return cls(tuple(edges[:-1]), tuple(edges[1:]))
+        length = n_token // batch_size
+        starts = [lane * length for lane in range(batch_size)]
+        return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts))
+
+    @property
+    def n_target(self) -> int:
+        """Targets of all lanes."""
+        return sum(self.end) - sum(self.first)
+
+    def segments(self, tokens: np.ndarray, segment: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Inputs, targets [B,T] int64 and the mask [B,T] of targets that count (lanes may differ by one token)."""
+        longest = max(end - first for first, end in zip(self.first, self.end, strict=True))
+        for start in range(0, longest, segment):
+            width = min(segment, longest - start)
+            block = np.zeros((len(self.first), width + 1), dtype=np.int64)
+            counts = np.zeros((len(self.first), width), dtype=bool)
+            for lane, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
+                stop = min(first + start + width, end)
+                read = tokens[first + start - 1 : stop]
+                block[lane, : len(read)] = read
+                counts[lane, : len(read) - 1] = True
+            both = torch.from_numpy(block)
+            yield both[:, :-1], both[:, 1:], torch.from_numpy(counts)
+
+
+def evaluate(
+    model: LanguageModel[Any],
+    tokens: Any,
+    *,
+    segment: int = 128,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    batch_size: int = 10,
+    max_tokens: int | None = None,
+    exhaustive: bool = False,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> EvaluationResult:
+    """The mean loss of a model over a stream of tokens.
+
+    Args:
+        model: any language model; it is evaluated without dropout and left in the mode it was in.
+        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
+        segment: tokens T of each lane in one step; with an exact window it does not change the result.
+        mem_len: positions of memory; None: the model's configuration.
+        window: keys a query sees. None: `mem_len` if that is given and above 0, as the authors' `same_length`, else
+            the model's configuration. "none": everything in memory and segment.
+        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
+        batch_size: lanes B.
+        max_tokens: read only this many tokens of the stream.
+        exhaustive: score also what the lanes would drop.
+        dtype: "float32", or "bfloat16" for autocast.
+        progress: is told how far the evaluation is.
+
+    Raises:
+        UserError: for settings that contradict each other, or too few tokens.
+    """
+    if segment < 1:
+        raise UserError(f"segment is {segment}; expected 1 token or more")
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
+    if window is None and mem_len:
+        window = mem_len
+    elif window is None and mem_len == 0:
+        window = "none"
+    ids = np.asarray(tokens)[:max_tokens]
+    if ids.ndim != 1:
+        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
+    lanes = Lanes.cut(len(ids), batch_size, exhaustive)
+    state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    settings = resolved_lengths(state)
+    device = next(model.parameters()).device
+
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    done = 0
+    start = time.perf_counter()
+    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        for inputs, targets, counts in lanes.segments(ids, segment):
+            nll, state = model.nll(inputs.to(device), targets.to(device), state)
+            total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
+            done += int(counts.sum())
+            if progress is not None:
+                progress(done, lanes.n_target)
+    mean = total.item() / done  # waits for the device
+    return EvaluationResult(
+        nll=mean,
+        tokens=done,
+        dropped=len(ids) - 1 - done,
+        bytes_per_token=_bytes_per_token(tokens),
+        seconds=time.perf_counter() - start,
+        segment=segment,
+        batch_size=batch_size,
+        exhaustive=exhaustive,
+        dtype=dtype,
+        **settings,
+    )
+
+
+def evaluate_memory_lengths(
+    model: LanguageModel[Any],
+    tokens: Any,
+    mem_lens: Sequence[int],
+    *,
+    on_result: Callable[[EvaluationResult], None] | None = None,
+    **settings: Any,
+) -> list[EvaluationResult]:
+    """`evaluate` at several memory lengths, the same targets at each; `on_result` sees each result as it comes.
+
+    Raises:
+        UserError: as `evaluate`, or for a length that is negative.
+    """
+    for mem_len in mem_lens:
+        validate_lengths(mem_len, None, None)
+    results = []
+    for mem_len in mem_lens:
+        result = evaluate(model, tokens, mem_len=mem_len, **settings)
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+    return results
+
+
+def resolved_lengths(state: Any) -> dict[str, Any]:
+    """The memory length, window and clamp that a state carries (0 and none for a model without memory)."""
+    return {
+        "mem_len": getattr(state, "mem_len", 0),
+        "window": getattr(state, "window", None),
+        "clamp_len": getattr(state, "clamp_len", None),
+    }
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout and no gradient inside; the model's mode is put back after."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _bytes_per_token(tokens: Any) -> float | None:
+    """Bytes of text a token of the whole split stands for, if the split knows."""
+    n_bytes = getattr(tokens, "n_bytes", None)
+    return n_bytes / len(tokens) if n_bytes and len(tokens) else None
