@@ -1,0 +1,275 @@
+"""What every model behind `LanguageModel` promises, and what Transformer-XL promises beyond it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from txl.config import ModelConfig
+from txl.errors import UserError
+from txl.models import build_model
+from txl.models.transformer_xl import TransformerXL
+
+V, B, LENGTH = 17, 3, 23
+SMALL = ModelConfig(n_layer=3, d_model=10, n_head=3, d_head=5, d_inner=13, mem_len=7, dropout=0.2, dropatt=0.1)
+VARIANTS = {
+    "post-norm": SMALL,
+    "pre-norm": dataclasses.replace(SMALL, pre_norm=True),
+    "untied biases": dataclasses.replace(SMALL, untie_r=True),
+    "reference attention": dataclasses.replace(SMALL, attention="reference"),
+    "narrow embedding": dataclasses.replace(SMALL, d_embed=6),
+    "adaptive": dataclasses.replace(SMALL, cutoffs=(5, 9)),
+    "adaptive, narrower clusters": dataclasses.replace(SMALL, cutoffs=(5, 9), div_val=2),
+}
+
+
+def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> TransformerXL:
+    """A model in evaluation mode whose weights are large enough for every term to matter."""
+    torch.manual_seed(0)
+    model = build_model(config, V).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    return model
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def model(request) -> TransformerXL:
+    return lively(VARIANTS[request.param])
+
+
+def stream(length: int = LENGTH, seed: int = 1) -> tuple[Tensor, Tensor]:
+    both = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(seed))
+    return both[:, :-1], both[:, 1:]
+
+
+def nll_in_segments(model, tokens, targets, segment, **lengths):
+    state, parts = model.init_state(tokens.shape[0], **lengths), []
+    for start in range(0, tokens.shape[1], segment):
+        part, state = model.nll(tokens[:, start : start + segment], targets[:, start : start + segment], state)
+        parts.append(part)
+    return torch.cat(parts, dim=1), state
+
+
+EXACT = [
+    pytest.param({"mem_len": LENGTH}, id="memory-of-everything"),
+    pytest.param({"mem_len": 6, "window": 7}, id="window-of-memory-and-itself"),
+    pytest.param({"mem_len": 9, "window": 4}, id="window-narrower-than-memory"),
+    pytest.param({"mem_len": 9, "window": 6, "clamp_len": 2}, id="clamp"),
+    pytest.param({"mem_len": 0, "window": 1}, id="only-itself"),
+]
+
+
+@pytest.mark.parametrize("lengths", EXACT)
+@pytest.mark.parametrize("segment", [1, 5, 8])
+def test_whole_equals_segments_equals_tokens(model, lengths, segment):
+    tokens, targets = stream()
+    whole, _ = nll_in_segments(model, tokens, targets, LENGTH, **lengths)
+    parts, _ = nll_in_segments(model, tokens, targets, segment, **lengths)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", EXACT)
+def test_the_same_in_float32(lengths):
+    model = lively(SMALL, torch.float32)
+    tokens, targets = stream()
+    whole, _ = nll_in_segments(model, tokens, targets, LENGTH, **lengths)
+    parts, _ = nll_in_segments(model, tokens, targets, 5, **lengths)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_without_a_window_the_first_positions_are_equal_and_later_ones_are_not(model):
+    tokens, targets = stream()
+    whole, _ = nll_in_segments(model, tokens, targets, LENGTH, mem_len=7)
+    by_token, _ = nll_in_segments(model, tokens, targets, 1, mem_len=7)
+    torch.testing.assert_close(by_token[:, :8], whole[:, :8], rtol=0, atol=1e-10)
+    assert (by_token[:, 8:] - whole[:, 8:]).abs().max() > 1e-6
+
+
+def test_nll_is_the_target_s_entry_of_log_probs_which_sum_to_one(model):
+    tokens, targets = stream()
+    log_probs, _ = model.log_probs(tokens, model.init_state(B))
+    nll, _ = model.nll(tokens, targets, model.init_state(B))
+    assert log_probs.shape == (B, LENGTH, V)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(B, LENGTH, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(-log_probs.gather(-1, targets[..., None]).squeeze(-1), nll, rtol=0, atol=1e-10)
+
+
+def test_training_loss_is_the_mean_and_has_a_gradient_for_every_parameter(model):
+    tokens, targets = stream()
+    loss, state = model.training_loss(tokens, targets, model.init_state(B))
+    nll, _ = model.nll(tokens, targets, model.init_state(B))
+    torch.testing.assert_close(loss, nll.mean(), rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    assert not any(hidden.requires_grad for hidden in state.hidden)
+
+
+def test_causality_by_perturbation(model):
+    tokens, targets = stream()
+    before, _ = nll_in_segments(model, tokens, targets, 5, mem_len=6, window=7)
+    for position in (0, 4, 11, LENGTH - 1):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % V
+        after, _ = nll_in_segments(model, changed, targets, 5, mem_len=6, window=7)
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert (after[:, position] - before[:, position]).abs().min() > 1e-9
+
+
+def test_the_window_hides_what_lies_beyond_it():
+    """One layer sees exactly `window` keys: a token that far back makes no difference, the next one does."""
+    model = lively(dataclasses.replace(SMALL, n_layer=1))
+    tokens, targets = stream()
+    lengths = {"mem_len": 9, "window": 4}
+    before, _ = nll_in_segments(model, tokens, targets, 5, **lengths)
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % V
+    after, _ = nll_in_segments(model, changed, targets, 5, **lengths)
+    differs = (after - before).abs().amax(dim=0) > 1e-12
+    assert differs.nonzero().flatten().tolist() == [8, 9, 10, 11]
+
+
+def test_lanes_are_independent(model):
+    tokens, targets = stream()
+    before, _ = nll_in_segments(model, tokens, targets, 5)
+    changed = tokens.clone()
+    changed[1] = (changed[1] + 1) % V
+    after, _ = nll_in_segments(model, changed, targets, 5)
+    others = [0, 2]
+    torch.testing.assert_close(after[others], before[others], rtol=0, atol=1e-12)
+    assert (after[1] - before[1]).abs().max() > 1e-6
+
+
+def test_an_old_state_stays_valid_after_a_step(model):
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B))
+    first, _ = model.nll(tokens[:, 9:], targets[:, 9:], state)
+    again, _ = model.nll(tokens[:, 9:], targets[:, 9:], state)
+    assert torch.equal(first, again)
+
+
+def test_memory_that_starts_empty_is_not_attended_to(model):
+    tokens, targets = stream()
+    state = model.init_state(B, mem_len=20)
+    assert state.length == 0
+    cold, state = model.nll(tokens[:, :1], targets[:, :1], state)
+    none, _ = model.nll(tokens[:, :1], targets[:, :1], model.init_state(B, mem_len=0))
+    assert torch.equal(cold, none)
+    assert state.length == 1
+
+
+def test_memory_grows_to_its_length_and_no_further(model):
+    tokens, targets = stream()
+    lengths = []
+    state = model.init_state(B, mem_len=7)
+    for start in range(0, 20, 3):
+        _, state = model.nll(tokens[:, start : start + 3], targets[:, start : start + 3], state)
+        lengths.append(state.length)
+    assert lengths == [3, 6, 7, 7, 7, 7, 7]
+
+
+def test_no_gradient_into_memory_but_weights_learn_through_it():
+    model = lively(SMALL)
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B))
+    watched = dataclasses.replace(state, hidden=tuple(h.clone().requires_grad_() for h in state.hidden))
+    nll, _ = model.nll(tokens[:, 9:10], targets[:, 9:10], watched)
+    nll.sum().backward()
+    assert all(hidden.grad is None for hidden in watched.hidden)
+    # One query: if only its own position gave gradient to W_k, that gradient would have rank one a lane.
+    gradient = model.layers[0].attention.k_proj.weight.grad
+    assert torch.linalg.matrix_rank(gradient) > B
+
+
+def test_reset_lane_reads_as_if_it_were_new(model):
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B, mem_len=7))
+    state = state.reset(torch.tensor([False, True, False]))
+    continued, after = model.nll(tokens[:, 9:14], targets[:, 9:14], state)
+    fresh, _ = model.nll(tokens[:, 9:14], targets[:, 9:14], model.init_state(B, mem_len=7))
+    torch.testing.assert_close(continued[1], fresh[1], rtol=0, atol=1e-10)
+    assert (continued[[0, 2]] - fresh[[0, 2]]).abs().min(dim=1).values.max() > 0
+    # ... and on, as its memory fills again.
+    continued, after = model.nll(tokens[:, 14:], targets[:, 14:], after)
+    fresh, _ = nll_in_segments(model, tokens[:, 9:], targets[:, 9:], 5, mem_len=7)
+    torch.testing.assert_close(continued[1, :3], fresh[1, 5:8], rtol=0, atol=1e-10)
+    everything = after.reset(torch.ones(B, dtype=torch.bool))
+    assert everything.length == 0
+
+
+def test_select_picks_orders_and_repeats_lanes(model):
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B))
+    state = state.reset(torch.tensor([True, False, False]))
+    order = torch.tensor([2, 0, 2, 1])
+    expected, _ = model.nll(tokens[:, 9:], targets[:, 9:], state)
+    found, _ = model.nll(tokens[order, 9:], targets[order, 9:], state.select(order))
+    torch.testing.assert_close(found, expected[order], rtol=0, atol=1e-10)
+
+
+def test_a_state_survives_being_written_as_tensors(model):
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B, mem_len=7, window=8, clamp_len=3))
+    state = state.reset(torch.tensor([True, False, False]))
+    expected, state = model.nll(tokens[:, 9:13], targets[:, 9:13], state)
+    copy = model.state_from_tensors(state.to_tensors())
+    assert (copy.mem_len, copy.window, copy.clamp_len, copy.filled) == (7, 8, 3, state.filled)
+    assert torch.equal(
+        model.nll(tokens[:, 13:], targets[:, 13:], copy)[0], model.nll(tokens[:, 13:], targets[:, 13:], state)[0]
+    )
+
+
+def test_both_attentions_give_one_model():
+    fast, slow = lively(SMALL), lively(VARIANTS["reference attention"])
+    assert (fast.attention_name, slow.attention_name) == ("shifted", "reference")
+    tokens, targets = stream()
+    gradients = []
+    for model in (fast, slow):
+        nll, _ = nll_in_segments(model, tokens, targets, 8)
+        gradients.append(torch.autograd.grad(nll.sum(), list(model.parameters())))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-10)
+
+
+def test_a_uniform_model_scores_log_v(model):
+    uniform = build_model(model.config, V).double().eval()
+    for parameter in uniform.parameters():
+        parameter.data.zero_()
+    tokens, targets = stream()
+    log_probs, _ = uniform.log_probs(tokens, uniform.init_state(B))
+    if not model.config.cutoffs:
+        nll, _ = uniform.nll(tokens, targets, uniform.init_state(B))
+        torch.testing.assert_close(nll, torch.full_like(nll, math.log(V)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones_like(log_probs[..., 0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"mem_len": -1}, "mem_len is -1"),
+        ({"mem_len": 5, "window": 7}, "window 7 needs at least 6 positions of memory, but mem_len is 5"),
+        ({"window": 0}, "window is 0"),
+        ({"clamp_len": -2}, "clamp_len is -2"),
+        ({"window": "all"}, "'all'; expected a number or 'none'"),
+    ],
+)
+def test_lengths_that_make_no_sense_are_refused(lengths, message):
+    with pytest.raises(UserError, match=message):
+        lively(SMALL).init_state(B, **lengths)
+
+
+def test_none_switches_the_window_of_the_configuration_off():
+    model = lively(dataclasses.replace(SMALL, window=3, clamp_len=2))
+    assert (model.init_state(B).window, model.init_state(B).clamp_len) == (3, 2)
+    state = model.init_state(B, window="none", clamp_len="none")
+    assert (state.window, state.clamp_len) == (None, None)
+
+
+def test_a_batch_of_the_wrong_size_is_refused():
+    model = lively(SMALL)
+    tokens, targets = stream()
+    with pytest.raises(UserError, match="tokens have 3 lanes, the state has 2"):
+        model.nll(tokens, targets, model.init_state(2))

@@ -1,0 +1,161 @@
+"""Sizes, initialisation and dropout sites of Transformer-XL."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import txl
+from txl.config import ModelConfig
+from txl.errors import UserError
+from txl.models import build_model
+
+
+def count(config: ModelConfig, vocab_size: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(config, vocab_size).parameters())
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "parameters"),
+    [("enwik8-12L", 204, 41_055_436), ("enwik8-12L", 27, 40_964_635), ("enwik8-24L", 204, 277_231_820)],
+)
+def test_parameter_counts_of_the_paper_s_models(preset, vocab_size, parameters):
+    assert count(txl.preset(preset).model, vocab_size) == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab_size", "parameters"),
+    [
+        (
+            ModelConfig(n_layer=16, d_model=410, n_head=10, d_head=41, d_inner=2100, cutoffs=(20_000, 40_000, 200_000)),
+            267_735,
+            151_107_538,
+        ),
+        (
+            ModelConfig(
+                n_layer=18,
+                d_model=1024,
+                n_head=16,
+                d_inner=4096,
+                cutoffs=(20_000, 40_000, 200_000),
+                div_val=4,
+                tie_projections="all_but_first",
+            ),
+            267_735,
+            285_170_506,
+        ),
+    ],
+    ids=["wt103-base", "wt103-large"],
+)
+def test_parameter_counts_with_adaptive_softmax(config, vocab_size, parameters):
+    assert count(config, vocab_size) == parameters
+
+
+def test_untied_biases_add_one_pair_a_layer():
+    shared = ModelConfig(n_layer=5, n_head=3, d_head=7)
+    assert count(dataclasses.replace(shared, untie_r=True), 11) - count(shared, 11) == 4 * 2 * 3 * 7
+
+
+def test_initial_weights_follow_the_authors():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
+    for name, parameter in model.named_parameters():
+        mean, std = parameter.mean().item(), parameter.std().item()
+        if name.endswith("norm.weight"):
+            assert abs(mean - 1) < 0.01, name
+            assert 0.015 < std < 0.025, name
+        elif name.endswith("bias"):
+            assert parameter.abs().max() == 0, name
+        else:
+            expected = 0.01 if "projections" in name else 0.02
+            assert abs(std - expected) < 0.1 * expected, name
+    assert model.u.std() > 0.015
+
+
+def dropout_layers(model: nn.Module) -> dict[str, float]:
+    return {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+
+
+def test_dropout_sites_are_those_of_the_original():
+    model = build_model(ModelConfig(n_layer=2, dropout=0.3, dropatt=0.2), 11)
+    sites = dropout_layers(model)
+    assert sites["dropout"] == 0.3  # scaled embedding and final hidden states
+    assert sites["dropout_r"] == 0.3
+    assert sites["layers.0.attention.dropout"] == 0.3  # attention output
+    assert sites["layers.0.feed_forward.dropout"] == 0.3  # after the ReLU and at the output
+    assert dropout_layers(build_model(ModelConfig(n_layer=1, dropout=0.3, dropout_r=0.0), 11))["dropout_r"] == 0.0
+
+
+@pytest.mark.parametrize("site", ["embedding", "r", "attention weights", "attention output", "feed-forward", "final"])
+def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0), 11)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    layer = model.layers[0]
+    assert isinstance(layer.attention.dropout, nn.Dropout)
+    if site in ("embedding", "final"):
+        model.dropout.p = 0.5
+    elif site == "r":
+        model.dropout_r.p = 0.5
+    elif site == "attention weights":
+        layer.attention.dropatt = 0.5
+    elif site == "attention output":
+        layer.attention.dropout.p = 0.5
+    else:
+        layer.feed_forward.dropout.p = 0.5
+    tokens = torch.randint(11, (2, 7))
+
+    def hidden() -> torch.Tensor:
+        return model.hidden_states(tokens, model.init_state(2))[0]
+
+    assert not torch.equal(model.train() and hidden(), hidden())
+    assert torch.equal(model.eval() and hidden(), hidden())
+
+
+def test_final_and_embedding_dropout_zero_whole_features_at_their_rate():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=1, d_model=64, dropout=0.25), 11).train()
+    hidden, _ = model.hidden_states(torch.randint(11, (8, 64)), model.init_state(8))
+    assert abs((hidden == 0).float().mean().item() - 0.25) < 0.02
+
+
+def test_bfloat16_autocast_gives_float32_losses_and_memory_close_to_float32_ones():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, dropout=0.0), 50)
+    tokens = torch.randint(50, (2, 40))
+    exact, _ = model.nll(tokens, tokens, model.init_state(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, state = model.nll(tokens, tokens, model.init_state(2))
+    assert found.dtype == torch.float32
+    assert state.hidden[1].dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 31}, r"model.d_model is 31; expected an even number"),
+        ({"n_head": 0}, r"model.n_head is 0; expected 1 or more"),
+        ({"dropout": 1.0}, r"model.dropout is 1.0"),
+        ({"mem_len": -1}, r"model.mem_len is -1"),
+        ({"window": 600}, r"model.window 600 needs at least 599 positions of memory"),
+        ({"cutoffs": (5, 5)}, r"model.cutoffs is \[5, 5\] for a vocabulary of 11"),
+        ({"cutoffs": (5, 11)}, r"below 11"),
+        ({"cutoffs": (3, 5), "div_val": 100}, r"model.div_val is 100"),
+    ],
+)
+def test_shapes_that_cannot_be_built_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        build_model(dataclasses.replace(ModelConfig(), **changes), 11)
+
+
+def test_a_model_does_not_share_its_configuration_with_the_caller():
+    config = ModelConfig(n_layer=1)
+    model = build_model(config, 11)
+    config.mem_len = 3
+    assert model.config.mem_len == 512
