@@ -215,7 +215,7 @@ def test_a_state_survives_being_written_as_tensors(model):
     tokens, targets = stream()
     _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B, mem_len=7, window=8, clamp_len=3))
     state = state.reset(torch.tensor([True, False, False]))
-    expected, state = model.nll(tokens[:, 9:13], targets[:, 9:13], state)
+    _, state = model.nll(tokens[:, 9:13], targets[:, 9:13], state)
     copy = model.state_from_tensors(state.to_tensors())
     assert (copy.mem_len, copy.window, copy.clamp_len, copy.filled) == (7, 8, 3, state.filled)
     assert torch.equal(

@@ -1,0 +1,39 @@
+# Every target makes .venv by itself when it is missing. PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export TXL_TEST_DATA ?=
+
+.PHONY: setup demo test lint bench build clean
+
+setup: $(STAMP)
+
+# Everything is pinned in constraints.txt, the build backend too (--no-build-isolation uses the one installed here).
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/txl demo --out runs/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/txl bench train
+	$(BIN)/txl bench eval
+
+build: $(STAMP)
+	$(BIN)/python -m build --no-isolation --wheel
+
+clean:
+	rm -rf $(VENV) build dist

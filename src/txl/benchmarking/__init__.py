@@ -1,0 +1,1 @@
+"""Speed, always beside the machine's own matrix-multiplication rate measured in the same run."""

@@ -1,0 +1,70 @@
+"""How many floating-point operations a Transformer-XL needs, and how many the machine can do.
+
+Only matrix products are counted, two operations (multiply, add) each. With B lanes, T tokens, M positions of memory,
+S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layers, one forward pass takes
+
+    N * ( 2*B*T*E*A           queries
+        + 2*B*S*E*A * 2       keys and values, memory included
+        + 2*S*E*A             W_kR R
+        + 2*B*T*S*A * 3       content scores, position scores, weighted values; masked entries are computed too
+        + 2*B*T*A*E           output projection
+        + 2*B*T*E*F * 2 )     feed-forward
+    + 2*B*T*E*V               softmax
+
+and a training step three times as much (the backward pass has two products for each of the forward's).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from txl.config import ModelConfig
+from txl.errors import UserError
+
+
+def forward_operations(model: ModelConfig, vocab_size: int, batch_size: int, segment: int, memory: int) -> int:
+    """Operations of one forward pass, by the formula at the top of this file.
+
+    Raises:
+        UserError: for an adaptive softmax or a projected embedding, which the formula does not describe.
+    """
+    if model.cutoffs or model.d_embed not in (None, model.d_model):
+        raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
+    keys, width = memory + segment, model.n_head * model.d_head
+    rows, key_rows = batch_size * segment, batch_size * keys
+    layer = (
+        2 * rows * model.d_model * width
+        + 2 * key_rows * model.d_model * width * 2
+        + 2 * keys * model.d_model * width
+        + 2 * rows * keys * width * 3
+        + 2 * rows * width * model.d_model
+        + 2 * rows * model.d_model * model.d_inner * 2
+    )
+    return model.n_layer * layer + 2 * rows * model.d_model * vocab_size
+
+
+def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: float = 1.0) -> float:
+    """Operations a second of a square matrix product of that size: the best of repeated products.
+
+    The best, not the mean: this is the machine's ceiling, against which a workload's own time is set.
+    """
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    for _ in range(2):
+        left @ right
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        synchronize(device)
+        began = time.perf_counter()
+        left @ right
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,112 @@
+"""The two workloads that are timed: a training step, and evaluation in segments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
+from txl.config import RunConfig
+from txl.evaluation.perplexity import evaluation_mode
+from txl.models import build_model
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a workload ran, beside the machine's own rate."""
+
+    workload: str
+    dtype: str
+    batch_size: int
+    segment: int
+    mem_len: int
+    step_seconds: float
+    """Median over the timed steps."""
+    tokens_per_second: float
+    operations_per_step: int
+    matmul_rate: float
+    """Operations a second of a 2048 x 2048 matrix product in the same dtype, measured before and after: the mean."""
+    attention: str
+
+    @property
+    def fraction(self) -> float:
+        """The workload's rate of operations over the machine's."""
+        return self.operations_per_step / self.step_seconds / self.matmul_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
+
+
+def _timed(step: Callable[[], None], steps: int, device: str) -> float:
+    """Median seconds of a step, after two that do not count."""
+    times = []
+    for number in range(steps + 2):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        if number >= 2:
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
+    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
+    torch.manual_seed(0)
+    train, dtype = run.train, run.train.dtype
+    model = build_model(run.model, vocab_size).to(device).train()
+    optimizer = build_optimizer(model, train)
+    shape = (train.batch_size, train.segment)
+    states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
+
+    def step() -> None:
+        nonlocal states
+        tokens = torch.randint(vocab_size, shape, device=device)
+        states = training_step(model, optimizer, tokens, tokens, states, train).states
+
+    while states[0].length < states[0].capacity:
+        step()
+    rate = matmul_rate(getattr(torch, dtype), device)
+    seconds = _timed(step, steps, device)
+    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
+    memory = states[0].length
+    operations = 3 * forward_operations(run.model, vocab_size, *shape, memory)
+    tokens_per_second = train.batch_size * train.segment / seconds
+    return Speed(
+        "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
+    )
+
+
+def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
+    """Time evaluation in segments on random tokens, memory full from the start, with the run's test settings."""
+    torch.manual_seed(0)
+    model = build_model(run.model, vocab_size).to(device).eval()
+    settings = run.eval
+    state = model.init_state(
+        settings.batch_size, settings.mem_len, settings.window or "none", settings.clamp_len or "none"
+    )
+    shape = (settings.batch_size, settings.segment)
+
+    def step() -> None:
+        nonlocal state
+        tokens = torch.randint(vocab_size, shape, device=device)
+        with evaluation_mode(model), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            _, state = model.nll(tokens, tokens, state)
+
+    while state.length < state.capacity:
+        step()
+    rate = matmul_rate(getattr(torch, dtype), device)
+    seconds = _timed(step, steps, device)
+    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
+    operations = forward_operations(run.model, vocab_size, *shape, state.length)
+    tokens_per_second = settings.batch_size * settings.segment / seconds
+    return Speed(
+        "evaluation", dtype, *shape, state.length, seconds, tokens_per_second, operations, rate, model.attention_name
+    )

@@ -1,0 +1,84 @@
+"""The command `txl`: parse, call, print. Each command is a module of `txl.commands`.
+
+Exit codes: 0 done, 1 a failure, 2 a mistake of the user's in one clear line, 130 or 143 training stopped by Ctrl-C or
+SIGTERM after its state was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import txl
+from txl.commands import bench, data, demo, evaluate, generate, presets, report, train
+from txl.errors import RunInterrupted, UserError
+
+COMMANDS = (presets, data, train, evaluate, generate, report, bench, demo)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s, and which never guesses an abbreviated option."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse, in one line."""
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As the base class, but an unknown option is refused here, where its neighbours are known."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].split("=")[0]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            near = difflib.get_close_matches(option.replace("_", "-"), known, n=3, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(near)}?" if near and option.startswith("-") else ""
+            kind = "option" if option.startswith("-") else "argument"
+            self.error(f"unknown {kind} {option}{hint}")
+        return namespace, []
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(prog="txl", description="Transformer-XL: language models that read past a fixed-length context.")
+    parser.add_argument("--version", action="version", version=f"txl {txl.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        arguments.run(arguments)
+        sys.stdout.flush()
+        return 0
+    except RunInterrupted as stop:
+        print(f"txl: {stop}", file=sys.stderr)
+        return stop.exit_code
+    except UserError as error:
+        return _refuse(str(error))
+    except BrokenPipeError:
+        # The reader of our output has gone (`txl generate ... | head`): not an error. What is still buffered must go
+        # nowhere, or Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    except KeyboardInterrupt:
+        print("txl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse(message: str) -> int:
+    print(f"txl: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,184 @@
+"""`txl eval DIR`: the loss of a trained model, at one memory length or many."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.options import (
+    add_checkpoint,
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    add_memory_options,
+    config_options,
+    data_config,
+    existing_run,
+    memory_settings,
+    numbers,
+    pick_device,
+    print_json,
+    progress_bar,
+    say,
+)
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.data.corpora import Corpus
+    from txl.data.vocabulary import Vocabulary
+    from txl.run_directory import RunDirectory
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("eval", help="measure perplexity, bits per character and bits per byte")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
+    add_memory_options(parser)
+    parser.add_argument("--mem-lens", type=numbers, metavar="M,M,...", help="measure at several memory lengths")
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
+    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
+    parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_config_options(parser, ("data",))
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate, print, and add the result to the run's log."""
+    if arguments.mem_lens is not None and arguments.mem_len is not None:
+        raise UserError("--mem-len and --mem-lens were both given; expected one of them")
+    from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
+    from txl.run_directory import RunDirectory
+
+    run_directory = RunDirectory(existing_run(arguments.directory))
+    config = run_directory.config()
+    device = pick_device(arguments.device)
+    checkpoint = run_directory.checkpoint(arguments.checkpoint)
+    model, vocabulary = run_directory.load(checkpoint, device=device)
+    corpus = open_run_corpus(run_directory, vocabulary, arguments)
+    tokens = split_tokens(corpus, arguments.split)
+
+    settings = memory_settings(arguments, config)
+    common = {
+        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
+        "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
+        "max_tokens": arguments.max_tokens,
+        "exhaustive": arguments.exhaustive,
+        "dtype": arguments.dtype,
+    }
+    described = {"split": arguments.split, "corpus": corpus.name, "unit": corpus.unit, "checkpoint": checkpoint.name}
+    progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
+    with progress:
+        if arguments.mem_lens is None:
+            results = [evaluate(model, tokens, **settings, **common, progress=move)]
+        else:
+            common["clamp_len"] = settings["clamp_len"]
+            results = evaluate_memory_lengths(model, tokens, arguments.mem_lens, **common, progress=move)
+    rows = [described | result.to_dict() for result in results]
+
+    step = checkpoint_step(checkpoint)
+    if arguments.mem_lens is None:
+        record(run_directory, "eval", step, **rows[0])
+        shown: dict[str, Any] = rows[0]
+    else:
+        record(run_directory, "sweep", step, **described, rows=rows)
+        shown = described | {"rows": rows}
+    if arguments.json:
+        print_json(shown)
+    else:
+        print_rows(rows)
+    if arguments.mem_lens is not None:
+        draw_curve(run_directory.path, rows)
+
+
+def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, arguments: Any) -> Corpus:
+    """The corpus that the run was trained on, or the one the options name, in the run's own vocabulary.
+
+    Raises:
+        UserError: if the run has no vocabulary, or the corpus cannot be opened.
+    """
+    from txl.data.corpora import open_corpus
+
+    if vocabulary is None:
+        raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
+    trained_on = run_directory.config().data
+    options = config_options(arguments)
+    data = data_config(arguments, trained_on)
+    if "data.unit" in options and data.unit != vocabulary.kind:
+        raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
+    corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, vocabulary=vocabulary)
+    if not options:
+        started = [event for event in run_directory.events() if event["event"] == "start"]
+        if started and started[-1]["corpus"]["identity"] != corpus.info()["identity"]:
+            say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+    return corpus
+
+
+def split_tokens(corpus: Corpus, split: str) -> Any:
+    """The tokens of a split.
+
+    Raises:
+        UserError: naming the splits that there are.
+    """
+    if split not in corpus.splits:
+        raise UserError(f"{corpus.name} has no split {split!r}; expected one of {', '.join(corpus.splits)}")
+    return corpus.tokens(split)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The training step of a checkpoint's directory, step-NNNNNNNN."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def record(run_directory: RunDirectory, event: str, step: int, **fields: Any) -> None:
+    """Add an event to the run's log; a run that cannot be written is only read, and that is said."""
+    try:
+        run_directory.append(event, step, **fields)
+    except (OSError, UserError) as error:
+        say(f"note: the result was not added to the run's log ({error})")
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table of results, with what was scored below it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    by_word = rows[0]["unit"] in ("word", "bpe")
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("memory", lambda row: str(row["mem_len"])),
+        ("window", lambda row: "none" if row["window"] is None else str(row["window"])),
+        ("nats/token", lambda row: f"{row['nll']:.4f}"),
+        ("ppl", lambda row: f"{row['ppl']:.3f}") if by_word else ("bpc", lambda row: f"{row['bpc']:.4f}"),
+        ("bits/byte", lambda row: "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"),
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+    ]
+    first = rows[0]
+    table = Table(title=f"{first['corpus']}, {first['split']} split, {first['checkpoint']}")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*[show(row) for _, show in columns])
+    Console().print(table)
+    dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
+    print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
+
+
+def draw_curve(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """The curve of quality against memory length, as memory-curve.svg and .png in the run directory."""
+    from txl.reporting.plots import save_memory_curve
+
+    try:
+        for ending in ("svg", "png"):
+            save_memory_curve(rows, directory / f"memory-curve.{ending}")
+        say(f"curve: {directory / 'memory-curve.svg'} and .png")
+    except OSError as error:
+        say(f"note: the curve was not drawn ({error})")

@@ -1,0 +1,96 @@
+"""`txl generate DIR`: text from a trained model, shown as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from txl.commands.options import (
+    add_checkpoint,
+    add_device,
+    add_json,
+    add_memory_options,
+    existing_run,
+    memory_settings,
+    pick_device,
+    print_json,
+)
+from txl.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("generate", help="continue a prompt")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="text to continue; it may be longer than the memory")
+    source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file (- for standard input)")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to make (default: 200)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations, made together (default: 1)")
+    parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token (temperature 0)")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
+    add_memory_options(parser)
+    add_checkpoint(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _top_k(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate and print."""
+    prompt = _prompt(arguments)
+    from txl.generation import Sampling, generate, generate_samples
+    from txl.run_directory import RunDirectory
+
+    if arguments.seed is not None and arguments.seed < 0:
+        raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+    run_directory = RunDirectory(existing_run(arguments.directory))
+    lengths = memory_settings(arguments, run_directory.config())
+    checkpoint = run_directory.checkpoint(arguments.checkpoint)
+    model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
+    temperature = 0.0 if arguments.greedy else arguments.temperature
+    Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values before anything is printed
+    common = {
+        "max_tokens": arguments.max_tokens,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "temperature": temperature,
+        "seed": arguments.seed,
+        "stop": arguments.stop,
+        **lengths,
+    }
+    if arguments.samples == 1 and not arguments.json:
+        pieces = generate(model, vocabulary, prompt, **common)
+        sys.stdout.write(prompt)
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return
+    texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common)
+    if arguments.json:
+        print_json({"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, **common})
+        return
+    for number, text in enumerate(texts, start=1):
+        print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        if arguments.prompt_file == "-":
+            return sys.stdin.read()
+        with open(arguments.prompt_file, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{arguments.prompt_file}: not UTF-8 at byte {error.start}; give the prompt as UTF-8") from None

@@ -1,0 +1,171 @@
+"""Options that several commands share, and the values they take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from txl.config import DataConfig, RunConfig, leaf_fields
+from txl.errors import UserError
+
+
+def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
+    """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``."""
+    for name, item, _, _ in leaf_fields(RunConfig()):
+        section = name.partition(".")[0]
+        if section not in sections:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        flags = [option] if option == f"--{name}" else [option, f"--{name}"]
+        parser.add_argument(*flags, dest=name, metavar="X", default=argparse.SUPPRESS, help=item.metadata["help"])
+
+
+def config_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """The options of `add_config_options` that were given."""
+    return {name: value for name, value in vars(arguments).items() if "." in name}
+
+
+def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
+    """A corpus's configuration with the given ``--data.*`` options set."""
+    from txl.config import with_options
+
+    return with_options(RunConfig(data=base), config_options(arguments)).data
+
+
+def add_data_dir(parser: argparse.ArgumentParser) -> None:
+    """Where prepared corpora live."""
+    parser.add_argument("--data-dir", metavar="DIR", help="where prepared corpora live (default: TXL_DATA, or a cache)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Where the model runs."""
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Which weights of a run are used."""
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, latest or a step (default: best, else latest)")
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Memory, window and clamp, with the run's test settings where they are unset."""
+    parser.add_argument("--mem-len", type=int, metavar="M", help="positions of memory; alone it also sets --window M")
+    parser.add_argument("--window", type=limit, metavar="N", help="keys a query sees, itself included, or none")
+    parser.add_argument("--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Machine-readable output."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+
+
+def limit(text: str) -> int | str:
+    """A whole number, or "none"."""
+    return "none" if text.lower() == "none" else int(text)
+
+
+limit.__name__ = "number or none"  # argparse names a type by its function when it refuses a value
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    return [int(part) for part in text.split(",")]
+
+
+numbers.__name__ = "list of numbers"
+
+
+def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, Any]:
+    """`mem_len`, `window` and `clamp_len` for an evaluation: what was given, else the run's test settings.
+
+    ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
+    read alone.
+    """
+    mem_len = run.eval.mem_len if arguments.mem_len is None else arguments.mem_len
+    if arguments.window is not None:
+        window = arguments.window
+    elif arguments.mem_len is not None:
+        window = arguments.mem_len or "none"
+    else:
+        window = run.eval.window or "none"
+    clamp_len = arguments.clamp_len
+    if clamp_len is None:
+        clamp_len = "none" if run.eval.clamp_len is None else run.eval.clamp_len
+    return {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
+
+
+def pick_device(name: str | None) -> str:
+    """The device to use: the one asked for, else a GPU if there is one.
+
+    Raises:
+        UserError: for a device that this machine does not have.
+    """
+    import torch
+
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None
+    return chosen
+
+
+def existing_run(path: str) -> Path:
+    """The path of a run directory.
+
+    Raises:
+        UserError: if it is not one.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(f"{path}: no such directory; expected a run directory (made by txl train --out {path})")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{path}: not a run directory (it has no config.json)")
+    return directory
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on standard output; numbers that JSON has no name for become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(each) for key, each in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(each) for each in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    print(json.dumps(plain(value), ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr)
+
+
+def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
+    """A progress display on standard error (only on a terminal), and the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    task = progress.add_task(description, total=None)
+
+    def move(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+
+    return progress, move

@@ -1,0 +1,29 @@
+"""`txl report DIR`: one page that tells what a run was and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from txl.commands.options import existing_run, print_json
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("report", help="write report.html, one file that opens offline")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("--out", metavar="FILE", help="where to write it (default: DIR/report.html)")
+    parser.add_argument("--json", action="store_true", help="print the report's path as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the report."""
+    directory = existing_run(arguments.directory)
+    from txl.reporting.report import write_report
+
+    path = write_report(directory, out=arguments.out)
+    if arguments.json:
+        print_json({"report": str(path)})
+    else:
+        print(path)

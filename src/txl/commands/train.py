@@ -1,0 +1,92 @@
+"""`txl train PRESET --out DIR`: train, or go on with a run that was stopped."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from txl.commands.options import (
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    config_options,
+    pick_device,
+    print_json,
+)
+from txl.config import RunConfig, leaf_fields, validate, with_options
+from txl.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model, or go on with a run that was stopped",
+        description="Train a model. The same command goes on with a run that was stopped.",
+    )
+    parser.add_argument("preset", metavar="PRESET", help="a configuration by name; see txl presets")
+    parser.add_argument("--out", metavar="DIR", help="the run directory; required unless --dry-run")
+    parser.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
+    parser.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    add_config_options(parser, ("model", "data", "train", "eval"))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, or show what would be trained."""
+    from txl.presets import preset
+
+    config = with_options(preset(arguments.preset), config_options(arguments))
+    validate(config)
+    if arguments.dry_run:
+        dry_run(config, arguments)
+        return
+    if arguments.out is None:
+        raise UserError("--out is missing; give the directory that the run is written to")
+    from txl.allocator import keep_freed_memory
+    from txl.training.trainer import Trainer
+
+    keep_freed_memory()
+    trainer = Trainer(
+        config,
+        arguments.out,
+        device=pick_device(arguments.device),
+        data_dir=arguments.data_dir,
+        init_from=arguments.init_from,
+        quiet=arguments.quiet or arguments.json,
+    )
+    outcome = trainer.fit()
+    if arguments.json:
+        print_json(outcome)
+
+
+def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
+    from txl.data.corpora import open_corpus
+    from txl.training.estimate import estimate
+
+    if config.data.unit == "byte":
+        vocab_size = 256
+    else:
+        corpus = open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir)
+        vocab_size = len(corpus.vocabulary)
+    costs = estimate(config, vocab_size)
+    if arguments.json:
+        print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
+        return
+    for name, _, _, value in leaf_fields(config):
+        print(f"{name:26} {'none' if value is None else value}")
+    print(f"\nparameters at a vocabulary of {vocab_size:,}")
+    for part, count in costs.parameters.items():
+        print(f"  {part:24} {count:>14,}")
+    print(f"  {'total':24} {costs.total_parameters:>14,}")
+    print(f"\ntokens a step              {costs.tokens_per_step:>14,}")
+    print("memory, estimated (bytes)")
+    for part, count in costs.memory_bytes.items():
+        print(f"  {part:24} {count:>14,}")
+    print(f"  {'total':24} {costs.total_bytes:>14,}")

@@ -1,0 +1,172 @@
+"""The evaluation protocol: which targets are scored, with how much context, and what is reported."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txl.config import ModelConfig
+from txl.errors import UserError
+from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
+from txl.models import build_model
+
+V = 13
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, dropout=0.3), V)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.4)
+    return model.double()
+
+
+def token_stream(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, V, length).astype(np.uint8)
+
+
+def scored_targets(n_token: int, batch_size: int, segment: int, exhaustive: bool) -> Counter[int]:
+    """Positions in the stream that are scored, found from the segments themselves (token = its own position)."""
+    stream = np.arange(n_token)
+    found: Counter[int] = Counter()
+    for inputs, targets, counts in Lanes.cut(n_token, batch_size, exhaustive).segments(stream, segment):
+        assert torch.equal(targets[counts], inputs[counts] + 1)
+        found.update(targets[counts].tolist())
+    return found
+
+
+@given(n_token=st.integers(2, 200), batch_size=st.integers(1, 12), segment=st.integers(1, 50))
+def test_exhaustive_scores_every_target_exactly_once(n_token, batch_size, segment):
+    if n_token // batch_size < 2:
+        return
+    assert scored_targets(n_token, batch_size, segment, exhaustive=True) == Counter(range(1, n_token))
+
+
+@given(n_token=st.integers(2, 200), batch_size=st.integers(1, 12), segment=st.integers(1, 50))
+def test_equal_lanes_score_all_but_their_first_tokens_and_the_remainder(n_token, batch_size, segment):
+    if n_token // batch_size < 2:
+        return
+    length = n_token // batch_size
+    expected = [p for p in range(length * batch_size) if p % length != 0]
+    assert scored_targets(n_token, batch_size, segment, exhaustive=False) == Counter(expected)
+
+
+def test_segments_worked_out_by_hand():
+    (first, second) = Lanes.cut(9, 2).segments(np.arange(9), 2)
+    assert first[0].tolist() == [[0, 1], [4, 5]]
+    assert first[1].tolist() == [[1, 2], [5, 6]]
+    assert second[0].tolist() == [[2], [6]]
+    assert second[1].tolist() == [[3], [7]]
+
+
+def slow_mean(model, tokens, batch_size, segment, **lengths) -> float:
+    """The protocol once more, lane after lane, summed in Python."""
+    model.eval()
+    length, total, count = len(tokens) // batch_size, 0.0, 0
+    for lane in range(batch_size):
+        ids = torch.from_numpy(tokens[lane * length : (lane + 1) * length].astype(np.int64))[None]
+        state = model.init_state(1, **lengths)
+        for start in range(0, length - 1, segment):
+            end = min(start + segment, length - 1)
+            nll, state = model.nll(ids[:, start:end], ids[:, start + 1 : end + 1], state)
+            total, count = total + nll.sum().item(), count + nll.numel()
+    return total / count
+
+
+@pytest.mark.parametrize("lengths", [{"mem_len": 6, "window": 6}, {"mem_len": 0, "window": "none"}, {"mem_len": 11}])
+def test_result_equals_the_protocol_written_out(model, lengths):
+    tokens = token_stream(107)
+    window = lengths.get("window", lengths["mem_len"])
+    result = evaluate(model, tokens, segment=5, batch_size=3, **lengths)
+    expected = slow_mean(model, tokens, 3, 5, mem_len=lengths["mem_len"], window=window)
+    assert math.isclose(result.nll, expected, abs_tol=1e-12)
+    assert (result.tokens, result.dropped) == (3 * 34, 106 - 3 * 34)
+    assert math.isclose(result.bpc, expected / math.log(2), abs_tol=1e-12)
+    assert math.isclose(result.ppl, math.exp(expected), abs_tol=1e-12)
+
+
+def test_memory_alone_sets_the_window_and_none_switches_it_off(model):
+    tokens = token_stream(60)
+    assert evaluate(model, tokens, mem_len=9, batch_size=1).window == 9
+    assert evaluate(model, tokens, mem_len=9, window="none", batch_size=1).window is None
+    assert evaluate(model, tokens, mem_len=0, batch_size=1).window is None
+    unset = evaluate(model, tokens, batch_size=1)
+    assert (unset.mem_len, unset.window) == (6, None)
+
+
+def test_with_an_exact_window_neither_segment_nor_dropout_matters(model):
+    tokens = token_stream(90)
+    model.train()
+    results = [evaluate(model, tokens, segment=segment, mem_len=7, batch_size=2) for segment in (1, 4, 90)]
+    assert model.training
+    assert max(result.nll for result in results) - min(result.nll for result in results) < 1e-12
+
+
+def test_a_uniform_model_scores_log2_v():
+    uniform = build_model(ModelConfig(n_layer=1, d_model=4, n_head=1, d_head=4, d_inner=4, mem_len=3), V)
+    for parameter in uniform.parameters():
+        parameter.data.zero_()
+    result = evaluate(uniform, token_stream(50), batch_size=2)
+    assert math.isclose(result.bpc, math.log2(V), rel_tol=1e-6)
+    assert math.isclose(result.ppl, V, rel_tol=1e-5)
+
+
+def test_bits_per_byte_is_bits_a_token_over_bytes_a_token(model):
+    class Split(np.ndarray):
+        n_bytes = 300
+
+    tokens = token_stream(100).view(Split)
+    result = evaluate(model, tokens, batch_size=1)
+    assert result.bits_per_byte is not None
+    assert math.isclose(result.bits_per_byte, result.bpc / 3, rel_tol=1e-12)
+    assert evaluate(model, token_stream(100), batch_size=1).bits_per_byte is None
+
+
+def test_sweep_scores_the_same_targets_at_each_length(model):
+    seen = []
+    results = evaluate_memory_lengths(
+        model, token_stream(80), [0, 3, 8], segment=4, batch_size=2, on_result=seen.append
+    )
+    assert [result.mem_len for result in results] == [0, 3, 8]
+    assert len({result.tokens for result in results}) == 1
+    assert len({result.nll for result in results}) == 3
+    assert seen == results
+
+
+def test_tensors_lists_and_prefixes_are_streams_too(model):
+    tokens = token_stream(80)
+    whole = evaluate(model, tokens, batch_size=1, max_tokens=40)
+    assert evaluate(model, torch.from_numpy(tokens[:40]), batch_size=1).nll == whole.nll
+    assert evaluate(model, tokens[:40].tolist(), batch_size=1).nll == whole.nll
+    assert whole.tokens == 39
+
+
+def test_progress_runs_to_the_end(model):
+    calls = []
+    evaluate(model, token_stream(53), segment=7, batch_size=2, exhaustive=True, progress=lambda *c: calls.append(c))
+    assert calls[-1] == (52, 52)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"segment": 0}, "segment is 0"),
+        ({"batch_size": 0}, "batch is 0"),
+        ({"batch_size": 40}, "60 tokens in 40 lanes leave 1 a lane"),
+        ({"mem_len": -1}, "mem_len is -1"),
+        ({"mem_len": 3, "window": 9}, "window 9 needs at least 8 positions"),
+        ({"max_tokens": 1}, "max_tokens is 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        evaluate(model, token_stream(60), **settings)
+    assert model.training
