@@ -1,0 +1,78 @@
+"""`txl bench train | eval`: speed beside the machine's own matrix-multiplication rate."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from txl.commands.options import add_config_options, add_device, add_json, config_options, pick_device, print_json
+from txl.config import validate, with_options
+from txl.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command and its workloads to the command line."""
+    parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
+    workloads = parser.add_subparsers(dest="workload", metavar="train|eval", required=True)
+    for workload, what in (("train", "a training step"), ("eval", "evaluation in segments")):
+        each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.")
+        each.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
+        each.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
+        each.add_argument("--steps", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
+        each.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both", help="default: both")
+        add_device(each)
+        add_json(each)
+        add_config_options(each, ("model", "train") if workload == "train" else ("model", "eval"))
+        each.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print."""
+    from txl.allocator import keep_freed_memory
+    from txl.benchmarking.workloads import bench_evaluation, bench_training
+    from txl.presets import preset
+
+    if arguments.steps < 1:
+        raise UserError(f"--steps is {arguments.steps}; expected 1 or more")
+    config = preset(arguments.preset)
+    if arguments.workload == "train":
+        # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.
+        config.model = dataclasses.replace(config.model, mem_len=128, dropout=0.0, dropatt=0.0, dropout_r=0.0)
+        config.train = dataclasses.replace(config.train, batch_size=4, segment=128)
+    config = with_options(config, config_options(arguments))
+    validate(config)
+    device = pick_device(arguments.device)
+    keep_freed_memory()
+
+    results = []
+    for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
+        if arguments.workload == "train":
+            config.train.dtype = dtype
+            speed = bench_training(config, arguments.vocabulary, arguments.steps, device)
+        else:
+            speed = bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype)
+        results.append(speed)
+        if not arguments.json:
+            print(
+                f"{config.name} {speed.workload}, {speed.dtype}, B {speed.batch_size} T {speed.segment} "
+                f"M {speed.mem_len}, {speed.attention} attention: {speed.tokens_per_second:,.0f} tokens/s, "
+                f"{speed.fraction:.2f} of the matrix rate ({speed.matmul_rate / 1e9:,.0f} GFLOP/s)"
+            )
+    if len(results) == 2:
+        ratio = results[1].tokens_per_second / results[0].tokens_per_second
+        rate_ratio = results[1].matmul_rate / results[0].matmul_rate
+        if not arguments.json:
+            print(f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times")
+    if arguments.json:
+        from txl.training.environment import describe_hardware, describe_software
+
+        print_json(
+            {
+                "preset": config.name,
+                "config": config.to_dict(),
+                "results": [result.to_dict() for result in results],
+                "hardware": describe_hardware(device),
+                "software": describe_software(),
+            }
+        )
