@@ -9,4 +9,9 @@ class UserError(ValueError):
 
 
 class RunInterrupted(Exception):
-    """Training was stopped by the user after its state had been saved; the message says how to go on."""
+    """Training was stopped by a signal after its state had been saved; the message says how to go on."""
+
+    def __init__(self, message: str, exit_code: int = 130):
+        super().__init__(message)
+        self.exit_code = exit_code
+        """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM."""

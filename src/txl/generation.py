@@ -170,7 +170,7 @@ def generate(
         clamp_len=clamp_len,
         forbidden=_undrawable(vocabulary),
     )
-    return _pieces(tokens, 0, vocabulary, StopStrings(stop))
+    return _pieces(tokens, 0, vocabulary, prompt, StopStrings(stop))
 
 
 def generate_samples(
@@ -205,7 +205,7 @@ def generate_samples(
             forbidden=_undrawable(vocabulary),
         )
     )
-    return ["".join(_pieces(iter(steps), lane, vocabulary, StopStrings(stop))) for lane in range(samples)]
+    return ["".join(_pieces(iter(steps), lane, vocabulary, prompt, StopStrings(stop))) for lane in range(samples)]
 
 
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Tensor:
@@ -263,10 +263,12 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
-def _pieces(steps: Iterator[Tensor], lane: int, vocabulary: Vocabulary | None, stop: StopStrings) -> Iterator[str]:
+def _pieces(
+    steps: Iterator[Tensor], lane: int, vocabulary: Vocabulary | None, prompt: str, stop: StopStrings
+) -> Iterator[str]:
     """Text of one lane's tokens, up to a stop string."""
     assert vocabulary is not None  # encode_prompt has refused None
-    decoder = vocabulary.decoder()
+    decoder = vocabulary.decoder(after=prompt)
     for tokens in steps:
         piece = stop.push(decoder.push(int(tokens[lane])))
         if piece:

@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
         ratio = results[1].tokens_per_second / results[0].tokens_per_second
         rate_ratio = results[1].matmul_rate / results[0].matmul_rate
         if not arguments.json:
-            print(f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times")
+            print(
+                f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times"
+            )
     if arguments.json:
         from txl.training.environment import describe_hardware, describe_software
 

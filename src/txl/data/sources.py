@@ -1,0 +1,196 @@
+"""Where text comes from: files, plain or compressed, and the pieces of them that make up a split."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import lzma
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import zstandard
+
+from txl.errors import UserError
+
+BLOCK = 1 << 20
+"""Bytes read at a time."""
+SPLITS = ("train", "valid", "test")
+TRAIN_END, VALID_END = 0.90, 0.95
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `end` (None: the file's end) of a file's decompressed content."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    def blocks(self) -> Iterator[bytes]:
+        """Its bytes, about a megabyte at a time.
+
+        Raises:
+            UserError: if the file cannot be read.
+        """
+        with open_file(self.path) as file:
+            try:
+                skipped = 0
+                while skipped < self.start:
+                    part = file.read(min(BLOCK, self.start - skipped))
+                    if not part:
+                        break
+                    skipped += len(part)
+                left = None if self.end is None else self.end - self.start
+                while left is None or left > 0:
+                    block = file.read(BLOCK if left is None else min(BLOCK, left))
+                    if not block:
+                        break
+                    if left is not None:
+                        left -= len(block)
+                    yield block
+            except (OSError, EOFError, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise UserError(f"{self.path}: cannot be read ({error}); is it whole?") from None
+
+
+Pieces = dict[str, list[Piece]]
+"""The pieces of each split, in order."""
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """A file's content for reading, decompressed if its name ends in .gz, .xz or .zst.
+
+    Raises:
+        UserError: if it cannot be opened.
+    """
+    try:
+        if path.suffix == ".gz":
+            return gzip.open(path, "rb")
+        if path.suffix == ".xz":
+            return lzma.open(path, "rb")
+        if path.suffix == ".zst":
+            return zstandard.open(path, "rb")
+        return open(path, "rb")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def stdlib_pieces() -> Pieces:
+    """The Python standard library's own `.py` files, without what was installed beside them.
+
+    Whole files are dealt to the splits, 90/5/5 by bytes, in the order of the sha256 of their path within the library;
+    inside a split they stand in the order of their paths, so that a package's files stay together.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    found: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - foreign)
+        inside = Path(folder).relative_to(root)
+        found.extend((inside / name).as_posix() for name in files if name.endswith(".py"))
+    sizes = {name: (root / name).stat().st_size for name in found}
+    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    total, seen = sum(sizes.values()), 0
+    names: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for name in order:
+        middle = seen + sizes[name] / 2
+        split = "train" if middle < TRAIN_END * total else "valid" if middle < VALID_END * total else "test"
+        names[split].append(name)
+        seen += sizes[name]
+    return {split: [Piece(root / name) for name in sorted(names[split]) if sizes[name]] for split in SPLITS}
+
+
+def user_pieces(text: str) -> Pieces:
+    """The splits of a user's file, folder or glob.
+
+    A folder with files named train, valid (or validation, val, dev) and test uses them. Everything else is put
+    together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
+
+    Raises:
+        UserError: if there is nothing to read, or too little.
+    """
+    paths = find_files(text)
+    named = _named_splits(paths) if Path(text).is_dir() else None
+    if named is not None:
+        return {split: [Piece(path)] for split, path in named.items()}
+    sizes = [content_size(path) for path in paths]
+    total = sum(sizes)
+    if total == 0:
+        raise UserError(f"{text}: empty; expected some text")
+    edges = [0, *(_character_start(paths, sizes, int(share * total)) for share in (TRAIN_END, VALID_END)), total]
+    if any(first >= end for first, end in zip(edges[:-1], edges[1:], strict=True)):
+        raise UserError(f"{text}: {total} bytes are too few to cut into train, valid and test")
+    return {
+        split: _cut(paths, sizes, first, end) for split, first, end in zip(SPLITS, edges[:-1], edges[1:], strict=True)
+    }
+
+
+def find_files(text: str) -> list[Path]:
+    """The files that a path, folder or glob names, sorted; hidden ones are left out of folders.
+
+    Raises:
+        UserError: if there are none.
+    """
+    path = Path(text)
+    if path.is_file():
+        return [path.absolute()]
+    if path.is_dir():
+        found = [
+            each.absolute()
+            for each in sorted(path.rglob("*"))
+            if each.is_file() and not any(part.startswith(".") for part in each.relative_to(path).parts)
+        ]
+        if not found:
+            raise UserError(f"{text}: the folder holds no files")
+        return found
+    found = [Path(each).absolute() for each in sorted(glob.glob(text, recursive=True)) if Path(each).is_file()]
+    if not found:
+        kind = "matches no file" if glob.has_magic(text) else "no such file or folder"
+        raise UserError(f"{text}: {kind}")
+    return found
+
+
+def content_size(path: Path) -> int:
+    """Bytes of a file's decompressed content."""
+    if path.suffix not in (".gz", ".xz", ".zst"):
+        return path.stat().st_size
+    return sum(len(block) for block in Piece(path).blocks())
+
+
+def _named_splits(paths: list[Path]) -> dict[str, Path] | None:
+    """The files that are named after splits, if there is one for each."""
+    patterns = {"train": r"train", "valid": r"valid|validation|val|dev", "test": r"test"}
+    chosen = {}
+    for split, pattern in patterns.items():
+        matching = [path for path in paths if re.fullmatch(rf"(.*[._-])?({pattern})([._-].*)?", path.name)]
+        if len(matching) != 1:
+            return None
+        chosen[split] = matching[0]
+    return chosen
+
+
+def _cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
+    """The pieces between two positions of all files put together."""
+    pieces, start = [], 0
+    for path, size in zip(paths, sizes, strict=True):
+        inner_first, inner_end = max(first - start, 0), min(end - start, size)
+        if inner_first < inner_end:
+            pieces.append(Piece(path, inner_first, inner_end))
+        start += size
+    return pieces
+
+
+def _character_start(paths: list[Path], sizes: list[int], position: int) -> int:
+    """The position, or the next one (at most three further) that does not lie inside a UTF-8 character."""
+    following = b"".join(
+        block for piece in _cut(paths, sizes, position, min(position + 4, sum(sizes))) for block in piece.blocks()
+    )
+    for ahead, value in enumerate(following):
+        if not 0x80 <= value <= 0xBF:
+            return position + ahead
+    return position

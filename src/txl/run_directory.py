@@ -1,0 +1,229 @@
+"""A run on disk: configuration, vocabulary, log, checkpoints, and the weights that come out of them.
+
+    config.json  vocabulary.json  log.jsonl  best  latest  report.html
+    checkpoints/step-NNNNNNNN/{model.safetensors, training_state.safetensors, training_state.json, manifest.json}
+
+`log.jsonl` is append-only, one object a line. `best` and `latest` are text files that name a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txl.config import RunConfig
+from txl.data.vocabulary import Vocabulary
+from txl.errors import UserError
+from txl.models import build_model
+from txl.models.transformer_xl import TransformerXL
+from txl.training.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
+
+
+class RunDirectory:
+    """The files of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @property
+    def config_path(self) -> Path:
+        """The file that makes a directory a run."""
+        return self.path / "config.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def config(self) -> RunConfig:
+        """The run's configuration.
+
+        Raises:
+            UserError: if it is missing or damaged.
+        """
+        try:
+            return RunConfig.from_dict(json.loads(self.config_path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
+        except OSError as error:
+            raise UserError(f"{self.config_path}: {error.strerror}") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"{self.config_path}: not JSON ({error})") from None
+        except UserError as error:
+            raise UserError(f"{self.config_path}: {error}") from None
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.json."""
+        write_whole(self.config_path, json.dumps(config.to_dict(), indent=1) + "\n")
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The run's vocabulary; None for an imported model that came without one."""
+        path = self.path / "vocabulary.json"
+        return Vocabulary.load(path) if path.exists() else None
+
+    def append(self, event: str, step: int, **fields: Any) -> None:
+        """Add an event to the log, as one line in one write.
+
+        Raises:
+            UserError: if the log cannot be written.
+        """
+        line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
+        path = self.path / "log.jsonl"
+        try:
+            # A crash may have torn the last line: the next event begins on a line of its own.
+            with open(path, "ab+") as file:
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        line = "\n" + line
+                file.write(line.encode("utf-8", errors="replace"))
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; the log cannot be written") from None
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of the log in order; lines that a crash has torn are left out."""
+        path = self.path / "log.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                found.append(event)
+        return found
+
+    def pointer(self, name: str) -> Path | None:
+        """The checkpoint that `best` or `latest` names, if there is one."""
+        try:
+            target = (self.path / name).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+            return None
+        return self.checkpoints / target if target else None
+
+    def set_pointer(self, name: str, checkpoint: str) -> None:
+        """Let `best` or `latest` name a checkpoint."""
+        write_whole(self.path / name, checkpoint + "\n")
+
+    def checkpoint(self, which: str | None = None) -> Path:
+        """The directory of a checkpoint.
+
+        Args:
+            which: "best", "latest", or the number of a step; None: best, else latest.
+
+        Raises:
+            UserError: if there is none, naming those that there are.
+        """
+        if which is None:
+            found = self.pointer("best") or self.pointer("latest")
+        elif which in ("best", "latest"):
+            found = self.pointer(which)
+        elif which.isdigit():
+            found = self.checkpoints / checkpoint_name(int(which))
+        else:
+            raise UserError(f"checkpoint is {which!r}; expected best, latest or the number of a step")
+        if found is None or not found.is_dir():
+            there = sorted(each.name for each in self.checkpoints.glob("step-*")) or ["none"]
+            raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
+        return found
+
+    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[TransformerXL, Vocabulary | None]:
+        """The model of a checkpoint, in evaluation mode, and the run's vocabulary.
+
+        Raises:
+            UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
+        """
+        checkpoint = checkpoint or self.checkpoint()
+        tensors = read_tensors(checkpoint, MODEL_FILE)
+        vocabulary = self.vocabulary()
+        bias = tensors.get("softmax.bias")
+        if bias is None:
+            raise UserError(f"{checkpoint}: not the weights of a model of this version (softmax.bias is missing)")
+        if vocabulary is not None and len(vocabulary) != len(bias):
+            raise UserError(
+                f"{self.path}: the vocabulary has {len(vocabulary)} tokens, the checkpoint {len(bias)}; "
+                f"they do not belong together"
+            )
+        with torch.device("meta"):  # no time and no random numbers spent on weights that are replaced
+            model = build_model(self.config().model, len(bias))
+        load_weights(model, tensors, str(checkpoint), assign=True)
+        return model.to(device).eval(), vocabulary
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else trains in this directory meanwhile.
+
+        Raises:
+            UserError: if somebody does.
+        """
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"{self.path}: another process is training here; wait for it or use another --out"
+                ) from None
+            yield
+
+
+def load(
+    path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
+) -> tuple[TransformerXL, Vocabulary | None]:
+    """The model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
+
+    Args:
+        path: a run directory.
+        checkpoint: "best", "latest" or the number of a step; None: best, else latest.
+        device: where the model goes.
+
+    Raises:
+        UserError: if it is no run directory, or its checkpoint is missing or damaged.
+    """
+    run_directory = RunDirectory(path)
+    run_directory.config()
+    return run_directory.load(run_directory.checkpoint(checkpoint), device)
+
+
+def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], source: str, assign: bool = False) -> None:
+    """Copy weights into a model, or let it take them over (`assign`).
+
+    Raises:
+        UserError: naming the first tensor that is missing, too many, or of another shape.
+    """
+    wanted = model.state_dict()
+    for name, tensor in wanted.items():
+        if name not in tensors:
+            raise UserError(f"{source}: the weights lack {name}; the configuration describes another model")
+        if tensors[name].shape != tensor.shape:
+            raise UserError(
+                f"{source}: {name} has shape {list(tensors[name].shape)}, the configuration "
+                f"(n_head, d_head, d_model, ...) needs {list(tensor.shape)}"
+            )
+    extra = sorted(set(tensors) - set(wanted))
+    if extra:
+        raise UserError(f"{source}: the weights hold {extra[0]}, which the configuration has no place for")
+    model.load_state_dict(tensors, assign=assign)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old or the new one, also after a crash."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,113 @@
+"""What a person sees while a model trains: a live panel on a terminal, plain lines elsewhere; all on standard error."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+
+@dataclass
+class Reading:
+    """The figures of one moment."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    learning_rate: float
+    grad_norm: float
+    seconds_left: float
+
+
+def metric(unit: str, nll: float) -> tuple[str, float]:
+    """The measure that belongs to a unit: bits per character for bytes and characters, perplexity for the others."""
+    if unit in ("byte", "char"):
+        return "bpc", nll / math.log(2)
+    return "ppl", math.exp(min(nll, 700))
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, or 2:03."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display:
+    """Shows readings and messages; a context manager, because a live panel has to be put away."""
+
+    def __init__(self, name: str, unit: str, steps: int, quiet: bool):
+        self._name, self._unit, self._steps, self._quiet = name, unit, steps, quiet
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, refresh_per_second=4) if self._is_live() else None
+        self._valid = ""
+
+    def _is_live(self) -> bool:
+        return self._console.is_terminal and not self._quiet
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        if self._quiet:
+            return
+        if self._live:
+            self._live.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def train(self, reading: Reading) -> None:
+        """A new reading of the training loss."""
+        if self._live:
+            self._live.update(self._panel(reading))
+        elif not self._quiet:
+            name, value = metric(self._unit, reading.loss)
+            print(
+                f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value:.4f} | "
+                f"{reading.tokens_per_second:,.0f} tokens/s | lr {reading.learning_rate:.2e} | "
+                f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def valid(self, step: int, result: dict[str, Any], is_best: bool) -> None:
+        """A new evaluation on the validation split."""
+        name, value = metric(self._unit, result["nll"])
+        self._valid = f"{name} {value:.4f} at step {step}"
+        best = ", the best so far" if is_best else ""
+        self.message(f"validation at step {step}: {name} {value:.4f} on {result['tokens']:,} tokens{best}")
+
+    def _panel(self, reading: Reading) -> Table:
+        name, value = metric(self._unit, reading.loss)
+        bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        bar.add_task(self._name, total=self._steps, completed=reading.step)
+        figures = Table.grid(padding=(0, 2))
+        for label, text in (
+            ("loss", f"{reading.loss:.4f} nats"),
+            (name, f"{value:.4f}"),
+            ("validation", self._valid or "not yet"),
+            ("speed", f"{reading.tokens_per_second:,.0f} tokens/s"),
+            ("learning rate", f"{reading.learning_rate:.2e}"),
+            ("gradient norm", f"{reading.grad_norm:.3f}"),
+            ("time left", duration(reading.seconds_left)),
+        ):
+            figures.add_row(f"  {label}", text)
+        panel = Table.grid()
+        panel.add_row(bar)
+        panel.add_row(figures)
+        return panel

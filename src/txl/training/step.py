@@ -1,0 +1,67 @@
+"""One update of the weights.
+
+Shapes: B lanes, T tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl.config import TrainConfig
+from txl.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update leaves behind."""
+
+    loss: float
+    """Mean nats over all targets, before the update."""
+    grad_norm: float
+    """Norm of the gradient, before clipping."""
+    states: list[Any]
+    """The memory of each part of the lanes."""
+    updated: bool
+    """False if the loss or the gradient was not finite; the weights are then as they were."""
+
+
+def training_step(
+    model: LanguageModel[Any],
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    targets: Tensor,
+    states: list[Any],
+    config: TrainConfig,
+) -> StepResult:
+    """Forward, backward, clip, update.
+
+    The lanes are divided into as many parts as there are states; each part has a forward and a backward pass of its
+    own and keeps its own memory, and the gradient is that of the mean over all lanes.
+
+    Args:
+        model: in training mode.
+        optimizer: with the learning rate of this update already set.
+        tokens, targets: int64 [B,T].
+        states: one for each part.
+        config: its dtype and clip are used.
+    """
+    parts = len(states)
+    total, new_states = 0.0, []
+    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    for part_tokens, part_targets, state in zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True):
+        with autocast:
+            loss, new_state = model.training_loss(part_tokens, part_targets, state)
+        (loss / parts).backward()
+        total += loss.item() / parts
+        new_states.append(new_state)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip if config.clip > 0 else math.inf).item()
+    finite = math.isfinite(total) and math.isfinite(norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(total, norm, new_states, finite)
