@@ -118,7 +118,7 @@ class _ShiftedAttention(torch.autograd.Function):
         grad_weights = torch.bmm(grad_output, value.flatten(0, 1).transpose(1, 2))
         if keep is not None:
             grad_weights.mul_(keep)
-        grad_scores.copy_(torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype))
+        grad_scores.copy_(torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype))
 
         grad_query_u = torch.bmm(grad_scores, key.flatten(0, 1)).view_as(query_u)
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query_u.flatten(0, 1)).view_as(key)

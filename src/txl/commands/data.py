@@ -38,17 +38,16 @@ def run_open(arguments: argparse.Namespace) -> None:
         raise UserError(f"--unit is {arguments.unit!r}; expected one of byte, char, word, bpe")
     given = {
         name: getattr(arguments, name)
-        for name in ("vocab_size", "min_count", "max_words")
+        for name in ("source", "vocab_size", "min_count", "max_words")
         if getattr(arguments, name) is not None
     }
     for name, value in given.items():
-        if value < 1:
+        if name != "source" and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     corpus = open_corpus(
         arguments.name,
         arguments.unit,
         config=DataConfig(**given),
-        source=arguments.source,
         data_dir=arguments.data_dir,
         quiet=arguments.json,
     )

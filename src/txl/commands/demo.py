@@ -34,17 +34,17 @@ def run(arguments: argparse.Namespace) -> None:
         from txl.cli import build_parser
 
         say(f"$ txl {' '.join(repr(word) if ' ' in word or not word.isprintable() else word for word in words)}")
-        parsed = build_parser().parse_args([*words, *data_dir] if words[0] != "report" else list(words))
+        parsed = build_parser().parse_args([*words, *data_dir])
         parsed.run(parsed)
 
     command("train", arguments.preset, "--out", out)
-    command("eval", out, "--mem-lens", ",".join(map(str, memory_lengths(config))), "--max-tokens", "100000")
+    command("eval", out, "--mem-lens", ",".join(map(str, memory_lengths(config))), "--max-tokens", "200000")
     write_samples(Path(out), config)
     command("report", out)
     from txl.reporting.summary import summary_lines
     from txl.run_directory import RunDirectory
 
-    for line in summary_lines(RunDirectory(Path(out)).events()):
+    for line in summary_lines(RunDirectory(out).events(), Path(out) / "report.html"):
         print(line)
 
 

@@ -110,12 +110,15 @@ def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, 
 
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
-    trained_on = run_directory.config().data
     options = config_options(arguments)
-    data = data_config(arguments, trained_on)
+    data = data_config(arguments, run_directory.config().data)
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
-    corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, vocabulary=vocabulary)
+    corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json)
+    if corpus.vocabulary != vocabulary:
+        corpus = open_corpus(
+            data.corpus, config=data, data_dir=arguments.data_dir, vocabulary=vocabulary, quiet=arguments.json
+        )
     if not options:
         started = [event for event in run_directory.events() if event["event"] == "start"]
         if started and started[-1]["corpus"]["identity"] != corpus.info()["identity"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from txl.commands.options import existing_run, print_json
+from txl.commands.options import add_data_dir, add_json, existing_run, print_json
 
 
 def add_parser(commands: Any) -> None:
@@ -13,7 +13,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("report", help="write report.html, one file that opens offline")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--out", metavar="FILE", help="where to write it (default: DIR/report.html)")
-    parser.add_argument("--json", action="store_true", help="print the report's path as JSON")
+    add_data_dir(parser)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -22,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     directory = existing_run(arguments.directory)
     from txl.reporting.report import write_report
 
-    path = write_report(directory, out=arguments.out)
+    path = write_report(directory, out=arguments.out, data_dir=arguments.data_dir)
     if arguments.json:
         print_json({"report": str(path)})
     else:

@@ -1,0 +1,1 @@
+"""From raw text to contiguous lanes of token ids."""

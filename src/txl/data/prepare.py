@@ -1,7 +1,8 @@
 """From pieces of text to token files, in streams: memory does not grow with the text.
 
-A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and the text of the
-validation and test splits as `SPLIT.text`. It is built under another name and renamed when it is whole.
+A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
+are bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed when it
+is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +94,17 @@ def _build(
     splits: dict[str, dict[str, Any]] = {}
     for split, split_pieces in pieces.items():
         text_hash, n_bytes = hashlib.sha256(), 0
-        keep_text = split != "train"
-        with TokenWriter(directory / f"{split}.tokens", dtype, vocabulary.unk_id) as writer:
-            text_file = open(directory / f"{split}.text", "wb") if keep_text else None
-            try:
-                for piece in split_pieces:
-                    blocks = _Tee(piece, text_hash.update, text_file.write if text_file else None)
-                    for ids, done in encode_piece(piece, blocks, vocabulary):
-                        writer.write(ids)
-                        progress(f"encoding {split}", done)
-                    n_bytes += blocks.n_bytes
-            finally:
-                if text_file:
-                    text_file.close()
+        with ExitStack() as files:
+            writer = files.enter_context(TokenWriter(directory / f"{split}.tokens", dtype, vocabulary.unk_id))
+            keep = None
+            if split != "train" and vocabulary.kind != "byte":  # byte tokens are the text
+                keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
+            for piece in split_pieces:
+                blocks = _Tee(piece, text_hash.update, keep)
+                for ids, done in encode_piece(piece, blocks, vocabulary):
+                    writer.write(ids)
+                    progress(f"encoding {split}", done)
+                n_bytes += blocks.n_bytes
         if writer.tokens == 0:
             raise UserError(f"{name}: the {split} split is empty; expected some text")
         splits[split] = {

@@ -11,8 +11,9 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import zstandard
 
@@ -70,7 +71,7 @@ def open_file(path: Path) -> IO[bytes]:
     """
     try:
         if path.suffix == ".gz":
-            return gzip.open(path, "rb")
+            return cast(IO[bytes], gzip.open(path, "rb"))
         if path.suffix == ".xz":
             return lzma.open(path, "rb")
         if path.suffix == ".zst":
@@ -123,7 +124,7 @@ def user_pieces(text: str) -> Pieces:
     if total == 0:
         raise UserError(f"{text}: empty; expected some text")
     edges = [0, *(_character_start(paths, sizes, int(share * total)) for share in (TRAIN_END, VALID_END)), total]
-    if any(first >= end for first, end in zip(edges[:-1], edges[1:], strict=True)):
+    if any(first >= end for first, end in pairwise(edges)):
         raise UserError(f"{text}: {total} bytes are too few to cut into train, valid and test")
     return {
         split: _cut(paths, sizes, first, end) for split, first, end in zip(SPLITS, edges[:-1], edges[1:], strict=True)

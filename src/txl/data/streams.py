@@ -55,8 +55,8 @@ class LaneStream:
         batch_size: lanes B.
         segment: tokens T of a segment.
         random_segments: draw each segment's length: normal around T (with probability 0.05 around T/2) with standard
-            deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). It is a function of seed, epoch and
-            offset alone, so a position is all that need be saved.
+            deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). It is a function of seed, epoch
+            and offset alone, so a position is all that need be saved.
         seed: of these lengths.
 
     Raises:
@@ -71,8 +71,8 @@ class LaneStream:
         if self.lane_length < segment + 1:
             name = getattr(tokens, "split", "token stream")
             raise UserError(
-                f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment of "
-                f"{segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
+                f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
+                f"of {segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
             )
 
     def start(self) -> StreamPosition:

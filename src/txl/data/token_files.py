@@ -48,7 +48,7 @@ class TokenWriter:
     """Writes a token file block by block, counting and hashing as it goes."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], unk_id: int | None):
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._dtype, self._unk_id = dtype, unk_id
         self._hash = hashlib.sha256()
         self.tokens = self.unknown = 0

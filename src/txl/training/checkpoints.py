@@ -68,8 +68,8 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: make room, then "
-            f"run the same command to go on from the last one"
+            f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: make room, "
+            f"then run the same command to go on from the last one"
         ) from None
     return final
 

@@ -258,27 +258,26 @@ class _Loop:
     def train(self) -> None:
         """All steps that are left."""
         train = self.run.train
-        began, seconds_before = time.perf_counter(), self.progress.seconds
-        line_began, line_tokens = began, self.progress.tokens
-        first_step = self.progress.step
+        began, seconds_before, first_step = time.perf_counter(), self.progress.seconds, self.progress.step
+        line_seconds, line_tokens = 0.0, self.progress.tokens
         with _stop_signals() as stop:
             while self.progress.step < train.steps:
                 rate = learning_rate(self.progress.step, train)
+                step_began = time.perf_counter()
                 result = self._step(rate)
-                self.progress.seconds = seconds_before + time.perf_counter() - began
+                now = time.perf_counter()
+                line_seconds += now - step_began  # evaluating and saving are not training
+                self.progress.seconds = seconds_before + now - began
                 step, is_last = self.progress.step, self.progress.step == train.steps
                 if step % train.log_every == 0 or is_last:
-                    now = time.perf_counter()
-                    speed = (self.progress.tokens - line_tokens) / (now - line_began)
+                    speed = (self.progress.tokens - line_tokens) / line_seconds
                     left = (train.steps - step) * (now - began) / (step - first_step)
                     self._log_line(result, rate, speed, left)
+                    line_seconds, line_tokens = 0.0, self.progress.tokens
                 if train.eval_every and (step % train.eval_every == 0 or is_last):
                     self._validate()
                 if (train.checkpoint_every and step % train.checkpoint_every == 0) or is_last:
                     self._save()
-                if step % train.log_every == 0:
-                    # Evaluating and saving do not count as training time in the next line.
-                    line_began, line_tokens = time.perf_counter(), self.progress.tokens
                 if stop.received is not None and not is_last:
                     self._interrupt(stop.received)
         if self.saved_step >= 0:
@@ -349,7 +348,6 @@ class _Loop:
         if is_best:
             self.progress.best_nll, self.progress.best_step = result["nll"], self.progress.step
             self._save()
-            self.directory.set_pointer("best", checkpoint_name(self.progress.step))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
@@ -368,10 +366,14 @@ class _Loop:
         numbers["corpus"] = self.corpus.info()["identity"]
         folder = self.directory.checkpoints
         written = write_checkpoint(folder, step, self.model.state_dict(), tensors, numbers)
+        # The pointers move before anything that they named is deleted.
         self.directory.set_pointer("latest", written.name)
-        self.directory.append("checkpoint", step, directory=written.name, best=self.progress.best_step == step)
+        best_step = self.progress.best_step
+        if best_step == step:
+            self.directory.set_pointer("best", written.name)
+        self.directory.append("checkpoint", step, directory=written.name, best=best_step == step)
         self.saved_step = step
-        best = {checkpoint_name(self.progress.best_step)} if self.progress.best_step is not None else set()
+        best = set() if best_step is None else {checkpoint_name(best_step)}
         prune(folder, self.run.train.keep_checkpoints, best | {written.name})
 
     def resume(self) -> bool:
@@ -386,8 +388,8 @@ class _Loop:
         numbers = read_state(checkpoint)
         if numbers["corpus"] != self.corpus.info()["identity"]:
             raise UserError(
-                f"{self.corpus.name} is not the text that {self.directory.path} was trained on; give another --out, and "
-                f"--init-from {self.directory.path} to start from its weights"
+                f"{self.corpus.name} is not the text that {self.directory.path} was trained on; give another --out, "
+                f"and --init-from {self.directory.path} to start from its weights"
             )
         load_weights(self.model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
         tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
