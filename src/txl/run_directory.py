@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
-from txl.training.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
+from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
 
 
 class RunDirectory:
@@ -61,8 +62,25 @@ class RunDirectory:
             raise UserError(f"{self.config_path}: {error}") from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.json."""
+        """Write config.json.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
         write_whole(self.config_path, json.dumps(config.to_dict(), indent=1) + "\n")
+
+    def write_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Write vocabulary.json.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        path = self.path / "vocabulary.json"
+        try:
+            vocabulary.save(path)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
     def vocabulary(self) -> Vocabulary | None:
         """The run's vocabulary; None for an imported model that came without one."""
@@ -86,7 +104,7 @@ class RunDirectory:
                         line = "\n" + line
                 file.write(line.encode("utf-8", errors="replace"))
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the log cannot be written") from None
+            raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[dict[str, Any]]:
         """All events of the log in order; lines that a crash has torn are left out."""
@@ -94,7 +112,8 @@ class RunDirectory:
         if not path.exists():
             return []
         found = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        # Not splitlines: it would also cut at U+2028 and its like, which a logged text may hold.
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 event = json.loads(line)
             except json.JSONDecodeError:
@@ -112,8 +131,20 @@ class RunDirectory:
         return self.checkpoints / target if target else None
 
     def set_pointer(self, name: str, checkpoint: str) -> None:
-        """Let `best` or `latest` name a checkpoint."""
+        """Let `best` or `latest` name a checkpoint.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
         write_whole(self.path / name, checkpoint + "\n")
+
+    def newest(self) -> Path | None:
+        """The checkpoint to go on from: `latest`, or the newest there is if a crash came before it was named."""
+        named = self.pointer("latest")
+        if named is not None and named.is_dir():
+            return named
+        names = checkpoint_names(self.checkpoints)
+        return self.checkpoints / names[-1] if names else None
 
     def checkpoint(self, which: str | None = None) -> Path:
         """The directory of a checkpoint.
@@ -133,7 +164,7 @@ class RunDirectory:
         else:
             raise UserError(f"checkpoint is {which!r}; expected best, latest or the number of a step")
         if found is None or not found.is_dir():
-            there = sorted(each.name for each in self.checkpoints.glob("step-*")) or ["none"]
+            there = checkpoint_names(self.checkpoints) or ["none"]
             raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
         return found
 
@@ -164,15 +195,22 @@ class RunDirectory:
         """Nobody else trains in this directory meanwhile.
 
         Raises:
-            UserError: if somebody does.
+            UserError: if somebody does, or the directory cannot be written.
         """
-        with open(self.path / ".lock", "w") as file:
+        path = self.path / ".lock"
+        try:
+            file = open(path, "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UserError(
                     f"{self.path}: another process is training here; wait for it or use another --out"
                 ) from None
+            except OSError as error:  # some network file systems have no locks at all
+                print(f"note: {path}: no lock ({error.strerror}); start no second training here", file=sys.stderr)
             yield
 
 
@@ -216,7 +254,11 @@ def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], sourc
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash."""
+    """Write a small file so that it is either the old or the new one, also after a crash.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
     temporary = path.with_name(path.name + ".partial")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -224,6 +266,7 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None

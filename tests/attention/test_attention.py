@@ -63,9 +63,9 @@ def loop_attention(query, key, value, position, u, v, scope):
 
 @pytest.mark.parametrize(("B", "T", "M", "H", "D", "window", "filled"), SHAPES)
 def test_reference_is_the_equation(B, T, M, H, D, window, filled):
-    args = [tensor.detach() for tensor in arguments(B, T, M, H, D)]
-    scope = KeyScope(M, window, filled)
-    torch.testing.assert_close(reference_attention(*args, scope), loop_attention(*args, scope), rtol=0, atol=1e-13)
+    query, key, value, position, u, v = (tensor.detach() for tensor in arguments(B, T, M, H, D))
+    args = (query, key, value, position, u, v, KeyScope(M, window, filled))
+    torch.testing.assert_close(reference_attention(*args), loop_attention(*args), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("B", "T", "M", "H", "D", "window", "filled"), SHAPES)
@@ -148,9 +148,9 @@ def test_dropout_keeps_the_expected_output_and_its_gradient_is_consistent(attend
 def test_gradient_under_dropout_is_that_of_finite_differences():
     args = [tensor.detach().requires_grad_() for tensor in arguments(2, 3, 2, 2, 3)]
 
-    def fixed_mask(*inputs):
+    def fixed_mask(query, key, value, position, u, v):
         torch.manual_seed(5)
-        return shifted_attention(*inputs, KeyScope(2, 4), 0.4)
+        return shifted_attention(query, key, value, position, u, v, KeyScope(2, 4), 0.4)
 
     assert torch.autograd.gradcheck(fixed_mask, args)
 

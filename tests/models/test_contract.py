@@ -181,7 +181,8 @@ def test_no_gradient_into_memory_but_weights_learn_through_it():
     nll.sum().backward()
     assert all(hidden.grad is None for hidden in watched.hidden)
     # One query: if only its own position gave gradient to W_k, that gradient would have rank one a lane.
-    gradient = model.layers[0].attention.k_proj.weight.grad
+    gradient = dict(model.named_parameters())["layers.0.attention.k_proj.weight"].grad
+    assert gradient is not None
     assert torch.linalg.matrix_rank(gradient) > B
 
 

@@ -12,6 +12,7 @@ import txl
 from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.models import build_model
+from txl.models.transformer_xl import TransformerXLLayer
 
 
 def count(config: ModelConfig, vocab_size: int) -> int:
@@ -97,7 +98,7 @@ def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.5)
     layer = model.layers[0]
-    assert isinstance(layer.attention.dropout, nn.Dropout)
+    assert isinstance(layer, TransformerXLLayer)
     if site in ("embedding", "final"):
         model.dropout.p = 0.5
     elif site == "r":

@@ -99,7 +99,7 @@ class _ShiftedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query_u, query_v, key, value, position, weights, keep, applied = ctx.saved_tensors
         n_head, n_lane, n_query, d_head = query_u.shape
         n_key = key.shape[2]

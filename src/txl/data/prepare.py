@@ -1,8 +1,8 @@
 """From pieces of text to token files, in streams: memory does not grow with the text.
 
 A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
-are bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed when it
-is whole.
+are bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed when
+it is whole.
 """
 
 from __future__ import annotations

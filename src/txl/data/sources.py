@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -75,10 +76,44 @@ def open_file(path: Path) -> IO[bytes]:
         if path.suffix == ".xz":
             return lzma.open(path, "rb")
         if path.suffix == ".zst":
-            return zstandard.open(path, "rb")
+            return cast(IO[bytes], io.BufferedReader(_ZstdFile(path), BLOCK))
         return open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+
+
+class _ZstdFile(io.RawIOBase):
+    """A .zst file's content. (The library's own reader takes a truncated file for a shorter whole one.)"""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._ready = b""
+        self._in_frame = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._in_frame = False
+            data = data or self._file.read(1 << 16)
+            if not data:
+                if self._in_frame:
+                    raise EOFError("the compressed file ends early")
+                return 0
+            self._in_frame = True
+            self._ready = self._frame.decompress(data)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def stdlib_pieces() -> Pieces:

@@ -275,8 +275,10 @@ class BpeVocabulary(Vocabulary):
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         byte_of = {symbol: value for value, symbol in enumerate(_byte_symbols())}
-        tokens = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
-        self._pieces = [bytes(byte_of[symbol] for symbol in token) for token in tokens]
+        ids = tokenizer.get_vocab()
+        if sorted(ids.values()) != list(range(len(ids))):
+            raise UserError("a bpe vocabulary whose ids are not 0, 1, 2 ... without gaps")
+        self._pieces = [bytes(byte_of[symbol] for symbol in token) for token in sorted(ids, key=ids.__getitem__)]
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> BpeVocabulary:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 INK, ACCENT, SECOND, FAINT = "#1d2733", "#b3452c", "#2f6690", "#c9d1d9"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.edgecolor": FAINT,
@@ -151,7 +151,7 @@ def svg(draw: Callable[[Axes], None], title: str) -> str:
     """A figure as an `<svg>` element with a title for screen readers; its ids are its own in a page of several."""
     with mpl.rc_context(_STYLE):
         buffer = io.StringIO()
-        FigureCanvasSVG(_figure(draw)).print_figure(buffer, metadata={"Date": None, "Creator": None, "Title": None})
+        FigureCanvasSVG(_figure(draw)).print_figure(buffer, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     prefix = re.sub(r"\W+", "-", title.lower())

@@ -25,11 +25,17 @@ STATE_TENSORS_FILE = "training_state.safetensors"
 STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
+_PARTIAL = ".partial"
 
 
 def checkpoint_name(step: int) -> str:
     """The directory's name."""
     return f"step-{step:08d}"
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """The whole checkpoints in a folder, oldest first."""
+    return sorted(each.name for each in folder.glob("step-*") if (each / MANIFEST_FILE).is_file())
 
 
 def write_checkpoint(
@@ -38,16 +44,16 @@ def write_checkpoint(
     """Write a checkpoint into `folder` and return its directory.
 
     The files are written under another name, synced, and renamed together; after a crash or on a full disk there is
-    either a whole checkpoint or none.
+    either a whole checkpoint or none. One of the same step is replaced.
 
     Raises:
         UserError: if it cannot be written; what was written of it is removed.
     """
     final = folder / checkpoint_name(step)
-    temporary = folder / f".{final.name}.partial"
+    temporary = folder / f".{final.name}{_PARTIAL}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_partial(folder)
         temporary.mkdir()
         for name, tensors in ((MODEL_FILE, weights), (STATE_TENSORS_FILE, state_tensors)):
             contiguous = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
@@ -61,17 +67,36 @@ def write_checkpoint(
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for each in (*temporary.iterdir(), temporary):
             _sync(each)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
+        _swap(temporary, final, folder / f".{final.name}.replaced{_PARTIAL}")
         _sync(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        # The safetensors library reports a full disk by an exception of its own.
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: make room, "
             f"then run the same command to go on from the last one"
         ) from None
+    finally:
+        remove_partial(folder)
     return final
+
+
+def _swap(new: Path, final: Path, old: Path) -> None:
+    """Let `new` take the name `final`; what had it becomes `old`."""
+    try:
+        if final.exists():
+            os.rename(final, old)
+        os.rename(new, final)
+    except BaseException:
+        if old.exists() and not final.exists():
+            os.rename(old, final)
+        raise
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what an interrupted write has left."""
+    for each in folder.glob(f".step-*{_PARTIAL}"):
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
@@ -105,21 +130,28 @@ def verify_file(checkpoint: Path, name: str) -> None:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
-        version, expected = manifest["format"], manifest["files"][name]
-        n_bytes, sha256 = expected["bytes"], expected["sha256"]
+        version, files = manifest["format"], manifest["files"]
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{checkpoint / MANIFEST_FILE}: damaged ({type(error).__name__}: {error})") from None
     if version != _FORMAT:
         raise UserError(f"{checkpoint}: a checkpoint of format {version!r}; this version reads format {_FORMAT}")
-    path = checkpoint / name
-    if not path.is_file():
-        raise UserError(f"{path}: missing from the checkpoint; use another one (--checkpoint)")
-    if path.stat().st_size != n_bytes:
-        raise UserError(f"{path}: truncated or altered ({path.stat().st_size} bytes, the manifest says {n_bytes})")
-    if file_sha256(path) != sha256:
-        raise UserError(f"{path}: altered since it was written (its sha256 is not the manifest's)")
+    path, other = checkpoint / name, "use another checkpoint or restore it from a copy"
+    try:
+        n_bytes, sha256 = files[name]["bytes"], files[name]["sha256"]
+        size = path.stat().st_size
+        if size != n_bytes:
+            kind = "truncated" if size < n_bytes else "altered"
+            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {other}")
+        if file_sha256(path) != sha256:
+            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {other}")
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {other}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing from the checkpoint; {other}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {other}") from None
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import errno
+import gzip
+import lzma
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+import txl
+from txl.config import DataConfig
+from txl.data import prepare as prepare_module
+from txl.data.sources import BLOCK, user_pieces
+from txl.data.vocabulary import WordVocabulary
+from txl.errors import UserError
+
+
+def text_of(corpus, split: str) -> bytes:
+    return b"".join(corpus.text_bytes(split))
+
+
+def split_bytes(path: str) -> dict[str, bytes]:
+    pieces = user_pieces(path)
+    return {name: b"".join(b for piece in parts for b in piece.blocks()) for name, parts in pieces.items()}
+
+
+def test_a_file_is_cut_90_5_5_at_characters(tmp_path):
+    path = tmp_path / "ducks.txt"
+    content = "🦆".encode() * 1001
+    path.write_bytes(content)
+    splits = split_bytes(str(path))
+    assert b"".join(splits.values()) == content
+    assert all(len(part) % 4 == 0 for part in splits.values())
+    assert len(splits["train"]) == 3604  # 0.9 * 4004 = 3603.6, moved to the next character
+    assert len(splits["valid"]) == 3804 - 3604
+
+
+def test_a_folder_is_its_files_in_order_and_named_splits_are_used(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"b" * 60)
+    (tmp_path / "a.txt").write_bytes(b"a" * 40)
+    (tmp_path / ".hidden").write_bytes(b"h" * 40)
+    assert b"".join(split_bytes(str(tmp_path)).values()) == b"a" * 40 + b"b" * 60
+    assert b"".join(split_bytes(str(tmp_path / "*.txt")).values()) == b"a" * 40 + b"b" * 60
+
+    named = tmp_path / "named"
+    named.mkdir()
+    for name, content in (("ptb.train.txt", b"one"), ("ptb.valid.txt", b"two"), ("ptb.test.txt", b"three")):
+        (named / name).write_bytes(content)
+    assert split_bytes(str(named)) == {"train": b"one", "valid": b"two", "test": b"three"}
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
+    content = b"".join(b"line %d of the log\n" % number for number in range(300))
+    compressed = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[ending](content)
+    path = tmp_path / f"log.txt{ending}"
+    path.write_bytes(compressed)
+    plain = tmp_path / "log.txt"
+    plain.write_bytes(content)
+    assert split_bytes(str(path)) == split_bytes(str(plain))
+    corpus = txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
+    assert corpus.info()["identity"] == txl.open_corpus(str(plain), data_dir=data_dir, quiet=True).info()["identity"]
+    path.write_bytes(compressed[:-20])
+    with pytest.raises(UserError, match="cannot be read .*is it whole"):
+        txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "bpe"])
+def test_lossless_units_give_the_text_back(unit, story, data_dir):
+    config = DataConfig(vocab_size=300)
+    corpus = txl.open_corpus(str(story), unit, config=config, data_dir=data_dir, quiet=True)
+    original = story.read_bytes()
+    for split in ("valid", "test"):
+        text = text_of(corpus, split)
+        assert text in original
+        assert corpus.vocabulary.decode(corpus.tokens(split)) == text.decode()
+    info = corpus.info()
+    assert sum(record["bytes"] for record in info["splits"].values()) == len(original)
+    assert all(record["tokens"] == len(corpus.tokens(name)) for name, record in info["splits"].items())
+
+
+def test_characters_unseen_in_training_are_one_counted_unknown(tmp_path, data_dir):
+    path = tmp_path / "letters.txt"
+    path.write_text("ab" * 90 + "xyzabababa" + "abababab" + "ac", encoding="utf-8")
+    corpus = txl.open_corpus(str(path), "char", data_dir=data_dir, quiet=True)
+    assert len(corpus.vocabulary) == 3  # <unk>, a, b
+    assert corpus.info()["splits"]["valid"]["unknown"] == 3
+    assert corpus.info()["splits"]["test"]["unknown"] == 1
+
+
+def test_words_are_split_at_white_space_with_an_eos_a_line(tmp_path, data_dir):
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "train.txt").write_text(" the mill \n\nthe clock\n")
+    (folder / "valid.txt").write_text("the flood")  # no line's end: its line still has an <eos>
+    (folder / "test.txt").write_text("clock the\n")
+    corpus = txl.open_corpus(str(folder), "word", data_dir=data_dir, quiet=True)
+    vocabulary = corpus.vocabulary
+    assert isinstance(vocabulary, WordVocabulary)
+    assert vocabulary.words == ["<eos>", "the", "mill", "clock", "<unk>"]
+    assert np.asarray(corpus.tokens("train")).tolist() == [1, 2, 0, 0, 1, 3, 0]
+    assert np.asarray(corpus.tokens("valid")).tolist() == [1, 4, 0]
+    assert corpus.info()["splits"]["valid"]["unknown"] == 1
+
+
+def test_words_and_characters_across_blocks_are_whole(tmp_path, data_dir, monkeypatch):
+    """Blocks of a few bytes cut words and characters everywhere; one whole block cuts none."""
+    path = tmp_path / "small.txt"
+    path.write_text("naïve wörds, 日本 and   more\n\n" * 40, encoding="utf-8")
+    prepared = {}
+    for block in (3, BLOCK):
+        monkeypatch.setattr("txl.data.sources.BLOCK", block)
+        for unit in ("char", "word"):
+            corpus = txl.open_corpus(str(path), unit, data_dir=tmp_path / str(block), quiet=True)
+            prepared[block, unit] = (corpus.vocabulary.to_json(), np.asarray(corpus.tokens("train")).tolist())
+    for unit in ("char", "word"):
+        assert prepared[3, unit] == prepared[BLOCK, unit]
+
+
+def test_min_count_and_max_words_cut_the_vocabulary(story, data_dir):
+    full = txl.open_corpus(str(story), "word", data_dir=data_dir, quiet=True)
+    counted = Counter(np.asarray(full.tokens("train")).tolist())
+    frequent = sum(count >= 5 for word, count in counted.items() if word != full.vocabulary.eos_id)
+    cut = txl.open_corpus(str(story), "word", config=DataConfig(min_count=5), data_dir=data_dir, quiet=True)
+    assert len(cut.vocabulary) == frequent + 2
+    few = txl.open_corpus(str(story), "word", config=DataConfig(max_words=7), data_dir=data_dir, quiet=True)
+    assert len(few.vocabulary) == 9
+
+
+def test_a_corpus_is_prepared_once_and_again_when_its_file_changes(tmp_path, data_dir, monkeypatch):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"first version of the notes\n" * 20)
+    calls = []
+    real = prepare_module.prepare
+    monkeypatch.setattr("txl.data.corpora.prepare", lambda *args: (calls.append(args[0]), real(*args)))
+    first = txl.open_corpus(str(path), data_dir=data_dir, quiet=True)
+    assert txl.open_corpus(str(path), data_dir=data_dir, quiet=True).directory == first.directory
+    assert len(calls) == 1
+    path.write_bytes(b"another version of the notes\n" * 20)
+    second = txl.open_corpus(str(path), data_dir=data_dir, quiet=True)
+    assert len(calls) == 2
+    assert second.info()["identity"] != first.info()["identity"]
+
+
+def test_the_text_decides_the_identity_not_its_place(tmp_path, data_dir):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_bytes(b"the same text in two places\n" * 10)
+    identities = {
+        txl.open_corpus(str(tmp_path / name), data_dir=data_dir, quiet=True).info()["identity"]
+        for name in ("one.txt", "two.txt")
+    }
+    assert len(identities) == 1
+
+
+def test_a_given_vocabulary_encodes_another_text(story, tmp_path, data_dir):
+    vocabulary = txl.open_corpus(str(story), "char", data_dir=data_dir, quiet=True).vocabulary
+    other = tmp_path / "other.txt"
+    other.write_text("The mill stood still. Ω\n" * 30, encoding="utf-8")
+    corpus = txl.open_corpus(str(other), vocabulary=vocabulary, data_dir=data_dir, quiet=True)
+    assert corpus.vocabulary == vocabulary
+    assert corpus.unit == "char"
+    assert corpus.info()["splits"]["train"]["unknown"] > 0
+
+
+def test_damaged_files_are_noticed(story, tmp_path, capsys):
+    corpus = txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+    tokens = corpus.directory / "train.tokens"
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-1])
+    again = txl.open_corpus(str(story), "char", data_dir=tmp_path)
+    assert "preparing" in capsys.readouterr().err
+    assert (again.directory / "train.tokens").read_bytes() == content
+    altered = bytearray(content)
+    altered[10] ^= 1
+    tokens.write_bytes(altered)
+    with pytest.raises(UserError, match=r"train\.tokens: altered"):
+        txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True).verify()
+
+
+def test_a_full_disk_leaves_nothing_half_prepared(story, tmp_path, monkeypatch):
+    def full(self, ids):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("txl.data.token_files.TokenWriter.write", full)
+    with pytest.raises(UserError, match=r"No space left on device; nothing was kept; free the disk"):
+        txl.open_corpus(str(story), data_dir=tmp_path, quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_may_prepare_at_once(story, tmp_path):
+    code = f"import txl; print(txl.open_corpus({str(story)!r}, 'word', data_dir={str(tmp_path)!r}).info()['identity'])"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [process.communicate()[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert answers[0] == answers[1]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_stdlib_is_split_by_file_and_deterministic(data_dir):
+    corpus = txl.open_corpus("stdlib", data_dir=data_dir, quiet=True)
+    info = corpus.info()
+    sizes = {name: record["bytes"] for name, record in info["splits"].items()}
+    total = sum(sizes.values())
+    assert total > 5_000_000
+    assert 0.87 < sizes["train"] / total < 0.93
+    assert 0.03 < sizes["valid"] / total < 0.07
+    from txl.data.sources import stdlib_pieces
+
+    pieces = stdlib_pieces()
+    paths = [piece.path for parts in pieces.values() for piece in parts]
+    assert len(paths) == len(set(paths)) > 500
+    assert not any({"site-packages", "dist-packages", "__pycache__"} & set(path.parts) for path in paths)
+    assert all(parts == sorted(parts, key=lambda piece: piece.path) for parts in pieces.values())
+    assert {part.path.name for part in pieces["train"]} != {part.path.name for part in stdlib_pieces()["test"]}
+    assert pieces == stdlib_pieces()
+
+
+def test_known_counts_of_real_corpora(test_data, data_dir):
+    for folder, tokens, size in (
+        ("ptb", [929_589, 73_760, 82_430], 10_000),
+        ("wikitext-2", [2_088_628, 217_646, 245_569], 33_278),
+    ):
+        corpus = txl.open_corpus(str(test_data / folder), "word", data_dir=data_dir, quiet=True)
+        assert [len(corpus.tokens(split)) for split in ("train", "valid", "test")] == tokens
+        assert len(corpus.vocabulary) == size
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
+def test_memory_does_not_grow_with_the_text(unit, tmp_path):
+    """One line of 60 MB: if a whole line or text were held as Python strings, this would take several times as much."""
+    path = tmp_path / "long.txt"
+    with open(path, "w") as file:
+        for _ in range(600):
+            file.write("one line with words that never ends and goes on ... " * 1923)
+    code = (
+        "import resource, txl; from txl.config import DataConfig; import tokenizers, numpy;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        f"txl.open_corpus({str(path)!r}, {unit!r}, config=DataConfig(vocab_size=300), data_dir={str(tmp_path)!r},"
+        " quiet=True);"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+    )
+    grown = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert grown < 150, f"{grown:.0f} MiB for a text of 57 MiB"
+
+
+def refusal(name: str, data_dir: Path, unit: str | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        txl.open_corpus(name, unit, data_dir=data_dir, quiet=True)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path):
+    assert "no such file or folder" in refusal(str(tmp_path / "none.txt"), tmp_path)
+    assert "matches no file" in refusal(str(tmp_path / "*.nothing"), tmp_path)
+    assert "did you mean stdlib?" in refusal("stdlab", tmp_path)
+    (tmp_path / "empty.txt").touch()
+    assert "empty; expected some text" in refusal(str(tmp_path / "empty.txt"), tmp_path)
+    (tmp_path / "tiny.txt").write_text("abc")
+    assert "3 bytes are too few" in refusal(str(tmp_path / "tiny.txt"), tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert "the folder holds no files" in refusal(str(tmp_path / "folder"), tmp_path)
+    assert "expected one of byte, char, word, bpe" in refusal("stdlib", tmp_path, "syllable")
+
+
+@pytest.mark.parametrize("unit", ["char", "word", "bpe"])
+def test_text_that_is_not_utf8_is_refused_with_byte_and_offset(unit, tmp_path):
+    good = "naïve text\n".encode() * 200
+    (tmp_path / "latin.txt").write_bytes(good + b"caf\xe9 au lait" + good)
+    message = refusal(str(tmp_path / "latin.txt"), tmp_path, unit)
+    assert f"byte 0xE9 at offset {len(good) + 3}" in message
+    (tmp_path / "binary.bin").write_bytes(good + b"\0" + good)
+    assert f"a NUL byte at offset {len(good)}" in refusal(str(tmp_path / "binary.bin"), tmp_path, unit)
+    (tmp_path / "cut.txt").write_bytes(good * 3 + "é".encode()[:1])
+    assert "byte 0xC3" in refusal(str(tmp_path / "cut.txt"), tmp_path, unit)
+    # ... while bytes are bytes.
+    txl.open_corpus(str(tmp_path / "binary.bin"), "byte", data_dir=tmp_path, quiet=True)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txl.data.prepare import word_vocabulary
+from txl.data.vocabulary import (
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+)
+from txl.errors import UserError
+
+TEXT = "Größe\tund  Gewicht\r\n\n  naïve — 日本 🦆🦆\n" * 20
+BPE = BpeVocabulary.train([TEXT], 400)
+ALL = {
+    "byte": ByteVocabulary(),
+    "char": CharVocabulary(set(TEXT)),
+    "word": WordVocabulary(["<eos>", "the", "<unk>", "mill"]),
+    "bpe": BPE,
+}
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_text_comes_back_as_it_was(kind):
+    vocabulary = ALL[kind]
+    ids = vocabulary.encode(TEXT)
+    assert ids.dtype == np.int64
+    assert ids.min() >= 0
+    assert ids.max() < len(vocabulary)
+    assert vocabulary.decode(ids) == TEXT
+
+
+@given(text=st.text(alphabet=st.characters(codec="utf-8"), max_size=60))
+def test_bytes_and_byte_pairs_hold_any_text(text):
+    for vocabulary in (ALL["byte"], BPE):
+        assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_characters_spread_over_tokens_appear_whole_and_only_once(kind):
+    decoder = ALL[kind].decoder()
+    pieces = [decoder.push(int(token)) for token in ALL[kind].encode("é🦆ß")] + [decoder.flush()]
+    assert "".join(pieces) == "é🦆ß"
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_are_replaced_not_lost():
+    decoder = ALL["byte"].decoder()
+    assert decoder.push(0xC3) == ""
+    assert decoder.push(ord("a")) == "\N{REPLACEMENT CHARACTER}a"
+    assert decoder.push(0xE2) == ""
+    assert decoder.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_bpe_merges_what_is_frequent():
+    assert len(BPE.encode(TEXT)) < len(TEXT.encode()) / 2
+    assert len(BPE) <= 400
+    with pytest.raises(UserError, match="data.vocab_size is 200; expected 257 or more"):
+        BpeVocabulary.train([TEXT], 200)
+
+
+def test_characters_are_in_code_point_order_after_unk():
+    vocabulary = CharVocabulary("cab")
+    assert vocabulary.encode("abc").tolist() == [1, 2, 3]
+    assert vocabulary.encode_text("az\U0010ffff").tolist() == [1, 0, 0]
+    assert (vocabulary.unk_id, len(vocabulary)) == (0, 4)
+
+
+def test_characters_that_are_lacking_are_named():
+    with pytest.raises(UserError, match=r"lacks: 'q' \(U\+0071\), '🦆' \(U\+1F986\); leave them out"):
+        CharVocabulary("abc").encode("aq🦆b")
+
+
+def test_words_lines_and_the_unknown():
+    vocabulary = ALL["word"]
+    ids = vocabulary.encode("the mill\n\nthe flood")
+    assert ids.tolist() == [1, 3, 0, 0, 1, 2]
+    assert vocabulary.decode(ids) == "the mill\n\nthe <unk>"
+
+
+@pytest.mark.parametrize(("after", "expected"), [("the", " mill\nthe"), ("the ", "mill\nthe"), ("", "mill\nthe")])
+def test_words_join_to_what_comes_before_them(after, expected):
+    decoder = ALL["word"].decoder(after)
+    assert "".join(decoder.push(token) for token in (3, 0, 1)) == expected
+
+
+def test_words_are_ordered_by_count_then_appearance_and_unk_has_the_place_of_its_count():
+    counts = Counter({"b": 3, "rare": 1, "a": 3, "c": 5, "once": 1, "<eos>": 2})
+    assert word_vocabulary(counts, 1, None).words == ["<eos>", "c", "b", "a", "rare", "once", "<unk>"]
+    assert word_vocabulary(counts, 2, None).words == ["<eos>", "c", "b", "a", "<unk>"]
+    assert word_vocabulary(counts, 1, 1).words == ["<eos>", "<unk>", "c"]
+    assert word_vocabulary(Counter({"<unk>": 9, "a": 1}), 1, None).words == ["<eos>", "<unk>", "a"]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_vocabulary_survives_json(kind, tmp_path):
+    ALL[kind].save(tmp_path / "vocabulary.json")
+    loaded = Vocabulary.load(tmp_path / "vocabulary.json")
+    assert loaded == ALL[kind]
+    assert type(loaded) is type(ALL[kind])
+    assert loaded.encode("the").tolist() == ALL[kind].encode("the").tolist() if kind != "char" else True
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a vocabulary"),
+        ('{"format": 1, "kind": "word"}', "not a vocabulary: KeyError"),
+        ('{"format": 1, "kind": "word", "words": ["a"]}', "needs <eos>"),
+        ('{"format": 1, "kind": "word", "words": ["a", "a"]}', "a word twice"),
+        ('{"format": 1, "kind": "char", "characters": ["ab"]}', "not one character"),
+        ('{"format": 1, "kind": "syllable"}', "kind 'syllable'"),
+        ('{"format": 2, "kind": "byte"}', "format 2; this version reads format 1"),
+        ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "not a vocabulary"),
+    ],
+)
+def test_files_that_are_no_vocabulary_are_refused(content, message, tmp_path):
+    path = tmp_path / "vocabulary.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message) as refusal:
+        Vocabulary.load(path)
+    assert str(path) in str(refusal.value)

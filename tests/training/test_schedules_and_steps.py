@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from txl.config import ModelConfig, TrainConfig
+from txl.models import build_model
+from txl.training.optimisers import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from txl.training.schedules import learning_rate
+from txl.training.step import training_step
+
+BASE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+
+
+def test_warm_up_is_linear_and_reaches_the_peak():
+    assert [learning_rate(step, BASE) for step in range(10)] == pytest.approx([0.1 * n for n in range(1, 11)])
+
+
+def test_cosine_begins_where_the_warm_up_ends_and_is_half_way_in_the_middle():
+    assert learning_rate(10, BASE) == 1.0
+    assert learning_rate(55, BASE) == pytest.approx(0.55)
+    assert learning_rate(100, BASE) == pytest.approx(0.1)
+    assert learning_rate(99, BASE) > 0.1
+    rates = [learning_rate(step, BASE) for step in range(9, 101)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_inverse_square_root_and_constant():
+    inverse = dataclasses.replace(BASE, schedule="inverse_sqrt")
+    assert learning_rate(9, inverse) == pytest.approx(1.0)
+    assert learning_rate(39, inverse) == pytest.approx(0.5)
+    assert learning_rate(10**6, inverse) == 0.1
+    constant = dataclasses.replace(BASE, schedule="constant")
+    assert {learning_rate(step, constant) for step in (9, 10, 50, 500)} == {1.0}
+
+
+def test_without_warm_up_the_first_update_has_the_peak():
+    assert learning_rate(0, dataclasses.replace(BASE, warmup_steps=0)) == 1.0
+    assert math.isfinite(learning_rate(0, TrainConfig(steps=1, warmup_steps=1)))
+
+
+def small_model(**changes) -> nn.Module:
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
+    return build_model(dataclasses.replace(shape, **changes), 11)
+
+
+def test_weight_decay_acts_on_matrices_only():
+    model = small_model()
+    optimizer = build_optimizer(model, TrainConfig(weight_decay=0.5, optimizer="adamw", learning_rate=0.1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and name not in ("u", "v")
+        expected = before[name] * (0.95 if is_matrix else 1.0)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
+
+
+def test_an_optimiser_s_state_survives_as_tensors():
+    model = small_model()
+    optimizer = build_optimizer(model, TrainConfig())
+    tokens = torch.randint(11, (2, 6))
+    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    other = build_optimizer(small_model(), TrainConfig())
+    load_optimizer_tensors(other, optimizer_tensors(optimizer))
+    assert optimizer_tensors(other).keys() == optimizer_tensors(optimizer).keys()
+    assert all(torch.equal(optimizer_tensors(other)[k], v) for k, v in optimizer_tensors(optimizer).items())
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_the_batch_with_their_own_memory_equal_the_whole(parts):
+    config = TrainConfig(learning_rate=0.01, clip=0.25)
+    models = [small_model().double() for _ in range(2)]
+    optimizers = [build_optimizer(model, config) for model in models]
+    states = [[models[0].init_state(4)], [models[1].init_state(4 // parts) for _ in range(parts)]]
+    stream = torch.randint(11, (4, 31), generator=torch.Generator().manual_seed(1))
+    for start in range(0, 30, 6):
+        tokens, targets = stream[:, start : start + 6], stream[:, start + 1 : start + 7]
+        results = [
+            training_step(model, optimizer, tokens, targets, state, config)
+            for model, optimizer, state in zip(models, optimizers, states, strict=True)
+        ]
+        states = [result.states for result in results]
+        assert results[0].loss == pytest.approx(results[1].loss, abs=1e-12)
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, abs=1e-10)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    whole = torch.cat([state.hidden[1] for state in states[1]])
+    torch.testing.assert_close(whole, states[0][0].hidden[1], rtol=0, atol=1e-10)
+
+
+def test_clipping_limits_the_gradient_but_reports_its_norm():
+    model = small_model()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.randint(11, (2, 6))
+    result = training_step(model, sgd, tokens, tokens, [model.init_state(2)], TrainConfig(clip=0.01))
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+    assert result.grad_norm > 0.1
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_update_that_is_not_finite_is_not_made():
+    model = small_model()
+    model.softmax.bias.data[3] = math.nan
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = build_optimizer(model, TrainConfig())
+    tokens = torch.randint(11, (2, 6))
+    result = training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    assert not result.updated
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if k != "softmax.bias")
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,356 @@
+"""Runs from their start to their end, stopped and continued; everything is compared bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.conftest import small_run
+
+import txl
+from txl.errors import RunInterrupted, UserError
+from txl.run_directory import RunDirectory
+from txl.training import trainer as trainer_module
+from txl.training.checkpoints import verify_file
+from txl.training.trainer import Trainer
+
+
+def train(run, out, data_dir, **kwargs):
+    return Trainer(run, out, data_dir=data_dir, quiet=True, **kwargs).fit()
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """Send this process Ctrl-C during that step."""
+    real = trainer_module.training_step
+    calls = []
+
+    def counting(*args):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(trainer_module, "training_step", counting)
+
+
+def final_state(out: Path) -> dict[str, torch.Tensor]:
+    checkpoint = RunDirectory(out).checkpoint("latest")
+    return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "training_state.safetensors")
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    ours, theirs = final_state(one), final_state(other)
+    assert ours.keys() == theirs.keys()
+    assert {key.split(".")[0] for key in ours} >= {"optimizer", "memory", "random", "layers"}
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+    numbers = [
+        json.loads((RunDirectory(out).checkpoint("latest") / "training_state.json").read_text()) for out in (one, other)
+    ]
+    for number in numbers:
+        number["progress"].pop("seconds")
+    assert numbers[0] == numbers[1]
+
+
+def test_a_run_leaves_what_the_contract_says(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints"} <= names
+    assert (trained / "latest").read_text() == "step-00000012\n"
+    checkpoint = trained / "checkpoints" / "step-00000012"
+    for name in ("model.safetensors", "training_state.safetensors", "training_state.json"):
+        verify_file(checkpoint, name)
+    events = RunDirectory(trained).events()
+    assert events[0]["event"] == "start"
+    assert events[-1]["event"] == "end"
+    assert [event["step"] for event in events if event["event"] == "train"] == [3, 6, 9, 12]
+    assert [event["step"] for event in events if event["event"] == "valid"] == [6, 12]
+    for event in events:
+        if event["event"] == "train":
+            assert {"loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second"} <= event.keys()
+    valid = next(event for event in events if event["event"] == "valid")
+    assert (valid["segment"], valid["mem_len"], valid["window"]) == (8, 8, None)
+
+
+def test_training_learns(story, data_dir, tmp_path):
+    run = small_run(str(story), **{"train.steps": "300", "model.dropout": "0", "model.dropatt": "0"})
+    train(run, tmp_path / "run", data_dir)
+    share = torch.bincount(torch.tensor(list(story.read_bytes()))).double() / story.stat().st_size
+    of_frequencies = -(share * share.clamp(min=1e-12).log()).sum().item()
+    losses = [event["loss"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "train"]
+    assert losses[0] > 4.5
+    assert losses[-1] < of_frequencies - 0.5  # half a nat below a model that knows only how frequent each byte is
+
+
+def test_validation_sees_as_far_as_training(story, data_dir, tmp_path):
+    run = small_run(str(story), **{"eval.segment": "3", "model.mem_len": "11"})
+    train(run, tmp_path / "run", data_dir)
+    valid = next(event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "valid")
+    assert valid["segment"] + valid["mem_len"] == 8 + 11
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 8, 11])
+def test_a_stopped_run_continues_exactly(step, story, data_dir, trained, tmp_path, monkeypatch):
+    run = small_run(str(story))
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(RunInterrupted, match=rf"stopped by SIGINT at step {step} of 12.*same command") as stop:
+            train(run, tmp_path / "run", data_dir)
+    assert stop.value.exit_code == 130
+    outcome = train(run, tmp_path / "run", data_dir)
+    assert outcome["step"] == 12
+    assert_same_end(tmp_path / "run", trained)
+
+
+def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):
+    options = {
+        "train.steps": "40", "train.segment": "500", "train.micro_batches": "2", "train.random_segments": "true",
+        "train.optimizer": "adamw", "train.weight_decay": "0.01", "model.untie_r": "true",
+    }  # fmt: skip
+    run = small_run(str(story), **options)
+    train(run, tmp_path / "whole", data_dir)
+    for step in (13, 9):
+        with monkeypatch.context() as patch:
+            stop_after(patch, step)
+            with pytest.raises(RunInterrupted):
+                train(run, tmp_path / "parts", data_dir)
+    train(run, tmp_path / "parts", data_dir)
+    position = json.loads((RunDirectory(tmp_path / "parts").checkpoint("latest") / "training_state.json").read_text())
+    assert position["position"]["epoch"] >= 2
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_evaluating_logging_and_saving_more_often_change_nothing(story, data_dir, trained, tmp_path):
+    options = {"train.eval_every": "1", "train.log_every": "1", "train.checkpoint_every": "2"}
+    train(small_run(str(story), **options), tmp_path / "run", data_dir)
+    ours, theirs = final_state(tmp_path / "run"), final_state(trained)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_the_caller_s_random_numbers_are_left_alone(story, data_dir, tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_finished_run_is_left_as_it_is(trained, story, data_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    before = final_state(copy)
+    assert train(small_run(str(story)), copy, data_dir)["step"] == 12
+    after = final_state(copy)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_what_does_not_change_the_computation_may_change_on_continuing(story, data_dir, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(small_run(str(story)), tmp_path / "run", data_dir)
+    train(small_run(str(story), **{"train.log_every": "1"}), tmp_path / "run", data_dir)
+    with pytest.raises(
+        UserError, match=r"holds a different run: model.n_layer 2 -> 3, train.seed 1 -> 2; give another"
+    ):
+        train(small_run(str(story), **{"train.seed": "2", "model.n_layer": "3"}), tmp_path / "run", data_dir)
+
+
+def test_a_changed_text_is_refused_on_continuing(story, data_dir, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_bytes(story.read_bytes())
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(small_run(str(text)), tmp_path / "run", data_dir)
+    text.write_bytes(story.read_bytes().replace(b"river", b"brook"))
+    with pytest.raises(UserError, match="is not the text that .* was trained on"):
+        train(small_run(str(text)), tmp_path / "run", data_dir)
+
+
+def test_a_new_run_can_start_from_another_s_weights(trained, story, data_dir, tmp_path):
+    run = small_run(str(story), **{"train.learning_rate": "1e-30", "train.warmup_steps": "0"})
+    train(run, tmp_path / "run", data_dir, init_from=trained)
+    ours, _ = txl.load(tmp_path / "run", checkpoint="latest")
+    theirs, _ = txl.load(trained)
+    for ours_tensor, theirs_tensor in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours_tensor, theirs_tensor, rtol=0, atol=1e-12)
+
+
+def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
+    first = small_run(str(story), **{"data.unit": "char"})
+    train(first, tmp_path / "first", data_dir)
+    other = tmp_path / "other.txt"
+    other.write_text("Another text, with characters such as Ω that the first lacks.\n" * 80, encoding="utf-8")
+    second = small_run(str(other), **{"data.unit": "char"})
+    train(second, tmp_path / "second", data_dir, init_from=tmp_path / "first")
+    assert RunDirectory(tmp_path / "second").vocabulary() == RunDirectory(tmp_path / "first").vocabulary()
+    with pytest.raises(UserError, match="data.unit is word, but .* reads char tokens"):
+        third = small_run(str(other), **{"data.unit": "word"})
+        train(third, tmp_path / "third", data_dir, init_from=tmp_path / "first")
+
+
+@pytest.mark.parametrize("options", [{"model.n_head": "4"}, {"model.d_head": "4"}, {"model.n_layer": "3"}])
+def test_weights_that_do_not_fit_the_configuration_are_refused_by_name(options, trained, story, data_dir, tmp_path):
+    with pytest.raises(UserError, match=r"has shape|the weights lack layers\.2"):
+        train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_bfloat16_trains(story, data_dir, tmp_path):
+    outcome = train(small_run(str(story), **{"train.dtype": "bfloat16"}), tmp_path / "run", data_dir)
+    assert math.isfinite(outcome["best_nll"])
+
+
+def test_old_checkpoints_go_the_best_and_the_newest_stay(story, data_dir, tmp_path):
+    options = {"train.checkpoint_every": "1", "train.eval_every": "5", "train.keep_checkpoints": "2"}
+    outcome = train(small_run(str(story), **options), tmp_path / "run", data_dir)
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert left == {"step-00000011", "step-00000012", f"step-{outcome['best_step']:08d}"}
+
+
+def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
+    real = trainer_module.training_step
+
+    def poisoned(model, *args):
+        if poisoned.calls == 5:
+            next(model.parameters()).data.fill_(math.nan)
+        poisoned.calls += 1
+        return real(model, *args)
+
+    poisoned.calls = 0
+    monkeypatch.setattr(trainer_module, "training_step", poisoned)
+    with pytest.raises(UserError, match=r"step 6: the loss \(nan\).*last checkpoint is step-00000004.*learning-rate"):
+        train(small_run(str(story)), tmp_path / "run", data_dir)
+    model, _ = txl.load(tmp_path / "run", checkpoint="latest")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training_state.safetensors", "training_state.json"])
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+def test_damaged_checkpoints_are_refused(name, damage, trained, story, data_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    path = RunDirectory(copy).checkpoint("latest") / name
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "missing":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    expected = {"truncated": "truncated or altered", "altered": "altered since", "missing": "missing"}[damage]
+    with pytest.raises(UserError, match=f"{name}.*{expected}"):
+        train(small_run(str(story)), copy, data_dir)
+    if name == "model.safetensors":
+        with pytest.raises(UserError, match=f"{name}.*{expected}"):
+            txl.load(copy, checkpoint="latest")
+
+
+def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path):
+    (tmp_path / "thesis.doc").touch()
+    with pytest.raises(UserError, match=r"not empty and not a run \(thesis.doc is there\)"):
+        train(small_run(str(story)), tmp_path, data_dir)
+    with pytest.raises(UserError, match="--out .*thesis.doc/run: Not a directory"):
+        train(small_run(str(story)), tmp_path / "thesis.doc" / "run", data_dir)
+
+
+def test_two_trainers_do_not_share_a_directory(story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    with RunDirectory(out).locked(), pytest.raises(UserError, match="another process is training here"):
+        train(small_run(str(story)), out, data_dir)
+
+
+def test_splits_that_are_too_short_are_refused_before_anything_is_written(tmp_path, data_dir):
+    text = tmp_path / "short.txt"
+    text.write_text("too short for this\n" * 3)
+    with pytest.raises(UserError, match=r"train split has 51 tokens: 4 lanes of 12.*needs lanes of 33"):
+        train(small_run(str(text), **{"train.segment": "32"}), tmp_path / "run", data_dir)
+    with pytest.raises(UserError, match=r"validation split: 3 tokens in 4 lanes.*--eval.batch-size"):
+        train(small_run(str(text)), tmp_path / "run", data_dir)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
+    run = small_run(str(story), **{"train.steps": "400"})
+    options = [f"--{name}={value}" for name, value in _given(run)]
+    return [
+        sys.executable,
+        "-m",
+        "txl",
+        "train",
+        "stdlib-tiny",
+        "--out",
+        str(out),
+        "--data-dir",
+        str(data_dir),
+        *options,
+        *more,
+    ]
+
+
+def _given(run):
+    from txl.config import leaf_fields
+
+    for name, _, _, value in leaf_fields(run):
+        if name != "name":
+            yield (
+                name,
+                "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value),
+            )
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(out, story, data_dir), stderr=subprocess.PIPE, text=True)
+    while not (out / "log.jsonl").exists() or '"train"' not in (out / "log.jsonl").read_text():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"stopped by {sent.name}" in errors.splitlines()[-1]
+    again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
+    assert again.returncode == 0
+    assert "going on from step" in again.stderr
+    assert (out / "latest").read_text() == "step-00000400\n"
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(story, data_dir, tmp_path, trained):
+    """The limit on a file's size stands for a full disk: writing the weights fails half-way, in the real system call."""
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    (out / "latest").write_text("step-00000008\n")
+    shutil.rmtree(out / "checkpoints" / "step-00000012")
+    before = {path.name for path in (out / "checkpoints").iterdir()}
+
+    def limit() -> None:
+        size = (out / "checkpoints" / "step-00000008" / "model.safetensors").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    run = small_run(str(story))
+    options = [f"--{name}={value}" for name, value in _given(run)]
+    done = subprocess.run(
+        [sys.executable, "-m", "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), *options],
+        stderr=subprocess.PIPE, text=True, preexec_fn=limit,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "the checkpoint could not be written" in last
+    assert "File too large" in last
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in (out / "checkpoints").iterdir()} == before
+    txl.load(out, checkpoint="latest")
