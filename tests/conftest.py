@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Several test processes with several threads each would wait for one another more than they compute. Set before torch
+# is imported, and inherited by the commands that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from pathlib import Path
 
 import pytest

@@ -168,7 +168,7 @@ def with_options(config: RunConfig, options: dict[str, str]) -> RunConfig:
             hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
             raise UserError(f"unknown option --{option}{hint}")
         section, field_name = name.split(".")
-        setattr(getattr(result, section), field_name, parse_value(types_of[name], text, f"--{option}"))
+        setattr(getattr(result, section), field_name, parse_value(types_of[name], text, f"--{name.replace('_', '-')}"))
     return result
 
 

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     table = Table(title="Presets (segment / memory in tokens; parameters at the vocabulary size shown)")
     for heading in ("preset", "layers", "width", "parameters", "vocabulary", "train", "test", "published", "source"):
         right = heading in ("layers", "width", "parameters", "vocabulary")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=heading == "preset")
     for row in rows:
         table.add_row(
             row["name"],
@@ -64,4 +64,6 @@ def run(arguments: argparse.Namespace) -> None:
             row["published"],
             row["source"],
         )
-    Console().print(table)
+    console = Console()
+    # Into a file or a pipe, a row stays a line.
+    (console if console.is_terminal else Console(width=200)).print(table)

@@ -1,0 +1,315 @@
+"""The command line: what it prints, and that every mistake is one clear line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import small_run
+from txl.cli import build_parser, main
+from txl.config import RunConfig, leaf_fields
+
+
+def options_of(run: RunConfig) -> list[str]:
+    """A configuration as command-line options."""
+    given = []
+    for name, _, _, value in leaf_fields(run):
+        if name == "name":
+            continue
+        text = "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        given.append(f"--{name.replace('_', '-')}={text}")
+    return given
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused, and returns its one line."""
+
+    def run(*words: str) -> str:
+        code = main(list(words))
+        captured = capsys.readouterr()
+        assert code == 2, captured
+        lines = captured.err.strip().splitlines()
+        assert lines[-1].startswith("txl: error: ")
+        assert "Traceback" not in captured.err
+        assert captured.out == ""
+        return lines[-1]
+
+    return run
+
+
+def test_presets_and_their_sizes(capsys):
+    assert main(["presets", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["presets"]}
+    assert rows["enwik8-12L"]["parameters"] == 41_055_436
+    assert rows["enwik8-24L"]["parameters"] == 277_231_820
+    assert main(["presets"]) == 0
+    assert "stdlib-tiny" in capsys.readouterr().out
+
+
+def test_data_list_and_info(story, data_dir, capsys):
+    assert main(["data", "list"]) == 0
+    assert "stdlib" in capsys.readouterr().out
+    assert main(["data", "info", str(story), "--unit", "char", "--data-dir", str(data_dir), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["unit"] == "char"
+    assert info["splits"]["train"]["tokens"] > info["splits"]["test"]["tokens"] > 0
+    assert main(["data", "prepare", str(story), "--unit", "word", "--data-dir", str(data_dir)]) == 0
+    assert "word tokens, vocabulary of" in capsys.readouterr().out
+
+
+def test_train_eval_generate_report(story, data_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    where = ["--data-dir", str(data_dir)]
+    assert main(["train", "stdlib-tiny", "--out", str(out), "--json", *options_of(small_run(str(story))), *where]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 12
+
+    assert main(["eval", str(out), "--json", *where]) == 0
+    unset = json.loads(capsys.readouterr().out)
+    assert {"nll", "ppl", "bpc", "bits_per_byte", "tokens", "seconds", "tokens_per_second"} <= unset.keys()
+    assert (unset["mem_len"], unset["window"], unset["segment"], unset["batch_size"]) == (16, 16, 8, 4)
+    assert main(["eval", str(out), "--mem-len", "8", "--segment", "5", "--batch", "1", "--json", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["window"] == 8
+    assert main(["eval", str(out), "--mem-len", "8", "--window", "none", "--clamp-len", "4", "--json", *where]) == 0
+    free = json.loads(capsys.readouterr().out)
+    assert (free["window"], free["clamp_len"]) == (None, 4)
+    assert main(["eval", str(out), "--exhaustive", "--split", "valid", "--json", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped"] == 0
+
+    assert main(["eval", str(out), "--mem-lens", "0,4,16", *where]) == 0
+    assert "bits/byte" in capsys.readouterr().out
+    assert (out / "memory-curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "memory-curve.svg").stat().st_size > 1000
+
+    generate = ["generate", str(out), "--prompt", "The ", "--max-tokens", "20", "--seed", "3"]
+    texts = []
+    for _ in range(2):
+        assert main(generate) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("The ")
+    assert main([*generate, "--samples", "2", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert len(samples) == 2
+    assert "The " + samples[0] + "\n" == texts[0]
+
+    assert main(["report", str(out), *where]) == 0
+    assert capsys.readouterr().out.strip() == str(out / "report.html")
+    page = (out / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "zlib" in page
+
+
+def test_another_text_is_read_in_the_run_s_vocabulary(trained, tmp_path, data_dir, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("Quite another text.\n" * 50)
+    words = ["eval", str(trained), "--data.corpus", str(other), "--data-dir", str(data_dir), "--batch", "2", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["corpus"] == str(other)
+
+
+def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "enwik8-12L", "--dry-run", "--model.mem-len", "99", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["model"]["mem_len"] == 99
+    assert shown["tokens_per_step"] == 22 * 512
+    assert shown["total_parameters"] == sum(shown["parameters"].values()) == 41_055_436 + 52 * 513
+    assert main(["train", "enwik8-12L", "--dry-run"]) == 0
+    assert "model.n_layer              12" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoticed():
+    """Users' scripts rely on these names: removing one is a change of the contract, and has to be made here too."""
+    promised = (
+        "n_layer d_model n_head d_head d_inner d_embed mem_len window clamp_len dropout dropatt dropout_r pre_norm "
+        "untie_r cutoffs div_val attention"
+    ).split()
+    names = {name for name, _, _, _ in leaf_fields(RunConfig())}
+    assert {f"model.{name}" for name in promised} <= names
+    assert {
+        f"train.{n}" for n in "steps batch_size segment learning_rate warmup_steps seed checkpoint_every".split()
+    } <= names
+    parsed = build_parser().parse_args(["train", "stdlib-tiny", "--model.mem_len", "3", "--train.batch-size=2"])
+    assert (vars(parsed)["model.mem_len"], vars(parsed)["train.batch_size"]) == ("3", "2")
+
+
+def test_python_m_txl_is_the_same_command():
+    for words in (["--version"], ["--help"], ["train", "--help"]):
+        done = subprocess.run([sys.executable, "-m", "txl", *words], capture_output=True, text=True, check=True)
+        assert "txl" in done.stdout
+
+
+def test_importing_and_asking_for_help_do_not_load_torch():
+    code = "import sys, txl, txl.cli; txl.presets(); txl.cli.build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_reader_that_leaves_early_is_no_error(trained):
+    command = f"{sys.executable} -m txl generate {trained} --prompt The --max-tokens 3000 --seed 1 | head -c 20"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "enwik8-12l", "--out", "x"], "unknown preset 'enwik8-12l'; did you mean enwik8-12L"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n-layr", "3"], "unknown option --model.n-layr; did you mean"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n-layer", "three"], "--model.n-layer is 'three'; expected a whole"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.window", "wide"], "is 'wide'; expected a whole number"),
+        (["train", "stdlib-tiny", "--out", "x", "--data.unit", "letter"], "expected one of byte, char, word, bpe"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.d-model", "63"], "model.d_model is 63; expected an even number"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.steps", "0"], "train.steps is 0; expected 1 or more"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.batch-size", "-2"], "train.batch_size is -2"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "nan"], "train.learning_rate is nan"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.micro-batches", "3"], "expected a divisor of train.batch_size"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.window", "999"], "needs at least 998 positions of memory"),
+        (["train", "stdlib-tiny", "--out", "x", "--device", "warp"], "--device warp cannot be used here"),
+        (["train", "stdlib-tiny"], "--out is missing"),
+        (["train"], "the following arguments are required: PRESET"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required: COMMAND"),
+        (["presets", "extra"], "unknown argument extra"),
+        (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),
+        (["data", "info", "no/such/file.txt"], "no/such/file.txt: no such file or folder"),
+        (["data", "prepare", "stdlib", "--unit", "letter"], "--unit is 'letter'"),
+        (["eval", "no-such-run"], "no-such-run: no such directory"),
+        (["generate", "no-such-run", "--prompt", "x"], "no-such-run: no such directory"),
+        (["generate", "no-such-run"], "one of the arguments --prompt --prompt-file is required"),
+        (["report", "no-such-run"], "no-such-run: no such directory"),
+        (["bench", "train", "--steps", "0"], "--steps is 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval", "RUN", "--mem-len", "-1"], "mem_len is -1"),
+        (["eval", "RUN", "--segment", "0"], "segment is 0"),
+        (["eval", "RUN", "--batch", "0"], "batch is 0"),
+        (["eval", "RUN", "--mem-len", "4", "--window", "9"], "window 9 needs at least 8"),
+        (["eval", "RUN", "--mem-len", "many"], "argument --mem-len: invalid int value: 'many'"),
+        (["eval", "RUN", "--window", "wide"], "argument --window: invalid number or none value: 'wide'"),
+        (["eval", "RUN", "--mem-lens", "1,x"], "argument --mem-lens: invalid list of numbers value"),
+        (["eval", "RUN", "--mem-lens", "1,2", "--mem-len", "3"], "--mem-len and --mem-lens were both given"),
+        (["eval", "RUN", "--split", "dev"], "has no split 'dev'; expected one of train, valid, test"),
+        (["eval", "RUN", "--checkpoint", "99"], "no checkpoint 99; there: step-00000008, step-00000012"),
+        (["eval", "RUN", "--checkpoint", "first"], "expected best, latest or the number of a step"),
+        (["eval", "RUN", "--data.unit", "word"], "--data.unit is word, but this model reads byte tokens"),
+        (["eval", "RUN", "--max-tokens", "1"], "max_tokens is 1"),
+        (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
+        (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+        (["generate", "RUN", "--prompt", "x", "--max-tokens", "-5"], "max_tokens is -5"),
+        (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "top_k is 0"),
+        (["generate", "RUN", "--prompt", "x", "--samples", "0"], "samples is 0"),
+        (["generate", "RUN", "--prompt", "x", "--seed", "-1"], "--seed is -1"),
+        (["generate", "RUN", "--prompt-file", "none.txt"], "none.txt: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_mistakes_about_a_run(words, expected, refused, trained, data_dir, monkeypatch):
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    log = (trained / "log.jsonl").read_bytes()
+    assert expected in refused(*[str(trained) if word == "RUN" else word for word in words])
+    assert (trained / "log.jsonl").read_bytes() == log
+
+
+def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    checkpoint = copy / "checkpoints" / (copy / "best").read_text().strip()
+    weights = checkpoint / "model.safetensors"
+    config = json.loads((copy / "config.json").read_text())
+    if what == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-7])
+    elif what == "altered":
+        content = bytearray(weights.read_bytes())
+        content[-3] ^= 4
+        weights.write_bytes(content)
+    elif what == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif what == "config is no JSON":
+        (copy / "config.json").write_text("{")
+    elif what == "config of the future":
+        (copy / "config.json").write_text(json.dumps(config | {"soul": 1}))
+    elif what == "wrong type":
+        config["model"]["n_layer"] = "2"
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "other heads":
+        config["model"] |= {"n_head": 4, "d_head": 4}
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "vocabulary":
+        (copy / "vocabulary.json").write_text('{"format": 1, "kind": "char", "characters": ["a"]}')
+    elif what == "no checkpoints":
+        shutil.rmtree(copy / "checkpoints")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("truncated", "truncated"),
+        ("altered", "altered"),
+        ("no manifest", "manifest.json"),
+        ("config is no JSON", "config.json: not JSON"),
+        ("config of the future", "soul is not known to this version"),
+        ("wrong type", "model.n_layer is '2'; expected a whole number"),
+        ("other heads", "u has shape [2, 8], the configuration (n_head, d_head, d_model, ...) needs [4, 4]"),
+        ("vocabulary", "the vocabulary has 2 tokens, the checkpoint 256"),
+        ("no checkpoints", "no checkpoint best or latest"),
+    ],
+)
+def test_damaged_runs_are_refused(what, expected, refused, trained, tmp_path):
+    directory = damaged(trained, tmp_path, what)
+    assert expected in refused("generate", str(directory), "--prompt", "The ")
+
+
+def test_mistakes_in_the_text(refused, tmp_path, data_dir):
+    def train(text: Path, *more: str) -> str:
+        out = tmp_path / "run"
+        answer = refused(
+            "train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(text), "--data-dir", str(data_dir), *more
+        )
+        assert not (out / "config.json").exists()
+        return answer
+
+    text = tmp_path / "text.txt"
+    assert "no such file" in train(text)
+    text.touch()
+    assert "empty" in train(text)
+    text.write_bytes(b"short\n" * 9)
+    assert "train split has 48 tokens: 16 lanes of 3, but a segment of 128 needs lanes of 129" in train(text)
+    text.write_bytes(b"word " * 9000 + b"\xff")
+    assert "not UTF-8 (byte 0xFF at offset 45000)" in train(text, "--data.unit", "word")
+    text.write_bytes(b"word " * 9000 + b"\x00")
+    assert "binary (a NUL byte at offset 45000)" in train(text, "--data.unit", "char")
+
+
+def test_out_that_cannot_be_used(refused, trained, story, tmp_path, data_dir):
+    words = ["train", "stdlib-tiny", "--data-dir", str(data_dir), *options_of(small_run(str(story)))]
+    assert "holds a different run: model.n_layer 2 -> 3" in refused(
+        *words, "--out", str(trained), "--model.n-layer", "3"
+    )
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(*words, "--out", str(tmp_path / "file" / "run"))
+    assert "not empty and not a run" in refused(*words, "--out", str(tmp_path))
+    assert "--out /proc/run: No such file or directory" in refused(*words, "--out", "/proc/run")
+
+
+def test_a_prompt_with_unknown_characters_names_them(refused, story, data_dir, tmp_path):
+    run = small_run(str(story), **{"data.unit": "char", "train.steps": "2"})
+    words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), "--data-dir", str(data_dir), "--quiet"]
+    assert main([*words, *options_of(run)]) == 0
+    assert "lacks: 'Ω' (U+03A9)" in refused("generate", str(tmp_path / "run"), "--prompt", "The Ω")

@@ -1,0 +1,197 @@
+"""Generation: what is drawn, what is shown, and that a prompt is read rightly however long it is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import txl
+from txl.config import ModelConfig
+from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.errors import UserError
+from txl.generation import Sampling, StopStrings, generate, generate_samples, generate_tokens
+from txl.models import build_model
+
+LETTERS = CharVocabulary("abcdefgh .")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, window=7, dropout=0.4)
+    model = build_model(shape, len(LETTERS))
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.4)
+    return model.double()
+
+
+def text(model, prompt="abc", **settings) -> str:
+    settings = {"max_tokens": 40, "seed": 1} | settings
+    return "".join(generate(model, LETTERS, prompt, **settings))
+
+
+def test_the_same_seed_gives_the_same_text_and_another_does_not(model):
+    assert text(model) == text(model)
+    assert text(model) != text(model, seed=2)
+    assert len(text(model)) == 40
+    assert text(model, seed=None) != text(model, seed=None)
+
+
+def test_greedy_takes_the_likeliest_by_hand(model):
+    model.eval()
+    ids = [int(token) for token in LETTERS.encode("abc")]
+    for _ in range(10):
+        log_probs, _ = model.log_probs(torch.tensor([ids]), model.init_state(1))
+        ids.append(1 + int(log_probs[0, -1, 1:].argmax()))  # id 0 is <unk>, of which no text can be made
+    assert text(model, temperature=0, max_tokens=10) == LETTERS.decode(ids[3:])
+
+
+def test_a_prompt_longer_than_memory_and_segment_equals_reading_it_token_by_token(model, monkeypatch):
+    prompt = "abcdefgh. " * 13
+    expected = text(model, prompt)
+    monkeypatch.setattr("txl.generation.PROMPT_SEGMENT", 1)
+    assert text(model, prompt) == expected
+    # ... and all that lies beyond two layers of window 7 does not count.
+    assert text(model, prompt[-14:]) == expected
+
+
+def test_sample_b_of_seed_s_is_what_seed_s_plus_b_gives_alone(model):
+    together = generate_samples(model, LETTERS, "abc", samples=3, max_tokens=25, seed=5)
+    assert together == [text(model, max_tokens=25, seed=seed) for seed in (5, 6, 7)]
+    assert len(set(together)) == 3
+
+
+def test_memory_does_not_grow(model):
+    state = model.init_state(1)
+    sizes = set()
+    for _ in range(50):
+        _, state = model.log_probs(torch.tensor([[1]]), state)
+        sizes.add(sum(hidden.numel() for hidden in state.hidden))
+    assert max(sizes) == 2 * 6 * 16
+
+
+def test_dropout_is_off_and_the_mode_is_put_back_even_if_the_caller_stops_early(model):
+    model.train()
+    pieces = generate(model, LETTERS, "abc", max_tokens=1000, seed=1)
+    first = list(itertools.islice(pieces, 3))
+    assert model.training
+    pieces.close()
+    assert model.training
+    model.eval()
+    assert list(itertools.islice(generate(model, LETTERS, "abc", max_tokens=3, seed=1), 3)) == first
+
+
+def draws(sampling: Sampling, probabilities: list[float], n: int = 2000) -> np.ndarray:
+    log_probs = torch.tensor([probabilities]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = [int(sampling.draw(log_probs, [generator])) for _ in range(n)]
+    return np.bincount(drawn, minlength=len(probabilities)) / n
+
+
+PROBABILITIES = [0.1, 0.4, 0.05, 0.3, 0.15]
+
+
+def test_sampling_follows_the_distribution_and_its_cuts():
+    assert np.abs(draws(Sampling(None), PROBABILITIES) - PROBABILITIES).max() < 0.03
+    top_two = draws(Sampling(top_k=2), PROBABILITIES)
+    assert np.abs(top_two - np.array([0, 4 / 7, 0, 3 / 7, 0])).max() < 0.03
+    nucleus = draws(Sampling(None, top_p=0.75), PROBABILITIES)  # 0.4 + 0.3 < 0.75, so a third one belongs to it
+    assert nucleus[[0, 2]].sum() == 0
+    assert nucleus[4] > 0.1
+    assert (draws(Sampling(None, top_p=1e-9), PROBABILITIES) == [0, 1, 0, 0, 0]).all()
+    assert (draws(Sampling(temperature=0), PROBABILITIES) == [0, 1, 0, 0, 0]).all()
+    cold = draws(Sampling(None, temperature=0.5), PROBABILITIES)
+    squares = np.square(PROBABILITIES) / np.square(PROBABILITIES).sum()
+    assert np.abs(cold - squares).max() < 0.03
+
+
+def test_forbidden_tokens_are_never_drawn(model):
+    drawn = [int(token) for token in generate_tokens(model, [1], max_tokens=200, seed=0, forbidden=[0, 2, 3])]
+    assert not {0, 2, 3} & set(drawn)
+
+
+def test_stop_strings_end_the_text_and_are_not_part_of_it(model):
+    whole = text(model, max_tokens=200)
+    stop = whole[50:53]
+    assert text(model, max_tokens=200, stop=[stop]) == whole[: whole.index(stop)]
+    assert text(model, max_tokens=200, stop=["never to be seen"]) == whole
+
+
+def test_stop_strings_hold_back_only_what_may_be_their_beginning():
+    stop = StopStrings(["END", "\n\n"])
+    shown = [stop.push(piece) for piece in ("abE", "x", "\n", "E", "N", "Q")]
+    assert shown == ["ab", "Ex", "", "\n", "", "ENQ"]
+    assert [stop.push("one E"), stop.push("ND two"), stop.found] == ["one ", "", True]
+    other = StopStrings(["xyz"])
+    assert other.push("axy") + other.flush() == "axy"
+
+
+def test_several_bytes_of_a_character_appear_as_one_piece():
+    class Spelling(torch.nn.Module):
+        """Says the same text again and again."""
+
+        vocab_size = 256
+
+        def __init__(self):
+            super().__init__()
+            self.anchor = torch.nn.Parameter(torch.zeros(1))
+            self.said = "é🦆.".encode()
+
+        def init_state(self, batch_size, **lengths):
+            return self
+
+        def select(self, lanes):
+            return self
+
+        def log_probs(self, tokens, state):
+            following = self.said[(self.said.index(int(tokens[0, -1])) + 1) % len(self.said)]
+            return torch.eye(256)[following].log()[None, None], state
+
+    assert list(generate(Spelling(), ByteVocabulary(), ".", max_tokens=7, top_k=1)) == ["é", "🦆", "."]
+
+
+def test_words_are_separated_from_the_prompt():
+    vocabulary = WordVocabulary(["<eos>", "<unk>", "the", "mill"])
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=4), 4)
+    model.softmax.bias.data[:] = torch.tensor([-50.0, -50.0, -50.0, 50.0])
+    assert "".join(generate(model, vocabulary, "the", max_tokens=2)) == " mill mill"
+    assert "".join(generate(model, vocabulary, "the\n", max_tokens=2)) == "mill mill"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "Xyzzy"}, r"lacks: 'X' \(U\+0058\), 'y' \(U\+0079\), 'z'"),
+        ({"max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
+        ({"max_tokens": -3}, "max_tokens is -3"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"stop": [""]}, "a stop string is empty"),
+        ({"mem_len": 2}, "window 7 needs at least 6 positions"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_first_token(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        generate(model, LETTERS, **({"prompt": "abc", "max_tokens": 5} | settings))
+
+
+def test_a_model_without_a_vocabulary_generates_ids_but_no_text(model):
+    with pytest.raises(UserError, match="no vocabulary"):
+        generate(model, None, "abc", max_tokens=5)
+    assert len(list(generate_tokens(model, [1, 2], max_tokens=5))) == 5
+    with pytest.raises(UserError, match="outside of the model's vocabulary, 0 to 10"):
+        generate_tokens(model, [11], max_tokens=5)
+
+
+def test_the_public_interface_of_the_design(trained):
+    model, vocabulary = txl.load(trained)
+    pieces = list(txl.generate(model, vocabulary, "The ", max_tokens=20, top_k=40, seed=1))
+    assert all(isinstance(piece, str) for piece in pieces)
+    assert "".join(pieces) == "".join(txl.generate(model, vocabulary, "The ", max_tokens=20, top_k=40, seed=1))
