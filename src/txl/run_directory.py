@@ -75,12 +75,7 @@ class RunDirectory:
         Raises:
             UserError: if it cannot be written.
         """
-        path = self.path / "vocabulary.json"
-        try:
-            vocabulary.save(path)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
         """The run's vocabulary; None for an imported model that came without one."""

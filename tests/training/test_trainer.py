@@ -21,7 +21,7 @@ from tests.conftest import small_run
 import txl
 from txl.errors import RunInterrupted, UserError
 from txl.run_directory import RunDirectory
-from txl.training import trainer as trainer_module
+from txl.training import loop as loop_module
 from txl.training.checkpoints import verify_file
 from txl.training.trainer import Trainer
 
@@ -32,7 +32,7 @@ def train(run, out, data_dir, **kwargs):
 
 def stop_after(monkeypatch, step: int) -> None:
     """Send this process Ctrl-C during that step."""
-    real = trainer_module.training_step
+    real = loop_module.training_step
     calls = []
 
     def counting(*args):
@@ -41,7 +41,7 @@ def stop_after(monkeypatch, step: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
-    monkeypatch.setattr(trainer_module, "training_step", counting)
+    monkeypatch.setattr(loop_module, "training_step", counting)
 
 
 def final_state(out: Path) -> dict[str, torch.Tensor]:
@@ -110,6 +110,58 @@ def test_a_stopped_run_continues_exactly(step, story, data_dir, trained, tmp_pat
     outcome = train(run, tmp_path / "run", data_dir)
     assert outcome["step"] == 12
     assert_same_end(tmp_path / "run", trained)
+
+
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
+    step, story, data_dir, trained, tmp_path, monkeypatch
+):
+    """The evaluation of the last step too: then only that is left to do."""
+    run, real = small_run(str(story)), loop_module.evaluate
+
+    def stopped(model, tokens, progress, **settings):
+        def first(done, total):
+            assert done < total
+            os.kill(os.getpid(), signal.SIGINT)
+            progress(done, total)
+
+        mine = first if loop.progress.step == step else progress
+        return real(model, tokens, progress=mine, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "evaluate", stopped)
+        real_train = loop_module.TrainingLoop.train
+
+        def remembered(self):
+            nonlocal loop
+            loop = self
+            real_train(self)
+
+        loop: loop_module.TrainingLoop
+        patch.setattr(loop_module.TrainingLoop, "train", remembered)
+        with pytest.raises(RunInterrupted, match=rf"stopped by SIGINT at step {step} of 12"):
+            train(run, tmp_path / "run", data_dir)
+    assert step not in [event["step"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "valid"]
+    outcome = train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", trained)
+    assert (tmp_path / "run" / "best").read_text() == f"step-{outcome['best_step']:08d}\n"
+    assert (tmp_path / "run" / "best").read_text() == (trained / "best").read_text()
+    ours, theirs = (
+        [(event["step"], event["nll"]) for event in RunDirectory(out).events() if event["event"] == "valid"]
+        for out in (tmp_path / "run", trained)
+    )
+    assert ours == theirs
+
+
+def test_a_run_without_memory_stops_and_continues(story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **{"model.mem_len": "0", "train.clip": "0", "train.eval_every": "0"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):
@@ -200,11 +252,53 @@ def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
         train(third, tmp_path / "third", data_dir, init_from=tmp_path / "first")
 
 
-@pytest.mark.parametrize("options", [{"model.n_head": "4"}, {"model.d_head": "4"}, {"model.n_layer": "3"}])
-def test_weights_that_do_not_fit_the_configuration_are_refused_by_name(options, trained, story, data_dir, tmp_path):
-    with pytest.raises(UserError, match=r"has shape|the weights lack layers\.2"):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model.n_layer": "3"}, "model.n_layer 2 -> 3"),
+        # The same shapes everywhere but in u and v; with pre-norm the same shapes everywhere.
+        ({"model.n_head": "4", "model.d_head": "4"}, "model.n_head 2 -> 4, model.d_head 8 -> 4"),
+        ({"model.pre_norm": "true"}, "model.pre_norm False -> True"),
+        ({"model.d_embed": "12"}, "model.d_embed 16 -> 12"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(options, named, trained, story, data_dir, tmp_path):
+    with pytest.raises(UserError, match=f"--init-from {trained}: its weights are of another model: {named};"):
         train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_lengths_and_dropout_may_differ_from_those_the_weights_were_trained_with(trained, story, data_dir, tmp_path):
+    options = {"model.mem_len": "5", "model.dropout": "0.2", "model.d_embed": "16", "train.steps": "2"}
+    assert train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)["step"] == 2
+
+
+def test_a_run_no_longer_needs_the_weights_it_started_from(trained, story, data_dir, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    shutil.copytree(trained, source)
+    run = small_run(str(story))
+    train(run, tmp_path / "whole", data_dir, init_from=source)
+
+    def killed(*args):
+        raise MemoryError  # stands for whatever ends a process before its first checkpoint
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop_module, "training_step", killed)
+        train(run, tmp_path / "run", data_dir, init_from=source)
+    shutil.rmtree(source)
+    train(run, tmp_path / "run", data_dir, init_from=source)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(trained, story, data_dir, tmp_path, monkeypatch):
+    def killed(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop_module, "training_step", killed)
+        train(small_run(str(story)), tmp_path / "run", data_dir)
+    train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", trained)
 
 
 def test_bfloat16_trains(story, data_dir, tmp_path):
@@ -220,7 +314,7 @@ def test_old_checkpoints_go_the_best_and_the_newest_stay(story, data_dir, tmp_pa
 
 
 def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
-    real = trainer_module.training_step
+    real = loop_module.training_step
 
     def poisoned(model, *args):
         if poisoned.calls == 5:
@@ -229,7 +323,7 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
         return real(model, *args)
 
     poisoned.calls = 0
-    monkeypatch.setattr(trainer_module, "training_step", poisoned)
+    monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(UserError, match=r"step 6: the loss \(nan\).*last checkpoint is step-00000004.*learning-rate"):
         train(small_run(str(story)), tmp_path / "run", data_dir)
     model, _ = txl.load(tmp_path / "run", checkpoint="latest")
@@ -250,11 +344,10 @@ def test_damaged_checkpoints_are_refused(name, damage, trained, story, data_dir,
     else:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    expected = {"truncated": "truncated or altered", "altered": "altered since", "missing": "missing"}[damage]
-    with pytest.raises(UserError, match=f"{name}.*{expected}"):
+    with pytest.raises(UserError, match=f"{name}: {damage}"):
         train(small_run(str(story)), copy, data_dir)
     if name == "model.safetensors":
-        with pytest.raises(UserError, match=f"{name}.*{expected}"):
+        with pytest.raises(UserError, match=f"{name}: {damage}"):
             txl.load(copy, checkpoint="latest")
 
 
@@ -279,8 +372,9 @@ def test_splits_that_are_too_short_are_refused_before_anything_is_written(tmp_pa
     with pytest.raises(UserError, match=r"train split has 51 tokens: 4 lanes of 12.*needs lanes of 33"):
         train(small_run(str(text), **{"train.segment": "32"}), tmp_path / "run", data_dir)
     with pytest.raises(UserError, match=r"validation split: 3 tokens in 4 lanes.*--eval.batch-size"):
-        train(small_run(str(text)), tmp_path / "run", data_dir)
-    assert not (tmp_path / "run" / "config.json").exists()
+        train(small_run(str(text)), tmp_path / "new" / "run", data_dir)
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:

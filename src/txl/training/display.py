@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -45,13 +46,17 @@ class Display:
     """Shows readings and messages; a context manager, because a live panel has to be put away."""
 
     def __init__(self, name: str, unit: str, steps: int, quiet: bool):
-        self._name, self._unit, self._steps, self._quiet = name, unit, steps, quiet
-        self._console = Console(stderr=True)
-        self._live = Live(console=self._console, refresh_per_second=4) if self._is_live() else None
-        self._valid = ""
-
-    def _is_live(self) -> bool:
-        return self._console.is_terminal and not self._quiet
+        self.quiet = quiet
+        self._unit, self._steps = unit, steps
+        console = Console(stderr=True)
+        self._live: Live | None = None
+        if console.is_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("step {task.completed}/{task.total}")
+            )
+            self._task = self._bar.add_task(escape(name), total=steps)
+            self._live = Live(console=console, refresh_per_second=4)
+        self._valid = "not yet"
 
     def __enter__(self) -> Self:
         if self._live:
@@ -64,26 +69,28 @@ class Display:
 
     def message(self, text: str) -> None:
         """A line that stays."""
-        if self._quiet:
+        if self.quiet:
             return
         if self._live:
-            self._live.console.print(text, highlight=False)
+            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def train(self, reading: Reading) -> None:
-        """A new reading of the training loss."""
+    def show(self, reading: Reading) -> None:
+        """The reading of every step; only a live panel has a place for it."""
         if self._live:
             self._live.update(self._panel(reading))
-        elif not self._quiet:
-            name, value = metric(self._unit, reading.loss)
-            print(
-                f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value:.4f} | "
-                f"{reading.tokens_per_second:,.0f} tokens/s | lr {reading.learning_rate:.2e} | "
-                f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}",
-                file=sys.stderr,
-                flush=True,
-            )
+
+    def line(self, reading: Reading) -> None:
+        """A reading that is also in the log: a line where there is no live panel."""
+        if self._live or self.quiet:
+            return
+        name, value = metric(self._unit, reading.loss)
+        self.message(
+            f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value:.4f} | "
+            f"{reading.tokens_per_second:,.0f} tokens/s | lr {reading.learning_rate:.2e} | "
+            f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}"
+        )
 
     def valid(self, step: int, result: dict[str, Any], is_best: bool) -> None:
         """A new evaluation on the validation split."""
@@ -94,13 +101,12 @@ class Display:
 
     def _panel(self, reading: Reading) -> Table:
         name, value = metric(self._unit, reading.loss)
-        bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        bar.add_task(self._name, total=self._steps, completed=reading.step)
+        self._bar.update(self._task, completed=reading.step)
         figures = Table.grid(padding=(0, 2))
         for label, text in (
             ("loss", f"{reading.loss:.4f} nats"),
             (name, f"{value:.4f}"),
-            ("validation", self._valid or "not yet"),
+            ("validation", self._valid),
             ("speed", f"{reading.tokens_per_second:,.0f} tokens/s"),
             ("learning rate", f"{reading.learning_rate:.2e}"),
             ("gradient norm", f"{reading.grad_norm:.3f}"),
@@ -108,6 +114,6 @@ class Display:
         ):
             figures.add_row(f"  {label}", text)
         panel = Table.grid()
-        panel.add_row(bar)
+        panel.add_row(self._bar)
         panel.add_row(figures)
         return panel
