@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
         # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.
         config.model = dataclasses.replace(config.model, mem_len=128, dropout=0.0, dropatt=0.0, dropout_r=0.0)
         config.train = dataclasses.replace(config.train, batch_size=4, segment=128)
+    else:
+        config.eval = dataclasses.replace(config.eval, batch_size=1)  # as a stream is read
     config = with_options(config, config_options(arguments))
     validate(config)
     device = pick_device(arguments.device)
