@@ -1,127 +1,219 @@
-"""Figures of a run, as SVG that can stand in a page (no fonts, scripts or files beside it), or as image files."""
+"""Figures of a run, as SVG that can stand in a page (no fonts, scripts or files beside it), or as image files.
+
+Nothing here touches matplotlib's global figure state, and its settings are put back after each figure.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-INK, ACCENT, SECOND, FAINT = "#1d2733", "#b3452c", "#2f6690", "#c9d1d9"
+from txl.reporting.wording import quality, quality_label, quality_text
+
+COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
+"""By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
+INK, SOFT, LINE, ACCENT, SECOND = COLORS.values()
+POINTS = 400
+"""Of a curve at most: a longer log is averaged down to them."""
+
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
+    "font.size": 9.5,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": SOFT,
     "axes.grid": True,
+    "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": "#e6eaee",
-    "grid.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.5,
     "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.direction": "out",
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "ytick.major.size": 0,
     "legend.frameon": False,
+    "lines.solid_capstyle": "round",
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "svg.hashsalt": "txl",  # the same data give the same file
-    "path.simplify": True,
 }
-_SIZE = (7.2, 3.1)
-"""Inches."""
+Draw = Callable[[Figure], None]
 
 
-def is_character_unit(unit: str) -> bool:
-    """Whether a unit is measured in bits per character (else in perplexity)."""
-    return unit in ("byte", "char")
+@dataclass(frozen=True)
+class Drawing:
+    """A figure for a page, drawn twice: for a wide and for a narrow column."""
+
+    wide: str
+    narrow: str
 
 
-def quality(row: dict[str, Any], unit: str) -> float:
-    """bpc for bytes and characters, perplexity for words and byte pairs, of a record that has `nll`."""
-    return row["nll"] / math.log(2) if is_character_unit(unit) else math.exp(min(row["nll"], 700))
+def loss_figure(train: Sequence[dict[str, Any]], valid: Sequence[dict[str, Any]], unit: str) -> Drawing:
+    """Training and validation quality against the step.
 
+    Args:
+        train: events with `step` and `loss`; at least one.
+        valid: events with `step` and `nll`.
+        unit: what one token is.
+    """
+    steps, losses = _thinned([event["step"] for event in train], [event["loss"] for event in train])
+    training = [quality(loss, unit) for loss in losses]
+    validation = [quality(event["nll"], unit) for event in valid]
 
-def quality_label(unit: str) -> str:
-    """The axis label that belongs to `quality`."""
-    return {"byte": "bits per byte", "char": "bits per character"}.get(unit, "perplexity a token")
-
-
-def loss_figure(events: Sequence[dict[str, Any]], unit: str) -> str:
-    """Training and validation quality against the step, as SVG."""
-    train = [(event["step"], quality({"nll": event["loss"]}, unit)) for event in events if event["event"] == "train"]
-    valid = [(event["step"], quality(event, unit)) for event in events if event["event"] == "valid"]
-
-    def draw(axes: Axes) -> None:
-        axes.plot(*zip(*train, strict=True), color=SECOND, linewidth=1.2, label="training (with dropout)")
-        if valid:
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        smooth = _smoothed(losses)
+        if smooth is None:
+            axes.plot(steps, training, color=SECOND, linewidth=1.5, label="training")
+        else:
+            axes.plot(steps, training, color=SECOND, linewidth=0.8, alpha=0.35)
+            axes.plot(steps, [quality(loss, unit) for loss in smooth], color=SECOND, linewidth=1.5, label="training")
+        if validation:
             axes.plot(
-                *zip(*valid, strict=True), color=ACCENT, marker="o", markersize=4, linewidth=1.4, label="validation"
+                [event["step"] for event in valid],
+                validation,
+                color=ACCENT,
+                marker="o",
+                markersize=4,
+                linewidth=1.5,
+                label="validation",
             )
-        # The first steps, from a model that knows nothing, would press everything else flat.
-        values = [value for _, value in train]
-        settled = values[len(values) // 10 :] + [value for _, value in valid]
-        low, high = min(settled), max(settled)
-        axes.set_ylim(low - 0.06 * (high - low + 1e-9), high + 0.12 * (high - low + 1e-9))
+        axes.set_ylim(*loss_limits(training, validation))
         axes.set_ylabel(quality_label(unit))
-        axes.set_xlabel("step")
+        _step_axis(axes)
         axes.legend(loc="upper right")
 
-    return svg(draw, "Loss while training")
+    last = f"Training ends at {training[-1]:.3f} {quality_label(unit)} at step {steps[-1]:,.0f}"
+    if valid:
+        low = min(valid, key=lambda event: event["nll"])
+        last += f"; the lowest validation is {quality(low['nll'], unit):.3f} at step {low['step']:,}"
+    return drawing(draw, "loss", "Loss while training", f"{last}.", wide=(7.6, 3.3), narrow=(4.2, 3.2))
 
 
-def learning_rate_figure(events: Sequence[dict[str, Any]]) -> str:
-    """Learning rate and gradient norm against the step, as SVG."""
-    train = [event for event in events if event["event"] == "train"]
-    steps = [event["step"] for event in train]
+def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper end of the loss axis.
 
-    def draw(axes: Axes) -> None:
-        axes.plot(steps, [event["learning_rate"] for event in train], color=SECOND, linewidth=1.4)
-        axes.set_ylabel("learning rate", color=SECOND)
-        axes.set_xlabel("step")
-        axes.set_ylim(bottom=0)
-        right = axes.twinx()
-        right.plot(steps, [event["grad_norm"] for event in train], color=ACCENT, linewidth=1.0, alpha=0.8)
-        right.set_ylabel("gradient norm, before clipping", color=ACCENT)
-        right.set_ylim(bottom=0)
-        right.grid(visible=False)
-        right.spines["right"].set_visible(False)
-
-    return svg(draw, "Learning rate and gradient norm")
+    The first tenth of the steps, from a model that knows nothing yet, may leave the frame at its top: it would press
+    everything else flat.
+    """
+    settled = [*training[len(training) // 10 :], *validation]
+    low, high = min(settled), max(settled)
+    spread = (high - low) or abs(high) * 0.1 or 1.0
+    return low - 0.08 * spread, high + 0.15 * spread
 
 
-def memory_figure(rows: Sequence[dict[str, Any]], unit: str) -> str:
-    """Quality against memory length, as SVG."""
-    return svg(lambda axes: draw_memory_curve(axes, rows, unit), "Quality against memory length")
+def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
+    """Learning rate and gradient norm against the step, one above the other.
+
+    Args:
+        train: events with `step`, `learning_rate` and `grad_norm`; at least one.
+        clip: norm above which the gradient is scaled down; 0: never.
+    """
+    all_steps = [event["step"] for event in train]
+    steps, rates = _thinned(all_steps, [event["learning_rate"] for event in train])
+    _, norms = _thinned(all_steps, [event["grad_norm"] for event in train])
+    exponent = math.floor(math.log10(max(rates))) if max(rates) > 0 else 0
+
+    def draw(figure: Figure) -> None:
+        above, below = figure.subplots(2, 1, sharex=True)
+        above.plot(steps, rates, color=SECOND, linewidth=1.5)
+        above.set_ylabel(f"learning rate, 10{_superscript(exponent)}")
+        above.set_ylim(0, max(rates) * 1.08 or 1)
+        above.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10.0**exponent:g}"))
+        below.plot(steps, norms, color=SECOND, linewidth=0.9)
+        below.set_ylabel("gradient norm")
+        top = max(float(np.quantile(norms, 0.98)) * 1.25, 1.2 * clip)
+        below.set_ylim(0, top or 1)
+        below.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        if clip:
+            below.axhline(clip, color=ACCENT, linewidth=1.2, dashes=(4, 2), label=f"clipped above {clip:g}")
+            below.legend(loc="upper right")
+        _step_axis(below)
+        figure.align_ylabels()
+
+    text = f"The learning rate peaks at {max(rates):.3g} and ends at {rates[-1]:.3g}."
+    return drawing(draw, "schedule", "Learning rate and gradient norm", text, wide=(7.6, 3.4), narrow=(4.2, 3.8))
 
 
-def draw_memory_curve(axes: Axes, rows: Sequence[dict[str, Any]], unit: str) -> None:
-    """Quality at each memory length, the figures written beside the points."""
+def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None) -> Drawing:
+    """Quality against memory length.
+
+    Args:
+        rows: evaluations at two memory lengths or more.
+        unit: what one token is.
+        training_memory: the memory length of training, to be marked.
+    """
+    ordered = sorted(rows, key=lambda row: row["mem_len"])
+    points = ", ".join(f"{quality_text(row['nll'], unit)} at memory {row['mem_len']:,}" for row in ordered)
+    return drawing(
+        lambda figure: draw_memory_curve(figure.add_subplot(), rows, unit, training_memory),
+        "memory",
+        "Quality against memory length",
+        f"{quality_label(unit).capitalize()}: {points}.",
+        wide=(7.6, 3.3),
+        narrow=(4.2, 3.2),
+    )
+
+
+def draw_memory_curve(
+    axes: Axes, rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None
+) -> None:
+    """Quality at each memory length, with the figures beside the points where there is room."""
     rows = sorted(rows, key=lambda row: row["mem_len"])
-    lengths, values = [row["mem_len"] for row in rows], [quality(row, unit) for row in rows]
+    lengths, values = [row["mem_len"] for row in rows], [quality(row["nll"], unit) for row in rows]
     axes.plot(lengths, values, color=ACCENT, marker="o", markersize=5, linewidth=1.6)
-    spread = max(values) - min(values)
-    for length, value in zip(lengths, values, strict=True):
-        text = f"{value:.3f}" if is_character_unit(unit) else f"{value:.1f}"
-        axes.annotate(text, (length, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_ylim(min(values) - 0.12 * (spread + 1e-9), max(values) + 0.2 * (spread + 1e-9))
-    if len(lengths) > 2 and max(lengths) > 8 * sorted(lengths)[1] > 0:
-        axes.set_xscale("symlog", linthresh=sorted(lengths)[1], linscale=0.7)
-    axes.set_xticks(lengths)
-    axes.set_xticks([], minor=True)
+    spread = (max(values) - min(values)) or abs(max(values)) * 0.1 or 1.0
+    axes.set_ylim(min(values) - 0.15 * spread, max(values) + 0.25 * spread)
+    positive = [length for length in lengths if length > 0]
+    if len(positive) > 1 and max(positive) >= 4 * min(positive):
+        axes.set_xscale("symlog", base=2, linthresh=min(positive), linscale=1)
+    axes.margins(x=0.07)
+    kept = _with_room(axes, lengths, 0.34 / axes.get_figure(root=True).get_figwidth())  # type: ignore[union-attr]
+    axes.set_xticks(kept)
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.margins(x=0.06)
+    for row, length, value in zip(rows, lengths, values, strict=True):
+        if length in kept:
+            axes.annotate(
+                quality_text(row["nll"], unit), (length, value), xytext=(5, 8), textcoords="offset points",
+                ha="center", fontsize=8.5,
+            )  # fmt: skip
+    if training_memory is not None and min(lengths) <= training_memory <= max(lengths):
+        _mark_training(axes, training_memory, float(np.interp(training_memory, lengths, values)))
     axes.set_xlabel("memory length, tokens")
     axes.set_ylabel(quality_label(unit))
+
+
+def _mark_training(axes: Axes, length: int, value: float) -> None:
+    """A dotted line from the axis up to the curve, with a name on the side that has more room."""
+    axes.vlines(length, axes.get_ylim()[0], value, color=SOFT, linewidth=1, linestyles=(0, (2, 2)), zorder=0)
+    edges = [axes.get_xlim()[0], length, axes.get_xlim()[1]]
+    left, at, right = axes.transScale.transform([(edge, 1.0) for edge in edges])[:, 0]
+    before = at - left > right - at
+    axes.annotate(
+        "memory in training", (length, 0), xycoords=("data", "axes fraction"), xytext=(-4 if before else 4, 4),
+        textcoords="offset points", ha="right" if before else "left", fontsize=8.5, color=SOFT,
+    )  # fmt: skip
 
 
 def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -129,42 +221,149 @@ def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     Args:
         rows: evaluation records; besides their figures `unit`, `corpus` and `split` are used.
-        path: of the image.
+        path: of the image. It is the old one or the new one, whatever happens.
+
+    Raises:
+        OSError: if it cannot be written.
     """
     first = rows[0]
 
-    def draw(axes: Axes) -> None:
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
         draw_memory_curve(axes, rows, first["unit"])
         axes.set_title(
-            f"{first['corpus']}, {first['split']} split, {first['tokens']:,} targets", fontsize=10, loc="left"
+            f"{first['corpus']}, {first['split']} split, {first['tokens']:,} targets, {first['checkpoint']}",
+            fontsize=9.5,
+            loc="left",
+            parse_math=False,
         )
 
-    with mpl.rc_context(_STYLE):
-        figure = _figure(draw)
+    buffer = io.BytesIO()
+    with _style():
+        # Colours are written out, and so is the ground: a viewer in dark mode has none of its own that fits.
+        figure = _figure(draw, (7.6, 3.5))
+        figure.set_facecolor("white")
         if path.suffix == ".png":
-            FigureCanvasAgg(figure).print_figure(str(path), dpi=150)
+            FigureCanvasAgg(figure).print_figure(buffer, dpi=150, metadata={"Software": None})
         else:
-            FigureCanvasSVG(figure).print_figure(str(path), metadata={"Date": None})
+            FigureCanvasSVG(figure).print_figure(buffer, metadata={"Date": None, "Creator": None})
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        temporary.write_bytes(buffer.getvalue())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
-def svg(draw: Callable[[Axes], None], title: str) -> str:
-    """A figure as an `<svg>` element with a title for screen readers; its ids are its own in a page of several."""
-    with mpl.rc_context(_STYLE):
-        buffer = io.StringIO()
-        FigureCanvasSVG(_figure(draw)).print_figure(buffer, metadata={"Date": None, "Creator": None})
+def drawing(
+    draw: Draw, name: str, title: str, description: str, *, wide: tuple[float, float], narrow: tuple[float, float]
+) -> Drawing:
+    """A figure as two `<svg>` elements.
+
+    Args:
+        draw: puts the content on an empty figure.
+        name: begins all ids of the elements; unique in the page.
+        title: read out by screen readers, with `description`: what the figure shows, in words.
+        description: see `title`.
+        wide: size in inches for a wide column; one inch is about 96 pixels of the page.
+        narrow: the same for a narrow one.
+    """
+    return Drawing(
+        _svg(draw, f"{name}-wide", title, description, wide), _svg(draw, f"{name}-narrow", title, description, narrow)
+    )
+
+
+def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float, float]) -> str:
+    buffer = io.StringIO()
+    with _style():
+        figure = _figure(draw, size)
+        for axes in figure.axes:
+            axes.set_facecolor("none")  # the ground is the page's
+        FigureCanvasSVG(figure).print_figure(buffer, facecolor="none", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    prefix = re.sub(r"\W+", "-", title.lower())
-    text = re.sub(r'\bid="', f'id="{prefix}-', text)
-    text = re.sub(r'href="#', f'href="#{prefix}-', text)
-    text = re.sub(r"url\(#", f"url(#{prefix}-", text)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    opening = text.index(">") + 1
-    head = re.sub(r'\s(width|height)="[^"]*"', "", text[:opening])
-    return f'{head[:-1]} role="img" aria-label="{title}"><title>{title}</title>{text[opening:]}'
+    body = text[text.index(">", text.index("<svg")) + 1 :].strip()
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)  # it would hold for the whole page
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'\bid="', f'id="{name}-', body)
+    body = re.sub(r'href="#', f'href="#{name}-', body)
+    body = re.sub(r"url\(#", f"url(#{name}-", body)
+    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
+    for variable, color in COLORS.items():
+        body = body.replace(color, f"var(--{variable}, {color})")
+    body = re.sub(r"\n\s*", "\n", body)
+    width, height = (72 * length for length in size)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}-title {name}-desc">'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n{body}'
+    )
 
 
-def _figure(draw: Callable[[Axes], None]) -> Figure:
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    draw(figure.add_subplot())
+@contextmanager
+def _style() -> Iterator[None]:
+    """Our style over matplotlib's defaults, whatever the user's matplotlibrc says; all is as before afterwards."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        yield
+
+
+def _figure(draw: Draw, size: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
     return figure
+
+
+def _superscript(number: int) -> str:
+    return str(number).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _step_axis(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.set_xlim(left=0)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """A curve of at most `POINTS` points: means of equal numbers of neighbours."""
+    if len(steps) <= POINTS:
+        return list(steps), list(values)
+    parts = np.array_split(np.arange(len(steps)), POINTS)
+    return (
+        [float(np.mean(np.take(steps, part))) for part in parts],
+        [float(np.mean(np.take(values, part))) for part in parts],
+    )
+
+
+def _smoothed(values: Sequence[float]) -> list[float] | None:
+    """Means over a thirtieth of the curve around each point; None for a short curve, which shows itself."""
+    reach = len(values) // 60
+    if reach < 1:
+        return None
+    return [float(np.mean(values[max(0, at - reach) : at + reach + 1])) for at in range(len(values))]
+
+
+def _with_room(axes: Axes, lengths: Sequence[int], room: float) -> list[int]:
+    """The memory lengths whose labels do not touch: the longest first, then from the shortest on.
+
+    Args:
+        axes: with its scale and margins set.
+        lengths: in rising order.
+        room: width of a label, as a fraction of the axis.
+    """
+    axes.autoscale_view()
+    transform = axes.transScale.transform
+    places = [float(transform((length, 1.0))[0]) for length in lengths]
+    low, high = (float(transform((edge, 1.0))[0]) for edge in axes.get_xlim())
+    kept, last = [lengths[-1]], None
+    for length, place in zip(lengths[:-1], places, strict=False):
+        clear = (places[-1] - place) / (high - low) >= room
+        if clear and (last is None or (place - last) / (high - low) >= room):
+            kept.append(length)
+            last = place
+    return sorted(kept)

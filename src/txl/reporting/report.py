@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from txl.config import RunConfig, leaf_fields
-from txl.data.corpora import open_corpus
+from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
-from txl.reporting.compression import compress
-from txl.reporting.page import escape, figure, page, pairs, table, visible
-from txl.reporting.plots import learning_rate_figure, loss_figure, memory_figure
-from txl.reporting.summary import Findings, findings, quality_text, scored_bytes
+from txl.presets import preset, presets
+from txl.reporting.comparison import measure_compression
+from txl.reporting.findings import Findings, findings
+from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
+from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
+from txl.reporting.result import evaluation_cells, evaluation_headings, result_section
+from txl.reporting.wording import counted, duration_text, quality, quality_text, settings_text, token_name, window_text
 from txl.run_directory import RunDirectory, write_whole
-from txl.training.display import duration
+
+_SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
+"""How much of what the log holds is shown; what is left out is counted."""
 
 
 def write_report(directory: str | Path, *, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:
-    """Write a run's report.
+    """Write a run's report from its log and configuration; no model is loaded.
 
     What zlib and lzma need for the text that was scored is measured here, once, and added to the log.
 
@@ -28,244 +33,264 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
         data_dir: where prepared corpora live.
 
     Returns:
-        The path of the report.
+        The path of the report; it is the old page or the new one, whatever happens.
 
     Raises:
-        UserError: if the run has not begun.
+        UserError: if nothing has been trained, or the page cannot be written.
     """
     run_directory = RunDirectory(directory)
     config = run_directory.config()
-    found = findings(run_directory.events())
+    events = run_directory.events()
+    found = findings(events)
     if found is None or not found.train:
-        raise UserError(f"{directory}: nothing has been trained here yet; run txl train first")
-    note = None
+        raise UserError(f"{directory}: nothing has been trained here yet (log.jsonl has no train line); run txl train")
+    problem = None
     if found.result is not None and found.compression is None:
-        note = _measure_compression(run_directory, config, found.result, data_dir)
-        found = findings(run_directory.events()) or found
+        measured, problem = measure_compression(run_directory, config, found, data_dir)
+        if measured is not None:
+            found = findings([*events, measured]) or found
     path = Path(out) if out is not None else run_directory.path / "report.html"
+    name = str(directory)
     body = [
         _header(config, found),
-        *_result(found, note),
-        *_training(found),
-        *_memory(found),
-        *_samples(found),
-        *_corpus(found),
-        *_model(config, found),
-        *_circumstances(run_directory, found),
+        result_section(found, name, problem),
+        _training(config, found),
+        _memory(config, found, name),
+        _samples(found, name),
+        _other_evaluations(found),
+        _corpus(found),
+        _model(config, found),
+        _circumstances(found),
     ]
-    try:
-        write_whole(path, page(f"{config.name} on {found.start['corpus']['name']}", body))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; the report was not written") from None
+    write_whole(path, page(f"{config.name} on {found.start['corpus']['name']}", [part for part in body if part]))
     return path
 
 
-def _measure_compression(
-    run_directory: RunDirectory, config: RunConfig, result: dict[str, Any], data_dir: str | Path | None
-) -> str | None:
-    """Compress the bytes that the result is about, and log it; or say why that cannot be done."""
-    n_bytes = scored_bytes(result)
-    if n_bytes is None:
-        return "The text's size is not known, so compressors could not be compared."
-    try:
-        name = result["corpus"]
-        data = config.data if name == config.data.corpus else RunConfig().data
-        corpus = open_corpus(name, config=data, data_dir=data_dir, vocabulary=run_directory.vocabulary(), quiet=True)
-        sizes = compress(corpus.text_bytes(result["split"]), n_bytes)
-        run_directory.append(
-            "compression",
-            0,
-            corpus=name,
-            split=result["split"],
-            text=sizes.text,
-            zlib=sizes.zlib,
-            lzma=sizes.lzma,
-        )
-    except UserError as error:
-        return f"Compressors could not be compared: {error}"
-    return None
-
-
 def _header(config: RunConfig, found: Findings) -> str:
-    corpus = found.start["corpus"]
-    state = (
-        ""
-        if found.ended
-        else (
-            f'<p class="warning">This run has not ended: step {found.train[-1]["step"]:,} of '
-            f"{config.train.steps:,}.</p>"
-        )
+    corpus, last = found.start["corpus"], found.train[-1]
+    title = f"{config.name} on {corpus['name']}"
+    words = (
+        f"Transformer-XL, {found.start['total_parameters']:,} parameters in "
+        f"{counted(config.model.n_layer, 'layer')} of width {config.model.d_model}, reading "
+        f"{token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
+        f"{duration_text(last['elapsed'])}, begun {_day(found.stretches[0]['time'])}."
     )
-    return (
-        f"<header><h1>{escape(config.name)} on {escape(corpus['name'])}</h1>"
-        f"<p>Transformer-XL, {found.start['total_parameters']:,} parameters, "
-        f"{config.model.n_layer} layers of width {config.model.d_model}, {escape(corpus['unit'])} tokens.</p>{state}"
-        f"</header>"
-    )
+    state = ""
+    if not found.ended:
+        steps = found.start["config"]["train"]["steps"]
+        state = f"This run is not finished: step {last['step']:,} of {steps:,}"
+        if found.stopped is not None:
+            state += f", stopped at step {found.stopped['step']:,} ({found.stopped['reason']})"
+        state = note(f"{state}. The same `txl train` command goes on from the last checkpoint.", "warning")
+    return f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p>{state}</header>"
 
 
-def _result(found: Findings, note: str | None) -> list[str]:
-    if found.result is None:
-        return ['<p class="warning">No result yet: <code>txl eval DIR --mem-lens 0,128,256</code> adds it.</p>']
-    result, unit = found.result, found.unit
-    figures = [(quality_text(result, unit), f"with memory {result['mem_len']:,}")]
-    if found.without_memory is not None:
-        figures.append((quality_text(found.without_memory, unit), "without memory"))
-    if found.compression is not None:
-        text = found.compression["text"]
-        if unit != "byte" and result["bits_per_byte"] is not None:
-            figures.append((f"{result['bits_per_byte']:.3f}", "bits per byte"))
-        figures += [
-            (f"{8 * found.compression[name] / text:.3f}", f"{name}, bits per byte") for name in ("zlib", "lzma")
-        ]
-    boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures)
-    window = "no window" if result["window"] is None else f"a window of {result['window']:,} keys"
-    parts = [
-        f"{result['split']} split of {result['corpus']}, {result['tokens']:,} targets scored, each once",
-        f"{result['dropped']:,} not scored" if result["dropped"] else "",
-        f"memory {result['mem_len']:,}, {window}, segments of {result['segment']} in {result['batch_size']} lanes",
-        f"{result['tokens_per_second']:,.0f} tokens/s",
-        f"checkpoint {result['checkpoint']}",
-    ]
-    if found.compression is not None:
-        parts.append(
-            f"zlib (level 9) and lzma (preset 9) compress the same {found.compression['text']:,} bytes and learn "
-            f"from nothing else, while the model was trained on other text of the same kind"
-        )
-    lines = ["<section>", f'<div class="result">{boxes}</div>']
-    lines.append(f'<p class="note">{escape("; ".join(part for part in parts if part))}.</p>')
-    if note:
-        lines.append(f'<p class="note">{escape(note)}</p>')
-    if unit == "word":
-        lines.append(
-            '<p class="note">Bits per byte of word tokens are a lower bound: &lt;unk&gt; does not pay for the '
-            "spelling that it hides.</p>"
-        )
-    return [*lines, "</section>"]
-
-
-def _training(found: Findings) -> list[str]:
-    events, last = [*found.train, *found.valid], found.train[-1]
-    seen = last["tokens"] / found.start["corpus"]["splits"]["train"]["tokens"]
+def _training(config: RunConfig, found: Findings) -> str:
+    last, corpus = found.train[-1], found.start["corpus"]
+    tokens = corpus["splits"]["train"]["tokens"]
+    dropout = ", with dropout" if config.model.dropout or config.model.dropatt else ""
     caption = (
-        f"{last['tokens']:,} tokens trained on ({seen:.2f} times the training split) in {duration(last['elapsed'])}."
+        f"Training: mean over the steps of each line of the log{dropout} ({len(found.train):,} lines"
+        + (f", averaged down to {POINTS} points" if len(found.train) > POINTS else "")
+        + "); where there is a pale line, the strong one is its running mean."
     )
     if found.valid:
         row = found.valid[-1]
         caption += (
-            f" Validation: {row['tokens']:,} targets, segments of {row['segment']}, memory {row['mem_len']}, "
-            f"so that a token sees as far as in training."
+            f" Validation: {counted(row['tokens'], 'target')} of the valid split, segments of {row['segment']}, memory "
+            f"{row['mem_len']:,}, {window_text(row)}."
         )
-    return [
-        "<section><h2>Training</h2>",
-        figure(loss_figure(events, found.unit), caption),
-        figure(learning_rate_figure(events), "Learning rate, and the gradient's norm before it is clipped."),
-        "</section>",
-    ]
-
-
-def _memory(found: Findings) -> list[str]:
-    heading = "<section><h2>Quality against memory length</h2>"
-    if len(found.sweep) < 2:
-        hint = '<p class="note"><code>txl eval DIR --mem-lens 0,64,128,256</code> adds this.</p></section>'
-        return [heading, hint]
-    rows = sorted(found.sweep, key=lambda row: row["mem_len"])
-    shown = [
-        [
-            f"{row['mem_len']:,}",
-            "none" if row["window"] is None else f"{row['window']:,}",
-            f"{row['nll']:.4f}",
-            quality_text(row, found.unit),
-            "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
-        for row in rows
-    ]
-    first = rows[0]
-    return [
-        heading,
+    shown = [quality(event["loss"], found.unit) for event in found.train]
+    top = loss_limits(shown, [quality(event["nll"], found.unit) for event in found.valid])[1]
+    if max(shown) > top:
+        caption += f" The first lines, up to {max(shown):.2f}, lie above the frame."
+    best = ""
+    if found.best is not None:
+        best = (
+            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} "
+            f"({quality_text(found.best['nll'], found.unit)} {_measure(found.unit)}) at step {found.best['step']:,}."
+        )
+    lead = (
+        f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.2f} times the training split, at {found.speed:,.0f} "
+        f"tokens/s (median of the log’s lines; evaluating and saving not counted).{best}"
+    )
+    norm = f"clipped above {config.train.clip:g}" if config.train.clip else "not clipped"
+    return section(
+        "Training",
+        note(lead, "lead"),
+        figure(loss_figure(found.train, found.valid, found.unit), caption),
         figure(
-            memory_figure(rows, found.unit),
-            "With memory M every token sees exactly M keys, itself included; at 0 each segment is read alone, and a "
-            "token sees what precedes it there.",
+            schedule_figure(found.train, config.train.clip),
+            f"The learning rate, and the norm of the gradient before clipping ({norm}), each at the last step of a "
+            f"line of the log.",
         ),
+        note("No validation in this run: `--train.eval-every K` adds it.") if not found.valid else "",
+    )
+
+
+def _measure(unit: str) -> str:
+    return "bpc" if unit in ("byte", "char") else "ppl"
+
+
+def _memory(config: RunConfig, found: Findings, name: str) -> str:
+    heading, curve = "Quality against memory length", found.curve
+    if not curve:
+        lengths = ",".join(str(length) for length in sorted({0, config.model.mem_len, config.eval.mem_len}))
+        return section(heading, note(f"Not measured yet: `txl eval {shlex.quote(name)} --mem-lens {lengths}` adds it."))
+    windows = {row["window"] == row["mem_len"] for row in curve if row["mem_len"]}
+    text = settings_text(curve[0], found.split_of(curve[0]), memory=False)
+    caption = f"{text[0].upper()}{text[1:]}."
+    if windows == {True}:
+        caption += " With memory M, a token sees exactly M keys, its own included."
+    if curve[0]["mem_len"] == 0:
+        caption += " With memory 0, each segment is read alone, and a token sees only what precedes it there."
+    unit = curve[0]["unit"]
+    return section(
+        heading,
+        figure(memory_figure(curve, unit, config.model.mem_len or None), caption),
         table(
-            f"{first['split']} split, {first['tokens']:,} targets, the same at each length, segments of "
-            f"{first['segment']}",
-            ("memory", "window", "nats a token", "quality", "bits per byte", "tokens/s"),
-            shown,
-            numbers=range(6),
+            "The same targets at every memory length",
+            ("memory", "window", *evaluation_headings(unit)),
+            [[f"{row['mem_len']:,}", _window(row), *evaluation_cells(row)] for row in curve],
+            numbers=range(9),
         ),
-        "</section>",
-    ]
+    )
 
 
-def _samples(found: Findings) -> list[str]:
+def _window(row: dict[str, Any]) -> str:
+    return "none" if row["window"] is None else f"{row['window']:,}"
+
+
+def _samples(found: Findings, name: str) -> str:
     if not found.samples:
-        return []
-    lines = ["<section><h2>Samples</h2>"]
-    for sample in found.samples:
-        settings = [f"temperature {sample['temperature']}", f"top-k {sample['top_k']}", f"seed {sample['seed']}"]
-        if sample["top_p"] is not None:
-            settings.append(f"top-p {sample['top_p']}")
-        lines.append(f'<p class="note">{escape(", ".join(settings))}; the prompt is bold.</p>')
-        lines.append(f'<pre><span class="prompt">{visible(sample["prompt"])}</span>{visible(sample["text"])}</pre>')
-    return [*lines, "</section>"]
+        command = f"txl generate {shlex.quote(name)} --prompt TEXT"
+        return section("Samples", note(f"None in this run’s log; `{command}` shows some in the terminal."))
+    shown = found.samples[-_SAMPLES:]
+    left_out = len(found.samples) - len(shown)
+    lead = f"Written by {shown[0]['checkpoint']}; the prompt is in bold, the model’s continuation is not."
+    if left_out:
+        lead += f" The newest {len(shown)} of {len(found.samples)} in the log."
+    return section("Samples", note(lead), *(_sample(sample) for sample in shown))
 
 
-def _corpus(found: Findings) -> list[str]:
-    corpus = found.start["corpus"]
+def _sample(sample: dict[str, Any]) -> str:
+    settings = [f"temperature {sample['temperature']:g}" if sample["temperature"] else "greedy"]
+    if sample["temperature"]:
+        cuts = {"top-k": sample["top_k"], "top-p": sample["top_p"]}
+        settings += [f"{cut} {value}" for cut, value in cuts.items() if value is not None]
+        settings.append("no seed" if sample["seed"] is None else f"seed {sample['seed']}")
+    settings.append(f"at most {counted(sample['max_tokens'], 'token')}")
+    text = sample["text"]
+    rest = len(text) - _SAMPLE_CHARACTERS
+    if rest > 0:
+        text = text[:_SAMPLE_CHARACTERS]
+        settings.append(f"{rest:,} more characters are in log.jsonl")
+    return (
+        f'<figure class="sample"><figcaption>{escape(", ".join(settings))}</figcaption>'
+        f'<pre><b class="prompt">{visible(sample["prompt"])}</b>{visible(text)}</pre></figure>'
+    )
+
+
+def _other_evaluations(found: Findings) -> str:
+    if not found.others:
+        return ""
+    shown = found.others[:_OTHERS]
     rows = [
         [
-            split,
-            f"{record['tokens']:,}",
-            f"{record['bytes']:,}",
-            f"{record['unknown']:,}",
-            record["sha256_text"][:16],
+            row["corpus"],
+            row["split"],
+            row["checkpoint"].removeprefix("step-").lstrip("0") or "0",
+            f"{row['tokens']:,}",
+            f"{row['mem_len']:,}",
+            _window(row),
+            f"{row['segment']:,}",
+            f"{row['nll']:.4f}",
+            f"{quality_text(row['nll'], row['unit'])} {_measure(row['unit'])}",
         ]
+        for row in shown
+    ]
+    left_out = len(found.others) - len(shown)
+    caption = "Newest first" + (f"; {left_out:,} more in log.jsonl" if left_out else "")
+    headings = ("corpus", "split", "step", "targets", "memory", "window", "segment", "nats per token", "quality")
+    return section("Other evaluations", table(caption, headings, rows, numbers=range(2, 9)))
+
+
+def _corpus(found: Findings) -> str:
+    corpus = found.start["corpus"]
+    unknown = any(record.get("unknown") for record in corpus["splits"].values())
+    rows = [
+        [split, f"{record['tokens']:,}", f"{record['bytes']:,}", *([f"{record['unknown']:,}"] if unknown else [])]
         for split, record in corpus["splits"].items()
     ]
-    return [
-        "<section><h2>Corpus</h2>",
+    hashes = [(f"{split}, text", record["sha256_text"]) for split, record in corpus["splits"].items()]
+    hashes += [(f"{split}, tokens", record["sha256_tokens"]) for split, record in corpus["splits"].items()]
+    hashes.append(("all that defines the data", corpus["identity"]))
+    return section(
+        "Corpus",
         table(
-            f"{corpus['name']}, {corpus['unit']} tokens, vocabulary of {corpus['vocabulary_size']:,}, "
-            f"identity {corpus['identity'][:16]}",
-            ("split", "tokens", "bytes", "unknown", "sha256 of the text"),
+            f"{corpus['name']}, read as {token_name(corpus['unit'])}s; vocabulary of {corpus['vocabulary_size']:,}",
+            ("split", "tokens", "bytes", *(["unknown (<unk>)"] if unknown else [])),
             rows,
-            numbers=(1, 2, 3),
+            numbers=range(1, 4),
         ),
-        "</section>",
-    ]
+        pairs("SHA-256", hashes, code=True),
+    )
 
 
-def _model(config: RunConfig, found: Findings) -> list[str]:
-    parts = [[part, f"{count:,}"] for part, count in found.start["parameters"].items()]
-    parts.append(["total", f"{found.start['total_parameters']:,}"])
-    lines = [
-        "<section><h2>Model and settings</h2>",
-        table("Parameters", ("part", "number"), parts, numbers=(1,)),
-        '<div class="columns">',
-    ]
+def _model(config: RunConfig, found: Findings) -> str:
+    total = found.start["total_parameters"]
+    parts = [[part, f"{count:,}", f"{count / total:.1%}"] for part, count in found.start["parameters"].items()]
+    parts.append(["all", f"{total:,}", "100.0%"])
     sections: dict[str, list[tuple[str, str]]] = {}
     for name, _, _, value in leaf_fields(config):
-        section, _, field = name.rpartition(".")
-        if section:
-            sections.setdefault(section, []).append((field, "none" if value is None else str(value)))
-    lines += [pairs(section, rows) for section, rows in sections.items()]
-    return [*lines, "</div></section>"]
+        group, _, field = name.rpartition(".")
+        if group:
+            text = "none" if value is None or value == () else str(value)
+            sections.setdefault(group, []).append((field, text))
+    changes = ""
+    if config.name in presets():
+        changed = differences(preset(config.name), config)
+        changes = (
+            f"Differs from the preset {config.name} in: {'; '.join(changed).replace(' -> ', ' → ')}."
+            if changed
+            else f"Exactly the preset {config.name}."
+        )
+    return section(
+        "Model and configuration",
+        table("Parameters by part", ("part", "number", "share"), parts, numbers=(1, 2), strong=[len(parts) - 1]),
+        note(changes) if changes else "",
+        '<div class="columns">',
+        *(pairs(group, rows) for group, rows in sections.items()),
+        "</div>",
+    )
 
 
-def _circumstances(run_directory: RunDirectory, found: Findings) -> list[str]:
+def _circumstances(found: Findings) -> str:
     hardware, software = found.start["hardware"], found.start["software"]
     rows = [
-        ("processor", f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads"),
+        ("processor", f"{hardware['cpu']}"),
+        ("cores", f"{hardware['cores']} usable, {counted(hardware.get('threads', hardware['cores']), 'thread')}"),
         ("memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB"),
         ("device", hardware.get("gpu", hardware["device"])),
-        ("attention", found.start["attention"]),
-        *((name, version) for name, version in software.items()),
-        ("command", shlex.join(found.start["command"])),
+        *([("attention", found.start["attention"])] if "attention" in found.start else []),
+        *((name, str(version)) for name, version in software.items()),
     ]
-    starts = [event for event in run_directory.events() if event["event"] == "resume"]
-    if starts:
-        rows.append(("continued", f"{len(starts)} times, last from step {starts[-1]['step']:,}"))
-    return ["<section><h2>Hardware and software</h2>", pairs("Where it ran", rows), "</section>"]
+    commands = "\n".join(_command(event["command"]) for event in found.stretches)
+    count = len(found.stretches)
+    again = f"Training was run {count} times; the table is of the last." if count > 1 else ""
+    return section(
+        "Hardware, software, commands",
+        note(again) if again else "",
+        pairs("Where it was trained", rows),
+        f'<figure class="sample"><figcaption>{"Commands" if count > 1 else "Command"} of training, as logged'
+        f"</figcaption><pre>{visible(commands)}</pre></figure>",
+        note("The log of all of this, one object a line, is `log.jsonl` in the run’s directory."),
+    )
+
+
+def _command(words: list[str]) -> str:
+    return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")

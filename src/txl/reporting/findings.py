@@ -1,0 +1,179 @@
+"""What a run's log says: which measurement is the result, what belongs beside it, and how far the run has come."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from txl.reporting.compression import SETTINGS
+
+Event = dict[str, Any]
+Row = dict[str, Any]
+"""One evaluation: its figures and the settings under which they were measured."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The parts of a log that a summary and a report are made of."""
+
+    stretches: list[Event]
+    """The `start` and `resume` events."""
+    train: list[Event]
+    """One line a step, without those that a crash made the run repeat."""
+    valid: list[Event]
+    result: Row | None
+    """The evaluation that counts, see `_result`."""
+    without_memory: Row | None
+    """The same targets under the same settings, with memory 0."""
+    curve: list[Row]
+    """The newest sweep over memory lengths, by memory length."""
+    others: list[Row]
+    """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
+    samples: list[Event]
+    """All of the checkpoint that was sampled last."""
+    compression: Event | None
+    """What compressors need for the bytes that `result` is about."""
+    stopped: Event | None
+    """The `stop` event, if the last thing that training did was to stop before its end."""
+    ended: bool
+    """Whether the last step has been taken."""
+
+    @property
+    def start(self) -> Event:
+        """The newest event that describes the run: configuration, corpus, parameters, hardware, software."""
+        return self.stretches[-1]
+
+    @property
+    def unit(self) -> str:
+        """What one token of the training text is."""
+        return self.start["corpus"]["unit"]
+
+    @property
+    def best(self) -> Event | None:
+        """The validation with the lowest loss."""
+        return min(self.valid, key=lambda event: event["nll"], default=None)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second while training: the median of the log's lines."""
+        return statistics.median(event["tokens_per_second"] for event in self.train)
+
+    def unknown_tokens(self, row: Row) -> int | None:
+        """How many tokens of the split that was evaluated are <unk>; None if the log does not say."""
+        split = self.split_of(row)
+        return None if split is None else split.get("unknown")
+
+    def split_of(self, row: Row) -> dict[str, Any] | None:
+        """The counts and hashes of the split that was evaluated, if it is the training corpus's."""
+        corpus = self.start["corpus"]
+        return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
+
+
+def findings(events: Sequence[Event]) -> Findings | None:
+    """What a log says; None for one without a beginning."""
+    stretches = [event for event in events if event["event"] in ("start", "resume")]
+    if not stretches:
+        return None
+    start = stretches[-1]
+    rows, curve = _evaluations(events)
+    result, without = _result(rows, start)
+    if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
+        curve = []
+    shown = [row for row in (result, without, *curve) if row is not None]
+    train, valid = _kept(events, "train", "loss"), _kept(events, "valid", "nll")
+    samples = [event for event in events if event["event"] == "sample"]
+    last = [event for event in events if event["event"] in ("start", "resume", "train", "stop", "end")][-1]
+    return Findings(
+        stretches=stretches,
+        train=train,
+        valid=valid,
+        result=result,
+        without_memory=without,
+        curve=curve,
+        others=[row for row in reversed(rows) if row not in shown],
+        samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
+        compression=None if result is None else _compression(events, result),
+        stopped=last if last["event"] == "stop" else None,
+        ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
+    )
+
+
+def scored_bytes(row: Row) -> int | None:
+    """Bytes of the text that an evaluation read; None where the text is not known.
+
+    Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
+    """
+    if row.get("bytes_per_token") is None:
+        return None
+    return round(tokens_read(row) * row["bytes_per_token"])
+
+
+def tokens_read(row: Row) -> int:
+    """Tokens of the stream that an evaluation read: its targets, those not scored, and the stream's first token."""
+    return row["tokens"] + row["dropped"] + 1
+
+
+def _evaluations(events: Sequence[Event]) -> tuple[list[Row], list[Row]]:
+    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    curve: list[Row] = []
+    for event in events:
+        rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
+        for row in rows:
+            key = (*_targets(row), row["mem_len"], row["window"])
+            newest.pop(key, None)  # so that it goes to the end
+            newest[key] = row
+        if event["event"] == "sweep" and event["split"] == "test" and len({row["mem_len"] for row in rows}) > 1:
+            curve = sorted(rows, key=lambda row: row["mem_len"])
+    return list(newest.values()), curve
+
+
+def _targets(row: Row) -> tuple[Any, ...]:
+    """What two evaluations must share for their difference to be the memory's."""
+    names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
+    return tuple(row.get(name) for name in names)
+
+
+def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
+    """The result and its pair without memory.
+
+    The result is of the test split, of the corpus that the run was trained on if there is such an evaluation, and of
+    the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the configuration's test
+    settings, else the longest: never the one that happened to come out best.
+    """
+    rows = [row for row in rows if row["split"] == "test"]
+    rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
+    if not rows:
+        return None, None
+    same = [row for row in rows if _targets(row) == _targets(rows[-1])]
+    wanted = start["config"]["eval"]["mem_len"]
+    result = next((row for row in reversed(same) if row["mem_len"] == wanted), None) or max(
+        same, key=lambda row: row["mem_len"]
+    )
+    without = next((row for row in reversed(same) if row["mem_len"] == 0), None)
+    return result, None if result["mem_len"] == 0 else without
+
+
+def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
+    """One event a step: a run that went on from an earlier checkpoint has logged some steps twice, or in vain."""
+    by_step: dict[int, Event] = {}
+    for event in events:
+        if event["event"] in ("start", "resume"):
+            by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
+        elif event["event"] == kind and math.isfinite(event[loss]):
+            by_step[event["step"]] = event
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _compression(events: Sequence[Event], result: Row) -> Event | None:
+    """The newest measurement of the compressors over the bytes of `result`."""
+    wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
+    for event in reversed(events):
+        if event["event"] != "compression":
+            continue
+        if (event["corpus"], event["split"], event["text"], event.get("settings")) == wanted:
+            return event
+    return None

@@ -1,0 +1,120 @@
+"""The first section of the report: what the run came to on the test split, beside what is simplest."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from txl.reporting.findings import Findings, tokens_read
+from txl.reporting.page import bars, escape, note, section, table
+from txl.reporting.wording import (
+    change_text,
+    is_character_unit,
+    ppl_text,
+    quality_label,
+    quality_text,
+    settings_text,
+    token_name,
+)
+
+
+def result_section(found: Findings, name: str, problem: str | None) -> str:
+    """The result with and without memory, and the compressors.
+
+    Args:
+        found: what the log says.
+        name: the run directory, as commands name it.
+        problem: why there are no compressors, if there are none.
+    """
+    result, without = found.result, found.without_memory
+    if result is None:
+        memory = found.start["config"]["eval"]["mem_len"]
+        lengths = f"0,{memory}" if memory else "0"
+        return section(
+            "Result", note(f"Not tested yet: `txl eval {shlex.quote(name)} --mem-lens {lengths}` adds it.", "warning")
+        )
+    settings = settings_text(result, found.split_of(result))
+    parts = [_figures(result, without), note(f"Measured on {settings}.", "lead")]
+    rows = [row for row in (result, without) if row is not None]
+    parts.append(
+        table(
+            f"Loss on the {result['split']} split of {result['corpus']}",
+            ("", *evaluation_headings(result["unit"])),
+            [[_memory_name(row), *evaluation_cells(row)] for row in rows],
+            numbers=range(1, 7),
+            strong=[0],
+        )
+    )
+    if without is None and result["mem_len"]:
+        command = f"txl eval {shlex.quote(name)} --mem-lens 0,{result['mem_len']}"
+        parts.append(note(f"Not measured without memory: `{command}` adds it."))
+    parts.append(_compressors(found, rows))
+    if problem is not None:
+        parts.append(note(f"zlib and lzma are not shown: {problem}."))
+    parts.append(_caveat(found, result))
+    return section(f"Result on the {result['split']} split", *parts)
+
+
+def evaluation_headings(unit: str) -> tuple[str, ...]:
+    """Headings of `evaluation_cells`."""
+    bits = "bpc" if is_character_unit(unit) else "bits per token"
+    return (bits, "ppl", "bits per byte", "nats per token", "tokens/s")
+
+
+def evaluation_cells(row: dict[str, Any]) -> list[str]:
+    """The figures of an evaluation."""
+    per_byte = row.get("bits_per_byte")
+    return [
+        f"{row['bpc']:.4f}",
+        ppl_text(row["ppl"]),
+        "unknown" if per_byte is None else f"{per_byte:.4f}",
+        f"{row['nll']:.4f}",
+        f"{row['tokens_per_second']:,.0f}",
+    ]
+
+
+def _figures(result: dict[str, Any], without: dict[str, Any] | None) -> str:
+    unit = result["unit"]
+    label = quality_label(unit)
+    figures = [(quality_text(result["nll"], unit), f"{label}, {_memory_name(result)}")]
+    if without is not None:
+        figures.append((quality_text(without["nll"], unit), f"{label}, without memory"))
+        amount, words = change_text(result["nll"], without["nll"]).split(" ", 1)
+        figures.append((amount, f"{words} with memory"))
+    boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures)
+    return f'<div class="result">{boxes}</div>'
+
+
+def _memory_name(row: dict[str, Any]) -> str:
+    return f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
+
+
+def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
+    if found.compression is None or found.result is None or found.result.get("bits_per_byte") is None:
+        return ""
+    text, result = found.compression["text"], found.result
+    lines = [(f"this model, {_memory_name(row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
+    names = {"lzma": "lzma (xz -9)", "zlib": "zlib (level 9)"}
+    lines += [(words, 8 * found.compression[name] / text, False) for name, words in names.items()]
+    split = found.split_of(result)
+    exact = result["unit"] == "byte" or (split is not None and tokens_read(result) == split["tokens"])
+    about = "" if exact else "about "
+    weights = found.start["total_parameters"] * 4
+    explained = (
+        f"Compressors see {about}the same {text:,} bytes and nothing else: zlib makes {found.compression['zlib']:,} "
+        f"bytes of them, lzma {found.compression['lzma']:,}. The model learned from other text first, and its own "
+        f"size ({weights:,} bytes of float32 weights) is not counted."
+    )
+    return bars("Bits per byte of the text; lower is better", ("", "bits per byte"), lines) + "\n" + note(explained)
+
+
+def _caveat(found: Findings, result: dict[str, Any]) -> str:
+    """What <unk> hides from the figures."""
+    unknown = found.unknown_tokens(result)
+    if unknown == 0 or result["unit"] in ("byte", "bpe"):
+        return ""
+    some = "Tokens that the vocabulary lacks are" if unknown is None else f"{unknown:,} tokens of this split are"
+    return note(
+        f"{some} <unk>, which does not pay for the spelling that it hides: bits per byte is then a lower bound, and "
+        f"the loss per {token_name(result['unit'])} compares only with models of the same vocabulary."
+    )

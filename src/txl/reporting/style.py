@@ -1,0 +1,114 @@
+"""How the report looks: one column, one accent, light and dark, on screen and on paper."""
+
+STYLE = """
+:root {
+  --ink: #1d2733; --soft: #5b6774; --line: #c9d1d9; --hair: #e3e8ec; --wash: #f4f6f7; --paper: #ffffff;
+  --accent: #b3452c; --second: #2f6690; --bar: #b9c4ce;
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e4e8ec; --soft: #9ba7b3; --line: #46515c; --hair: #313a43; --wash: #12171c; --paper: #1a2027;
+    --accent: #ea8b6f; --second: #74aede; --bar: #4c5966;
+  }
+}
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
+body {
+  margin: 0; background: var(--wash); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+main { max-width: 50rem; margin: 0 auto; padding: 3rem 2.5rem 4rem; background: var(--paper); min-height: 100vh; }
+
+h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .4rem; font-weight: 650; letter-spacing: -.015em;
+  overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; line-height: 1.3; font-weight: 650; margin: 3.2rem 0 .9rem; padding-top: 1rem;
+  border-top: 1px solid var(--line); }
+p { margin: .6rem 0; max-width: 42rem; }
+header p { color: var(--soft); margin: 0; }
+.note, figcaption, caption { color: var(--soft); font-size: .875rem; line-height: 1.5; }
+.warning { border-left: 3px solid var(--accent); padding: .15rem 0 .15rem .9rem; margin: 1.2rem 0; }
+.lead { color: var(--ink); }
+header .warning { color: var(--ink); margin-top: 1.2rem; }
+footer { margin-top: 3.2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft);
+  font-size: .875rem; }
+
+.result { display: flex; flex-wrap: wrap; gap: 1.2rem 3rem; margin: 2rem 0 1.4rem; }
+.result div { min-width: 8rem; }
+.result b { display: block; font-size: 2.6rem; line-height: 1.1; font-weight: 600; letter-spacing: -.02em; }
+.result div:first-child b { color: var(--accent); }
+.result span { color: var(--soft); font-size: .9rem; }
+
+figure { margin: 1.4rem 0 2rem; break-inside: avoid; }
+figure svg { display: block; width: 100%; height: auto; }
+figure svg text { font-family: inherit; }
+figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.narrow { display: none; }
+figcaption { max-width: 42rem; margin-top: .3rem; }
+
+.scroll { overflow-x: auto; margin: 1.2rem 0; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; line-height: 1.4; }
+caption { text-align: left; padding-bottom: .5rem; }
+th, td { text-align: left; padding: .34rem 1rem .34rem 0; border-bottom: 1px solid var(--hair);
+  vertical-align: baseline; font-weight: 400; }
+thead th, thead td { border-bottom-color: var(--line); color: var(--soft); font-size: .82rem; vertical-align: bottom; }
+th:last-child, td:last-child { padding-right: 0; }
+.number { text-align: right; white-space: nowrap; }
+.strong th, .strong .number, .strong td { font-weight: 650; }
+.bars { margin: 1.2rem 0; }
+.bars .bar { width: 48%; padding-right: 0; vertical-align: middle; }
+.bars svg { display: block; width: 100%; height: .8rem; }
+.bars rect { fill: var(--bar); }
+.bars .strong rect { fill: var(--accent); }
+.pairs { margin: 1.2rem 0; }
+.pairs th { color: var(--soft); white-space: nowrap; width: 1%; padding-right: 1.4rem; }
+.pairs td { overflow-wrap: anywhere; }
+.columns { columns: 2; column-gap: 3rem; margin-top: 1.2rem; }
+.columns table { break-inside: avoid; margin: 0 0 1.6rem; }
+.columns td { text-align: right; }
+.columns th { padding-right: .8rem; }
+.columns caption { color: var(--ink); font-weight: 650; }
+
+pre, code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace; }
+code { font-size: .86em; }
+pre { font-size: .8125rem; line-height: 1.5; background: var(--wash); padding: .9rem 1.1rem; margin: .4rem 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; border-radius: 3px; }
+.sample { break-inside: auto; }
+pre .prompt { font-weight: 700; color: var(--accent); }
+pre .control { color: var(--soft); border: 1px solid var(--line); border-radius: 2px; padding: 0 .1em;
+  font-size: .9em; }
+
+@media screen and (max-width: 42rem) {
+  main { padding: 1.6rem 1.1rem 3rem; }
+  h1 { font-size: 1.6rem; }
+  h2 { margin-top: 2.4rem; }
+  .result { gap: 1rem 2rem; }
+  .result b { font-size: 2.1rem; }
+  .columns { columns: 1; }
+  .bars .bar { width: 30%; }
+  .scroll table { font-size: .82rem; }
+  .scroll th, .scroll td { padding-right: .7rem; }
+  .scroll tbody th { white-space: nowrap; }
+}
+@media screen and (max-width: 36rem) {
+  .wide { display: none; }
+  .narrow { display: block; max-width: 30rem; }
+}
+@page { margin: 18mm 16mm; }
+@media print {
+  body { background: #fff; font-size: 10.5pt; }
+  main { max-width: none; padding: 0; min-height: 0; }
+  h2 { break-after: avoid; margin-top: 1.8rem; }
+  .scroll { overflow: visible; }
+  p, pre { orphans: 3; widows: 3; }
+  table { font-size: 9pt; }
+  th, td { padding-top: .15rem; padding-bottom: .15rem; }
+  .columns { font-size: 8.5pt; columns: 3; column-gap: 2rem; }
+  .columns table { font-size: 8pt; }
+  pre { font-size: 8.5pt; }
+  tr, .result, .bars, caption { break-inside: avoid; }
+  thead { display: table-header-group; }
+  pre { border: 1px solid var(--hair); background: none; }
+  rect, svg * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+}
+"""

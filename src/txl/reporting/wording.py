@@ -1,0 +1,90 @@
+"""How figures and the settings under which they were measured are said in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from txl.reporting.findings import tokens_read
+
+
+def is_character_unit(unit: str) -> bool:
+    """Whether a unit is measured in bits per character (else in perplexity)."""
+    return unit in ("byte", "char")
+
+
+def quality(nll: float, unit: str) -> float:
+    """Bits per token for bytes and characters, perplexity for words and byte pairs, of a mean loss in nats."""
+    return nll / math.log(2) if is_character_unit(unit) else math.exp(min(nll, 700))
+
+
+def quality_label(unit: str) -> str:
+    """What `quality` is called, on an axis or beside a figure."""
+    return {"byte": "bits per byte", "char": "bits per character"}.get(unit, f"perplexity per {token_name(unit)}")
+
+
+def quality_text(nll: float, unit: str) -> str:
+    """The figure alone: 1.234, or 56.7."""
+    return f"{quality(nll, unit):.3f}" if is_character_unit(unit) else ppl_text(quality(nll, unit))
+
+
+def ppl_text(ppl: float) -> str:
+    """A perplexity with four figures or more."""
+    return f"{ppl:.3f}" if ppl < 10 else f"{ppl:.2f}" if ppl < 1000 else f"{ppl:,.0f}"
+
+
+def token_name(unit: str) -> str:
+    """What a token of a unit is called."""
+    return {"byte": "byte", "char": "character", "word": "word", "bpe": "BPE token"}.get(unit, "token")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 step, 2,000 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration_text(seconds: float) -> str:
+    """A length of time in its two largest units: 4 min 5 s."""
+    whole = round(seconds)
+    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {part_name}"
+    return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"
+
+
+def change_text(with_memory: float, without: float) -> str:
+    """What memory changes in the loss: "6.0% fewer bits" or "0.3% more bits"."""
+    change = with_memory / without - 1
+    return f"{abs(change):.1%} {'fewer' if change < 0 else 'more'} bits"
+
+
+def window_text(row: dict[str, Any]) -> str:
+    """The window of an evaluation."""
+    if row["window"] is None:
+        return "no window"
+    return f"window {counted(row['window'], 'key')} (a token's own included)"
+
+
+def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memory: bool = True) -> str:
+    """Split, targets, memory, window and segment of an evaluation.
+
+    Args:
+        row: the evaluation.
+        split: counts of the split, to say whether all of it was read.
+        memory: whether memory and window are among the settings (in a sweep they vary).
+    """
+    read = tokens_read(row)
+    part = ""
+    if split is not None and read < split["tokens"]:
+        part = f"the first {read:,} of the {split['tokens']:,} tokens of "
+    not_scored = f" ({row['dropped']:,} not scored: first token of each lane, and remainder)" if row["dropped"] else ""
+    words = [
+        f"{part}the {row['split']} split of {row['corpus']}",
+        f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
+        f"memory {row['mem_len']:,}, {window_text(row)}" if memory else "",
+        f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}",
+        "" if row["clamp_len"] is None else f"distances clamped at {row['clamp_len']:,}",
+        "" if row.get("dtype", "float32") == "float32" else f"computed in {row['dtype']}",
+        f"checkpoint {row['checkpoint']}",
+    ]
+    return "; ".join(word for word in words if word)
