@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,26 @@ def test_another_text_is_read_in_the_run_s_vocabulary(trained, tmp_path, data_di
     words = ["eval", str(trained), "--data.corpus", str(other), "--data-dir", str(data_dir), "--batch", "2", "--json"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["corpus"] == str(other)
+
+
+def test_a_run_finds_its_text_again_from_another_directory(story, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_bytes(story.read_bytes())
+    small = [option for option in options_of(small_run("my.txt")) if not option.startswith("--data.corpus")]
+    assert main(["train", "stdlib-tiny", "--out", "run", "--data.corpus", "my.txt", "--quiet", *small]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["eval", "../run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["corpus"] == str(tmp_path / "my.txt")
+
+
+def test_text_that_the_terminal_cannot_show_does_not_end_a_command(trained):
+    command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt", "Ω\udcff", "--max-tokens", "5"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"??")
 
 
 def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatch, capsys):

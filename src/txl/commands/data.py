@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from txl.commands.options import add_data_dir, add_json, print_json
+from txl.commands.options import absolute_path, add_data_dir, add_json, print_json
 from txl.config import DataConfig
 from txl.errors import UserError
 
@@ -45,7 +45,7 @@ def run_open(arguments: argparse.Namespace) -> None:
         if name != "source" and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     corpus = open_corpus(
-        arguments.name,
+        absolute_path(arguments.name),
         arguments.unit,
         config=DataConfig(**given),
         data_dir=arguments.data_dir,

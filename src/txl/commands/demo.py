@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import add_data_dir, say
-from txl.config import RunConfig
+from txl.commands.options import add_config_options, add_data_dir, config_options, say
+from txl.config import RunConfig, validate, with_options
 
 PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
+TEST_TOKENS = 200_000
+"""Tokens of the test split that are read at each memory length."""
 
 
 def add_parser(commands: Any) -> None:
@@ -17,7 +20,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("demo", help="train, evaluate, generate and report in minutes, without a download")
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="the run directory (default: runs/demo)")
     parser.add_argument("--preset", default="stdlib-tiny", metavar="NAME", help="default: stdlib-tiny")
+    parser.add_argument(
+        "--test-tokens", type=int, default=TEST_TOKENS, metavar="N", help=f"of the test split (default: {TEST_TOKENS})"
+    )
     add_data_dir(parser)
+    add_config_options(parser, ("model", "data", "train", "eval"))
     parser.set_defaults(run=run)
 
 
@@ -25,22 +32,18 @@ def run(arguments: argparse.Namespace) -> None:
     """Train (or go on), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
-    out = arguments.out
-    config = preset(arguments.preset)
+    out, changes = arguments.out, config_options(arguments)
+    config = with_options(preset(arguments.preset), changes)
+    validate(config)
+    options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
+    lengths = ",".join(map(str, memory_lengths(config)))
 
-    def command(*words: str) -> None:
-        # The same functions that the command line calls: what the demo shows is what a user can type.
-        from txl.cli import build_parser
-
-        say(f"$ txl {' '.join(repr(word) if ' ' in word or not word.isprintable() else word for word in words)}")
-        parsed = build_parser().parse_args([*words, *data_dir])
-        parsed.run(parsed)
-
-    command("train", arguments.preset, "--out", out)
-    command("eval", out, "--mem-lens", ",".join(map(str, memory_lengths(config))), "--max-tokens", "200000")
+    _command("train", arguments.preset, "--out", out, *options, *data_dir)
+    _command("eval", out, "--mem-lens", lengths, "--max-tokens", str(arguments.test_tokens), *data_dir)
     write_samples(Path(out), config)
-    command("report", out)
+    _command("report", out, *data_dir)
+
     from txl.reporting.summary import summary_lines
     from txl.run_directory import RunDirectory
 
@@ -48,11 +51,21 @@ def run(arguments: argparse.Namespace) -> None:
         print(line)
 
 
+def _command(*words: str) -> None:
+    """Run a command as a user would type it, and show it."""
+    from txl.cli import build_parser
+
+    say(f"$ txl {shlex.join(words)}")
+    arguments = build_parser().parse_args(words)
+    arguments.run(arguments)
+
+
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and doublings from a quarter of it up to the run's test memory."""
-    lengths = {0, config.model.mem_len, config.eval.mem_len}
+    """No memory, training's, and doublings from a quarter of it up to twice the run's test memory."""
+    longest = 2 * config.eval.mem_len
+    lengths = {0, config.model.mem_len, config.eval.mem_len, longest}
     length = max(1, config.model.mem_len // 4)
-    while length < config.eval.mem_len:
+    while length < longest:
         lengths.add(length)
         length *= 2
     return sorted(lengths)

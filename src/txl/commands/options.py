@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,21 @@ def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
     """A corpus's configuration with the given ``--data.*`` options set."""
     from txl.config import with_options
 
-    return with_options(RunConfig(data=base), config_options(arguments)).data
+    data = with_options(RunConfig(data=base), config_options(arguments)).data
+    data.corpus = absolute_path(data.corpus)
+    return data
+
+
+def absolute_path(corpus: str) -> str:
+    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is."""
+    from txl.data.sources import find_files
+
+    if os.sep not in corpus and not Path(corpus).exists():
+        try:
+            find_files(corpus)  # a glob
+        except UserError:
+            return corpus  # a name, or a mistake that is named as it was typed
+    return os.path.abspath(corpus)
 
 
 def add_data_dir(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from txl.commands.options import (
+    absolute_path,
     add_config_options,
     add_data_dir,
     add_device,
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.presets import preset
 
     config = with_options(preset(arguments.preset), config_options(arguments))
+    config.data.corpus = absolute_path(config.data.corpus)
     validate(config)
     if arguments.dry_run:
         dry_run(config, arguments)

@@ -1,0 +1,81 @@
+"""What the README says can be copied and pasted: every command and every line of Python in it is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import small_run
+from tests.test_cli import options_of
+from txl.cli import build_parser, main
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+SMALL = [
+    option
+    for option in options_of(small_run("my.txt", **{"train.steps": "4"}))
+    if not option.startswith(("--data.corpus", "--model.n-layer", "--train.dtype"))
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    table = re.findall(r"\| `(txl [^`]*)` \|", README)
+    return [shlex.split(line, comments=True)[1:] for line in [*lines, *table] if line.startswith("txl ")]
+
+
+def test_every_command_is_one_that_the_program_knows():
+    assert len(commands()) > 12
+    for words in commands():
+        build_parser().parse_args(words)
+
+
+def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    for name in ("my.txt", "other.txt"):
+        (tmp_path / name).write_bytes(story.read_bytes())
+    ran = set()
+    for words in commands():
+        if words[0] in ("bench", "demo") or "path/to/enwik8" in words:
+            continue  # too long for a test; their parsing is tested above
+        small = SMALL if words[0] == "train" else []
+        assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
+        ran.add(words[0])
+    assert ran == {"train", "eval", "generate", "report"}
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+    assert (tmp_path / "runs" / "mine" / "memory-curve.svg").is_file()
+
+
+def test_the_python_runs(story, tmp_path, data_dir, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    (tmp_path / "my.txt").write_bytes(story.read_bytes())
+    code = "\n".join(blocks("python"))
+    assert '"my.txt", 200' in code
+    smaller = "run.train.batch_size, run.train.segment, run.model.mem_len = 4, 8, 8\ntxl.Trainer"
+    code = code.replace('"my.txt", 200', '"my.txt", 3').replace("txl.Trainer", smaller)
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert 0 < float(printed[0]) < 10
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!https?:)([^)#]+)\)", README))
+def test_what_the_readme_points_to_is_there(target):
+    assert (Path(__file__).parent.parent / target).exists(), target
+
+
+def test_the_demo_goes_all_the_way(tmp_path, data_dir, capsys):
+    out = tmp_path / "demo"
+    words = ["demo", "--out", str(out), "--data-dir", str(data_dir), "--test-tokens", "3000"]
+    small = [option for option in options_of(small_run("stdlib")) if not option.startswith("--data.corpus")]
+    assert main([*words, *small]) == 0
+    summary = "\n".join(capsys.readouterr().out.splitlines()[-3:])
+    for part in ("with memory 16", "without", "zlib", "lzma", str(out / "report.html")):
+        assert part in summary
