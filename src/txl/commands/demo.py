@@ -73,18 +73,22 @@ def memory_lengths(config: RunConfig) -> list[int]:
 
 def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> None:
     """Continue a few prompts and add them to the run's log, for the report."""
-    from txl.commands.evaluate import checkpoint_step
+    from txl.commands.generate import record_sample
     from txl.generation import generate
     from txl.run_directory import RunDirectory
 
     run_directory = RunDirectory(directory)
     checkpoint = run_directory.checkpoint()
     model, vocabulary = run_directory.load(checkpoint)
-    settings = {"top_k": 40, "top_p": None, "temperature": 0.8, "seed": seed, "max_tokens": max_tokens}
+    settings = {
+        "top_k": 40,
+        "top_p": None,
+        "temperature": 0.8,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "mem_len": config.eval.mem_len,
+        "window": config.eval.window,
+    }
     for prompt in PROMPTS:
-        text = "".join(
-            generate(model, vocabulary, prompt, mem_len=config.eval.mem_len, window=config.eval.window, **settings)
-        )
-        run_directory.append(
-            "sample", checkpoint_step(checkpoint), prompt=prompt, text=text, checkpoint=checkpoint.name, **settings
-        )
+        text = "".join(generate(model, vocabulary, prompt, **settings))
+        record_sample(run_directory, checkpoint, prompt, text, settings)

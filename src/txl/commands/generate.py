@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from txl.commands.evaluate import checkpoint_step, record
 from txl.commands.options import (
     add_checkpoint,
     add_device,
@@ -17,6 +20,12 @@ from txl.commands.options import (
     print_json,
 )
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.run_directory import RunDirectory
+
+KEPT = 2000
+"""Characters of a text that the run's log keeps."""
 
 
 def add_parser(commands: Any) -> None:
@@ -69,19 +78,46 @@ def run(arguments: argparse.Namespace) -> None:
         **lengths,
     }
     if arguments.samples == 1 and not arguments.json:
-        pieces = generate(model, vocabulary, prompt, **common)
-        sys.stdout.write(prompt)
-        for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        return
-    texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common)
-    if arguments.json:
-        print_json({"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, **common})
-        return
-    for number, text in enumerate(texts, start=1):
-        print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")
+        texts = [_stream(prompt, generate(model, vocabulary, prompt, **common))]
+    else:
+        texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common)
+        if arguments.json:
+            print_json({"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, **common})
+        else:
+            for number, text in enumerate(texts, start=1):
+                print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")
+    for text in texts:
+        record_sample(run_directory, checkpoint, prompt, text, common)
+
+
+def _stream(prompt: str, pieces: Iterator[str]) -> str:
+    """Show a text as it is made, and return all of it but the prompt."""
+    sys.stdout.write(prompt)
+    shown = []
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        shown.append(piece)
+        if len(shown) > KEPT:  # a stream may run for days
+            shown.pop()
+    sys.stdout.write("\n")
+    return "".join(shown)
+
+
+def record_sample(
+    run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: dict[str, Any]
+) -> None:
+    """Add a text (the beginning of a long one) to the run's log, where the report finds it."""
+    names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len", "window")
+    record(
+        run_directory,
+        "sample",
+        checkpoint_step(checkpoint),
+        prompt=prompt[-KEPT:],
+        text=text[:KEPT],
+        checkpoint=checkpoint.name,
+        **{name: settings[name] for name in names},
+    )
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
