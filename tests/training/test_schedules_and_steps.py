@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from txl.config import ModelConfig, TrainConfig
 from txl.models import build_model
+from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from txl.training.schedules import learning_rate
 from txl.training.step import training_step
@@ -43,7 +43,7 @@ def test_without_warm_up_the_first_update_has_the_peak():
     assert math.isfinite(learning_rate(0, TrainConfig(steps=1, warmup_steps=1)))
 
 
-def small_model(**changes) -> nn.Module:
+def small_model(**changes) -> TransformerXL:
     torch.manual_seed(0)
     shape = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
     return build_model(dataclasses.replace(shape, **changes), 11)

@@ -153,8 +153,16 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     assert ours == theirs
 
 
-def test_a_run_without_memory_stops_and_continues(story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story), **{"model.mem_len": "0", "train.clip": "0", "train.eval_every": "0"})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model.mem_len": "0", "train.clip": "0", "train.eval_every": "0"},
+        {"train.dtype": "bfloat16", "model.window": "6", "model.pre_norm": "true"},
+        {"data.unit": "word", "model.cutoffs": "9,20", "model.div_val": "2", "train.batch_size": "2"},
+    ],
+)
+def test_models_of_other_kinds_stop_and_continue(options, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **options)
     train(run, tmp_path / "whole", data_dir)
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -162,6 +170,22 @@ def test_a_run_without_memory_stops_and_continues(story, data_dir, tmp_path, mon
             train(run, tmp_path / "run", data_dir)
     train(run, tmp_path / "run", data_dir)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir, tmp_path, monkeypatch):
+    taken, real = [], loop_module.training_step
+
+    def noted(model, optimizer, tokens, *rest):
+        taken.append((tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        return real(model, optimizer, tokens, *rest)
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    options = {"train.random_segments": "true", "train.schedule": "constant", "train.warmup_steps": "0"}
+    train(small_run(str(story), **options, **{"train.segment": "20"}), tmp_path / "run", data_dir)
+    assert len({width for width, _ in taken}) > 3
+    assert [rate for _, rate in taken] == pytest.approx([0.01 * width / 20 for width, _ in taken])
+    logged = [event["learning_rate"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "train"]
+    assert logged == [0.01] * 4  # the schedule's
 
 
 def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):
@@ -316,13 +340,14 @@ def test_old_checkpoints_go_the_best_and_the_newest_stay(story, data_dir, tmp_pa
 def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
     real = loop_module.training_step
 
+    calls = []
+
     def poisoned(model, *args):
-        if poisoned.calls == 5:
+        if len(calls) == 5:
             next(model.parameters()).data.fill_(math.nan)
-        poisoned.calls += 1
+        calls.append(1)
         return real(model, *args)
 
-    poisoned.calls = 0
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(UserError, match=r"step 6: the loss \(nan\).*last checkpoint is step-00000004.*learning-rate"):
         train(small_run(str(story)), tmp_path / "run", data_dir)
@@ -416,6 +441,7 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
     process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
+    assert "stopping after this step; once more to stop without saving" in errors
     assert f"stopped by {sent.name}" in errors.splitlines()[-1]
     again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
     assert again.returncode == 0

@@ -1,7 +1,7 @@
 """What a configuration costs before it is run: parameters by part, tokens a step, memory.
 
-Letters: N layers, B lanes of one micro-batch, T tokens, M positions of memory, S = M + T keys, E d_model, F d_inner,
-A = n_head * d_head, H heads, V vocabulary.
+Letters: N layers, B lanes of one micro-batch, T tokens, M positions of memory that a window leaves in use, S = M + T
+keys, E d_model, F d_inner, A = n_head * d_head, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,39 +59,55 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 
 
 def estimate(run: RunConfig, vocab_size: int) -> Costs:
-    """Parameters, tokens a step, and memory in bytes while training.
+    """Parameters, tokens a step, and bytes of all tensors that live at once while training.
 
-    - weights, gradients: 4 bytes a parameter each; optimiser: 8 (Adam's two moments),
-    - memory: the states that are carried, 4 * N * M * E * (all lanes),
-    - activations, kept for the backward pass of one micro-batch, with w bytes a number (4, or 2 in bfloat16):
-      N * B * [ w * (5*T*A + 2*S*A + H*T*S * (1 + 2 if dropatt) + 2*T*F) + 4 * (5*T*E + S*E) ], and the softmax's
-      8 * B * T * V (logits and their gradient in float32; with cutoffs V is the shortlist),
-    - scratch: the largest buffers of the attention's backward pass, 3 * w * B*H*T*S.
+    With f = 4 bytes, w = 4 (2 for bfloat16), P parameters, and d = 1 if there is dropout, else 0:
 
-    Masks and the framework's own needs (about 300 MB) are not counted.
+    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments),
+    - memory: 2 * f*N*(all lanes)*max(M,T)*E, the states that go into a step and those that come out (which keep their
+      layer's whole input alive),
+    - activations, kept for the backward pass of one micro-batch:
+      N*B * [ (f*S + (2*d*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
+              + w * (3*T + 2*S) * A                 q+u, q+v and what attention gives; k and v
+              + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
+              + w * (1 + 2*d) * T*F ]               after the ReLU; its dropout mask and the product
+      + f*B*T * ((2*d + 2)*E + 3*V)                 embedding; logits, log-probabilities, their gradient
+      where pre-norm adds N*B * (f*S - w*T) * E, and with cutoffs V is the shortlist,
+    - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
+
+    Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
+    allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
+    total has been seen).
     """
     with torch.device("meta"):
         model = build_model(run.model, vocab_size)
     parameters = parameters_by_part(model)
     total = sum(parameters.values())
     shape, train = run.model, run.train
-    lanes, tokens = train.batch_size // train.micro_batches, train.segment
-    keys, width = shape.mem_len + tokens, shape.n_head * shape.d_head
-    bytes_each = 2 if train.dtype == "bfloat16" else 4
-    scores = shape.n_head * tokens * keys
-    layer = bytes_each * (
-        5 * tokens * width + 2 * keys * width + scores * (3 if shape.dropatt else 1) + 2 * tokens * shape.d_inner
-    ) + 4 * (5 * tokens * shape.d_model + keys * shape.d_model)
+    carried = shape.mem_len if shape.window is None else min(shape.mem_len, shape.window - 1)
+    lanes, n_query, n_key = train.batch_size // train.micro_batches, train.segment, carried + train.segment
+    full, low = 4, 2 if train.dtype == "bfloat16" else 4
+    masked = 1 if shape.dropout > 0 else 0
+    scores = shape.n_head * n_query * n_key
+    layer = (
+        (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model
+        + low * (3 * n_query + 2 * n_key) * shape.n_head * shape.d_head
+        + low * scores * (3 if shape.dropatt > 0 else 1)
+        + low * (1 + 2 * masked) * n_query * shape.d_inner
+    )
+    if shape.pre_norm:  # the LayerNorm before the attention sees memory and segment
+        layer += (full * n_key - low * n_query) * shape.d_model
     head = shape.cutoffs[0] if shape.cutoffs else vocab_size
+    ends = full * lanes * n_query * ((2 * masked + 2) * shape.d_model + 3 * head)
     return Costs(
         parameters,
-        train.batch_size * train.segment,
+        train.batch_size * n_query,
         {
-            "weights": 4 * total,
-            "gradients": 4 * total,
-            "optimiser": 8 * total,
-            "memory": 4 * shape.n_layer * train.batch_size * shape.mem_len * shape.d_model,
-            "activations": shape.n_layer * lanes * layer + 8 * lanes * tokens * head,
-            "scratch": 3 * bytes_each * lanes * scores,
+            "weights": (full + (2 if low == 2 else 0)) * total,
+            "gradients": full * total,
+            "optimiser": 2 * full * total,
+            "memory": 2 * full * shape.n_layer * train.batch_size * max(carried, n_query) * shape.d_model,
+            "activations": shape.n_layer * lanes * layer + ends,
+            "scratch": low * lanes * max(3 * scores, 2 * n_query * shape.d_inner),
         },
     )

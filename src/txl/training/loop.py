@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -300,7 +300,7 @@ class TrainingLoop:
         self._point_at_best()  # a crash may have come between the two pointers
         return True
 
-    def _interrupt(self, received: int) -> None:
+    def _interrupt(self, received: int) -> NoReturn:
         """Save and stop."""
         self.save()
         name = signal.Signals(received).name

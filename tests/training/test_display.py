@@ -1,0 +1,88 @@
+"""What a person sees: plain lines where nothing is a terminal, a live panel on one."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from txl.training.display import Display, Reading, duration, metric
+
+READING = Reading(
+    step=40, loss=math.log(2), tokens_per_second=12345.6, learning_rate=2.5e-4, grad_norm=0.5, seconds_left=3723.4
+)
+
+
+def test_bits_for_bytes_and_characters_perplexity_for_words_and_pieces():
+    assert metric("byte", math.log(2)) == metric("char", math.log(2)) == ("bpc", 1.0)
+    assert metric("word", math.log(50)) == ("ppl", pytest.approx(50))
+    assert metric("bpe", math.log(50)) == ("ppl", pytest.approx(50))
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (0, 59.6, 61, 3723.4, math.inf)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "1:02:03",
+        "?",
+    ]
+
+
+def test_plain_lines_go_to_standard_error(capsys):
+    with Display("demo", "byte", 100, quiet=False) as display:
+        display.message("[weights] of a/b")
+        display.show(READING)
+        display.line(READING)
+        display.valid(40, {"nll": math.log(4), "tokens": 5000}, is_best=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "[weights] of a/b",
+        "step 40/100 | loss 0.6931 | bpc 1.0000 | 12,346 tokens/s | lr 2.50e-04 | grad norm 0.500 | left 1:02:03",
+        "validation at step 40: bpc 2.0000 on 5,000 tokens, the best so far",
+    ]
+
+
+def test_quiet_says_nothing(capsys):
+    with Display("demo", "byte", 100, quiet=True) as display:
+        display.message("text")
+        display.show(READING)
+        display.line(READING)
+        display.valid(40, {"nll": 1.0, "tokens": 5}, is_best=False)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_a_terminal_gets_a_live_panel():
+    program = textwrap.dedent("""
+        from txl.training.display import Display, Reading
+        with Display("[demo]", "word", 100, quiet=False) as display:
+            display.valid(20, {"nll": 2.0, "tokens": 5}, is_best=False)
+            display.message("a [note]")
+            display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0))
+    """)
+    controller, terminal = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], stderr=terminal, stdout=subprocess.PIPE, env=environment, check=True
+    )
+    os.close(terminal)
+    shown = ""
+    try:
+        while block := os.read(controller, 65536):
+            shown += block.decode()
+    except OSError:  # how Linux reports that the other end is closed
+        pass
+    os.close(controller)
+    assert done.stdout == b""
+    for text in (
+        "[demo]", "a [note]", "40/100", "1.0000 nats", "2.7183", "ppl 7.3891 at step 20", "5,000 tokens/s", "1.00e-03",
+        "0.250", "1:01",
+    ):  # fmt: skip
+        assert text in shown

@@ -1,0 +1,111 @@
+"""What --dry-run says, against the models themselves and against memory as the system counts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from txl.config import RunConfig, with_options
+from txl.models import build_model
+from txl.presets import presets
+from txl.training.estimate import estimate, parameters_by_part
+
+# Run in a process of its own: the most memory it ever held, over what it held once everything was loaded.
+MEASURE = """
+import json, sys
+import torch
+from txl.config import RunConfig, with_options
+from txl.models import build_model
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+def train(run, steps):
+    torch.manual_seed(0)
+    model, train = build_model(run.model, 256).train(), run.train
+    optimizer = build_optimizer(model, train)
+    states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
+    for _ in range(steps):
+        tokens = torch.randint(256, (train.batch_size, train.segment))
+        states = training_step(model, optimizer, tokens, tokens, states, train).states
+
+torch.set_num_threads(1)
+run = with_options(RunConfig(), json.loads(sys.argv[1]))
+small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4", "model.mem_len": "4"}
+train(with_options(run, small), 2)
+before = kilobytes("VmRSS")
+train(run, 4)
+print(1024 * (kilobytes("VmHWM") - before))
+"""
+SHAPE = {
+    "model.n_layer": "4",
+    "model.d_model": "128",
+    "model.n_head": "4",
+    "model.d_head": "32",
+    "model.mem_len": "128",
+    "train.segment": "128",
+}
+CASES = {
+    "dropout everywhere": {"model.d_inner": "512", "model.dropatt": "0.1", "train.batch_size": "8"},
+    "two parts": {"model.d_inner": "512", "train.batch_size": "24", "train.micro_batches": "2"},
+    "pre-norm, long memory": {
+        "model.d_inner": "256", "model.pre_norm": "true", "train.batch_size": "8", "model.mem_len": "300",
+        "model.dropout": "0",
+    },
+    "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
+}  # fmt: skip
+TOLERANCE = 0.15
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's MALLOC_MMAP_THRESHOLD_")
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_what_a_run_takes(case):
+    options = SHAPE | CASES[case]
+    # Every tensor is mapped by itself, so that the system's count is that of the live tensors, without fragmentation.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(options)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    estimated = estimate(with_options(RunConfig(), options), 256).total_bytes
+    assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("enwik8")])
+def test_parts_add_up_to_the_published_parameter_counts(name):
+    costs = estimate(presets()[name].make(), presets()[name].vocab_size)
+    assert costs.total_parameters == {"enwik8-12L": 41_055_436, "enwik8-24L": 277_231_820}[name]
+    assert costs.tokens_per_step == {"enwik8-12L": 22 * 512, "enwik8-24L": 64 * 768}[name]
+
+
+def test_each_parameter_is_counted_where_it_belongs():
+    options = {
+        "model.n_layer": "3", "model.d_model": "10", "model.n_head": "2", "model.d_head": "7", "model.d_inner": "13",
+        "model.untie_r": "true", "model.cutoffs": "5,11", "model.div_val": "2", "model.tie_projections": "none",
+    }  # fmt: skip
+    model = build_model(with_options(RunConfig(), options).model, 17)
+    assert parameters_by_part(model) == {
+        "embedding": 5 * 10 + 6 * 5 + 6 * 2 + 10 * (10 + 5 + 2),
+        "attention": 3 * 5 * 10 * 14,
+        "u and v": 3 * 2 * 2 * 7,
+        "feed-forward": 3 * (10 * 13 + 13 + 13 * 10 + 10),
+        "layer norm": 3 * 2 * 2 * 10,
+        "softmax": 17 + 2 * 10 + 2 + 10 * (10 + 5 + 2),
+    }
+
+
+def test_a_window_and_bfloat16_need_less():
+    base = with_options(RunConfig(), SHAPE)
+    windowed = with_options(base, {"model.window": "32"})
+    low = with_options(base, {"train.dtype": "bfloat16"})
+    whole = estimate(base, 256).memory_bytes
+    assert estimate(windowed, 256).memory_bytes["activations"] < whole["activations"]
+    assert estimate(low, 256).memory_bytes["activations"] < whole["activations"]
+    assert estimate(low, 256).to_dict()["total_bytes"] == sum(estimate(low, 256).memory_bytes.values())

@@ -1,0 +1,313 @@
+"""The log, the pointers and the checkpoints of a run directory, as a crash, a full disk or a stranger leaves them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from tests.conftest import small_run
+
+import txl
+from txl.config import RunConfig
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
+from txl.training.checkpoints import (
+    checkpoint_names,
+    prune,
+    read_state,
+    read_tensors,
+    verify_file,
+    write_checkpoint,
+)
+from txl.training.trainer import Trainer
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4)}
+
+
+def write(folder: Path, step: int, weights: dict[str, torch.Tensor] = WEIGHTS) -> Path:
+    return write_checkpoint(folder, step, weights, {"random.cpu": torch.ones(5, dtype=torch.uint8)}, {"step": step})
+
+
+def test_events_come_back_as_they_were_written(tmp_path):
+    run = RunDirectory(tmp_path)
+    text = "line\u2028separator, \x85 next line, \n newline, “quotes”, \ud800 half a pair"
+    run.append("sample", 3, text=text, loss=0.1)
+    run.append("train", 4)
+    first, second = run.events()
+    assert first["text"] == text.replace("\ud800", "?")
+    assert (first["event"], first["step"], first["loss"]) == ("sample", 3, 0.1)
+    assert second["time"] >= first["time"] > 1.7e9
+    assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 2
+
+
+def test_a_torn_last_line_is_left_out_and_not_glued_to_the_next(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append("train", 1)
+    with open(tmp_path / "log.jsonl", "ab") as file:
+        file.write(b'{"event": "train", "st')
+    assert [event["step"] for event in run.events()] == [1]
+    run.append("train", 3)
+    assert [event["step"] for event in run.events()] == [1, 3]
+
+
+def test_two_processes_append_whole_lines(tmp_path):
+    program = textwrap.dedent("""
+        import sys
+        from txl.run_directory import RunDirectory
+        for step in range(50):
+            RunDirectory(sys.argv[1]).append(sys.argv[2], step, text=sys.argv[2] * 20_000)
+    """)
+    processes = [subprocess.Popen([sys.executable, "-c", program, tmp_path, name]) for name in "ab"]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    events = RunDirectory(tmp_path).events()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == len(events) == 100
+    for name in "ab":
+        assert [event["step"] for event in events if event["event"] == name] == list(range(50))
+    assert all(event["text"] == event["event"] * 20_000 for event in events)
+
+
+def test_a_log_that_cannot_be_written_is_the_user_s_to_mend(tmp_path):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"log.jsonl: the log cannot be written \(No space left on device\)"):
+        RunDirectory(tmp_path).append("train", 1)
+
+
+def test_small_files_are_the_old_or_the_new_one(tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path)
+    run.set_pointer("best", "step-00000001")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"best: cannot be written \(No space left on device\)"):
+        run.set_pointer("best", "step-00000002")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert (tmp_path / "best").read_text() == "step-00000001\n"
+
+
+def test_a_configuration_is_read_back_or_refused_with_its_name(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match=r"not a run directory \(it has no config.json\)"):
+        run.config()
+    config = small_run("x.txt", **{"model.cutoffs": "3,5", "model.window": "4"})
+    run.write_config(config)
+    assert run.config() == config
+    (tmp_path / "config.json").write_text('{"model": {"n_layers": 3}}')
+    with pytest.raises(UserError, match=r"config.json: configuration field model.n_layers is not known"):
+        run.config()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: not JSON"):
+        run.config()
+
+
+def test_checkpoints_by_name_and_by_number(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match="no checkpoint best or latest; there: none"):
+        run.checkpoint()
+    for step in (5, 10):
+        write(run.checkpoints, step)
+    run.set_pointer("latest", "step-00000010")
+    assert run.checkpoint().name == "step-00000010"
+    run.set_pointer("best", "step-00000005")
+    assert run.checkpoint().name == run.checkpoint("best").name == run.checkpoint("5").name == "step-00000005"
+    with pytest.raises(UserError, match="no checkpoint 7; there: step-00000005, step-00000010"):
+        run.checkpoint("7")
+    with pytest.raises(UserError, match="checkpoint is 'newest'; expected best, latest or the number of a step"):
+        run.checkpoint("newest")
+
+
+def test_training_goes_on_from_the_newest_if_a_crash_came_before_it_was_named(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.newest() is None
+    for step in (5, 10):
+        write(run.checkpoints, step)
+    newest = run.newest()
+    assert newest is not None
+    assert newest.name == "step-00000010"
+    run.set_pointer("latest", "step-00000005")
+    newest = run.newest()
+    assert newest is not None
+    assert newest.name == "step-00000005"
+
+
+def test_a_checkpoint_holds_tensors_and_numbers_and_a_manifest(tmp_path):
+    written = write(tmp_path, 7)
+    manifest = json.loads((written / "manifest.json").read_text())
+    assert {path.name for path in written.iterdir()} == {*manifest["files"], "manifest.json"}
+    for name, record in manifest["files"].items():
+        verify_file(written, name)
+        assert record["bytes"] == (written / name).stat().st_size
+    assert {key: value.tolist() for key, value in read_tensors(written, "model.safetensors").items()} == {
+        "a": [[0, 1, 2], [3, 4, 5]],
+        "b": [],
+    }
+    assert read_state(written) == {"step": 7}
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    write(tmp_path, 7)
+    written = write(tmp_path, 7, {"a": torch.ones(1)})
+    assert read_tensors(written, "model.safetensors").keys() == {"a"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+@pytest.mark.parametrize("failing", ["model", "state", "sync", "rename", "crash"])
+def test_a_write_that_fails_leaves_what_was_there(failing, tmp_path, monkeypatch):
+    before = write(tmp_path, 7)
+    content = {path.name: path.read_bytes() for path in before.iterdir()}
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def crash(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    real_rename = os.rename
+
+    def rename(old, new):
+        if Path(old).suffix == ".partial" and Path(new).name == "step-00000007" and "replaced" not in str(old):
+            full()
+        real_rename(old, new)
+
+    if failing == "model":
+        monkeypatch.setattr(safetensors.torch, "save_file", full)
+    elif failing == "state":
+        monkeypatch.setattr(Path, "write_text", full)
+    elif failing == "rename":
+        monkeypatch.setattr(os, "rename", rename)
+    else:
+        monkeypatch.setattr(os, "fsync", full if failing == "sync" else crash)
+    for step in (7, 8):
+        if failing == "rename" and step == 8:
+            continue
+        with pytest.raises(KeyboardInterrupt if failing == "crash" else UserError) as raised:
+            write(tmp_path, step)
+        if failing != "crash":
+            assert f"step-{step:08d}: the checkpoint could not be written (No space left on device)" in str(
+                raised.value
+            )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert {path.name: path.read_bytes() for path in before.iterdir()} == content
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
+    (tmp_path / ".step-00000003.partial").mkdir(parents=True)
+    (tmp_path / ".step-00000003.partial" / "model.safetensors").touch()
+    (tmp_path / "step-00000002").mkdir()  # no manifest: not a checkpoint
+    assert checkpoint_names(tmp_path) == []
+    write(tmp_path, 4)
+    assert checkpoint_names(tmp_path) == ["step-00000004"]
+    assert not (tmp_path / ".step-00000003.partial").exists()
+
+
+def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
+    for step in range(1, 7):
+        write(tmp_path, step)
+    prune(tmp_path, 2, {"step-00000003"})
+    assert checkpoint_names(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), r"not a whole checkpoint \(manifest.json is missing\)"),
+        (lambda path: path.write_text("{"), "manifest.json: damaged"),
+        (lambda path: path.write_text("[]"), "manifest.json: damaged"),
+        (lambda path: path.write_text('{"format": 99, "files": {}}'), "of format 99; this version reads format 1"),
+        (lambda path: path.write_text('{"format": 1, "files": {}}'), "does not list model.safetensors"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(damage, message, tmp_path):
+    written = write(tmp_path, 7)
+    damage(written / "manifest.json")
+    with pytest.raises(UserError, match=message):
+        read_tensors(written, "model.safetensors")
+
+
+def test_weights_and_configuration_that_do_not_belong_together_are_refused(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    config = RunDirectory(copy).config()
+    config.model.n_head, config.model.d_head = 1, 16
+    RunDirectory(copy).write_config(config)
+    with pytest.raises(UserError, match=r"u has shape \[2, 8\].*n_head, d_head.*needs \[1, 16\]"):
+        txl.load(copy)
+    config.model.n_head, config.model.d_head, config.model.n_layer = 2, 8, 1
+    RunDirectory(copy).write_config(config)
+    with pytest.raises(UserError, match=r"the weights hold layers\.1\..*no place for"):
+        txl.load(copy)
+
+
+def test_loaded_weights_compute_what_the_trained_ones_did(trained, story, data_dir):
+    run = RunDirectory(trained)
+    model, vocabulary = txl.load(trained)
+    assert not model.training
+    assert vocabulary == run.vocabulary()
+    corpus = txl.open_corpus(str(story), data_dir=data_dir)
+    valid = next(
+        event for event in run.events() if event["event"] == "valid" and event["step"] == int(run.checkpoint().name[5:])
+    )
+    settings = {name: valid[name] for name in ("segment", "mem_len", "batch_size")}
+    result = txl.evaluate(model, corpus.tokens("valid"), window="none", max_tokens=400, **settings)
+    assert result.nll == pytest.approx(valid["nll"], rel=1e-6)
+
+
+def refused_training(out: Path, story: Path, data_dir: Path, config: RunConfig | None = None) -> str:
+    with pytest.raises(UserError) as refused:
+        Trainer(config or small_run(str(story)), out, data_dir=data_dir, quiet=True).fit()
+    return str(refused.value)
+
+
+def test_a_full_disk_when_the_log_is_written_keeps_the_last_checkpoint(trained, story, data_dir, tmp_path):
+    """A limit on the size of files stands for the full disk: the line is torn in the real system call."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    events = RunDirectory(copy).events()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((copy / "log.jsonl").stat().st_size + 10, hard))
+    try:
+        message = refused_training(copy, story, data_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the log cannot be written (File too large)" in message
+    assert RunDirectory(copy).events() == events
+    txl.load(copy, checkpoint="latest")
+    Trainer(small_run(str(story)), copy, data_dir=data_dir, quiet=True).fit()
+    assert [event["event"] for event in RunDirectory(copy).events()[len(events) :]] == ["resume", "end"]
+
+
+def test_a_directory_that_cannot_be_made(story, data_dir):
+    assert "/proc/run: No such file or directory; give" in refused_training(Path("/proc/run"), story, data_dir)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_the_user_s(story, data_dir, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    assert "not writable; give" in refused_training(closed, story, data_dir)
+    assert "Permission denied; give" in refused_training(closed / "run", story, data_dir)
+
+
+def test_a_failed_start_leaves_the_directory_as_it_was(story, data_dir, tmp_path):
+    missing = tmp_path / "no such text.txt"
+    refused_training(tmp_path / "new" / "run", missing, data_dir)
+    assert not (tmp_path / "new").exists()
+    there = tmp_path / "there"
+    there.mkdir()
+    refused_training(there, missing, data_dir)
+    assert {path.name for path in there.iterdir()} <= {".lock"}
+    (there / "checkpoints").mkdir()
+    write(there / "checkpoints", 4)  # a run that has lost its config.json is not overwritten
+    assert "not empty and not a run (checkpoints is there)" in refused_training(there, story, data_dir)
+    assert checkpoint_names(there / "checkpoints") == ["step-00000004"]
