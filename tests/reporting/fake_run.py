@@ -6,22 +6,23 @@ import hashlib
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from txl.config import RunConfig, with_options
-from txl.data.corpora import Corpus
 from txl.reporting.compression import SETTINGS
 from txl.run_directory import RunDirectory
 
 LENGTHS = (0, 32, 64, 128, 256)
 BYTES_PER_TOKEN = {"byte": 1.0, "char": 1.02, "word": 5.4, "bpe": 3.7}
+COMMAND = ("/usr/bin/txl", "train", "stdlib-tiny", "--out", "runs/my demo")
 START = 1_790_000_000.0
 PARTS = {"embedding": 131_072, "positions": 65_792, "attention": 327_680, "feed_forward": 788_480, "norms": 2_048}
 
 
 def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def corpus_info(name: str, unit: str) -> dict[str, Any]:
@@ -94,13 +95,11 @@ class FakeRun:
     def log(self, event: str, step: int, **fields: Any) -> None:
         """As `RunDirectory.append`, at this run's time."""
         self.time += 1.0
-        line = json.dumps({"event": event, "step": step, "time": self.time, **fields}, ensure_ascii=False)
+        line = json.dumps({"event": event, "step": step, "time": self.time, **fields})
         with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def start(self, event: str = "start", step: int = 0, corpus: Corpus | None = None) -> None:
-        if corpus is not None:
-            self.corpus = corpus.info()
+    def start(self, event: str = "start", step: int = 0, command: Sequence[str] = COMMAND) -> None:
         self.log(
             event,
             step,
@@ -117,7 +116,7 @@ class FakeRun:
                 "device": "cpu",
             },
             software={"python": "3.11.9", "torch": "2.13.0+cpu", "txl": "0.1.0", "system": "Linux-6.1-x86_64"},
-            command=["/usr/bin/txl", "train", "stdlib-tiny", "--out", "runs/my demo"],
+            command=list(command),
         )
 
     def loss(self, step: int) -> float:
@@ -159,6 +158,7 @@ class FakeRun:
 
     def sample(self, prompt: str, text: str, **changes: Any) -> None:
         settings = {"top_k": 40, "top_p": None, "temperature": 0.8, "seed": 1, "max_tokens": 400}
+        settings |= {"mem_len": 256, "window": 256}
         settings |= {"prompt": prompt, "text": text, "checkpoint": "step-00004000"}
         self.log("sample", self.steps, **(settings | changes))
 

@@ -8,6 +8,7 @@ from string import Template
 
 from txl.reporting.plots import Drawing
 from txl.reporting.style import STYLE
+from txl.reporting.wording import plain
 
 # The policy forbids the page to load anything, so that it is certain to be whole offline.
 _PAGE = Template("""<!doctype html>
@@ -35,19 +36,19 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def escape(text: object) -> str:
-    """Text as HTML, also of an attribute; what UTF-8 cannot hold (file names can) is written as a backslash escape."""
-    return html_escape(str(text).encode("utf-8", "backslashreplace").decode())
+    """Text as HTML, also of an attribute; control characters are backslash escapes."""
+    return html_escape(plain(str(text)))
 
 
 def visible(text: str) -> str:
     """Escaped text in which control characters are seen (as \\x07) and do no harm; line ends and tabs stay."""
     shown = []
     for character in text:
-        if character in "\n\t" or character.isprintable():
+        written = plain(character)
+        if written == character:
             shown.append(escape(character))
         else:
-            name = character.encode("unicode_escape").decode()
-            shown.append(f'<span class="control">{name}</span>')
+            shown.append(f'<span class="control">{written}</span>')
     return "".join(shown)
 
 
@@ -95,8 +96,10 @@ def table(
         + "</tr>"
         for at, row in enumerate(rows)
     )
+    # A table too wide for a narrow window scrolls, by the keyboard too.
     return (
-        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table><caption>{escape(caption)}</caption>'
+        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0">'
+        f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

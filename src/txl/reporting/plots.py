@@ -24,7 +24,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from txl.reporting.wording import quality, quality_label, quality_text
+from txl.reporting.wording import plain, quality, quality_label, quality_text
 
 COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
 """By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
@@ -188,7 +188,7 @@ def draw_memory_curve(
     if len(positive) > 1 and max(positive) >= 4 * min(positive):
         axes.set_xscale("symlog", base=2, linthresh=min(positive), linscale=1)
     axes.margins(x=0.07)
-    kept = _with_room(axes, lengths, 0.34 / axes.get_figure(root=True).get_figwidth())  # type: ignore[union-attr]
+    kept = _with_room(axes, lengths)
     axes.set_xticks(kept)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -232,7 +232,7 @@ def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.add_subplot()
         draw_memory_curve(axes, rows, first["unit"])
         axes.set_title(
-            f"{first['corpus']}, {first['split']} split, {first['tokens']:,} targets, {first['checkpoint']}",
+            f"{plain(first['corpus'])}, {first['split']} split, {first['tokens']:,} targets, {first['checkpoint']}",
             fontsize=9.5,
             loc="left",
             parse_math=False,
@@ -348,14 +348,18 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
     return [float(np.mean(values[max(0, at - reach) : at + reach + 1])) for at in range(len(values))]
 
 
-def _with_room(axes: Axes, lengths: Sequence[int], room: float) -> list[int]:
+def _with_room(axes: Axes, lengths: Sequence[int]) -> list[int]:
     """The memory lengths whose labels do not touch: the longest first, then from the shortest on.
 
     Args:
         axes: with its scale and margins set.
         lengths: in rising order.
-        room: width of a label, as a fraction of the axis.
     """
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    # In inches, as is the figure's width; the axes are at least 0.8 of it.
+    label = 0.08 * max(5, len(f"{lengths[-1]:,}")) + 0.08
+    room = label / (0.8 * figure.get_figwidth())
     axes.autoscale_view()
     transform = axes.transScale.transform
     places = [float(transform((length, 1.0))[0]) for length in lengths]

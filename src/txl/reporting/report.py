@@ -164,7 +164,7 @@ def _window(row: dict[str, Any]) -> str:
 def _samples(found: Findings, name: str) -> str:
     if not found.samples:
         command = f"txl generate {shlex.quote(name)} --prompt TEXT"
-        return section("Samples", note(f"None in this run’s log; `{command}` shows some in the terminal."))
+        return section("Samples", note(f"None in this run’s log; `{command}` adds one."))
     shown = found.samples[-_SAMPLES:]
     left_out = len(found.samples) - len(shown)
     lead = f"Written by {shown[0]['checkpoint']}; the prompt is in bold, the model’s continuation is not."
@@ -179,6 +179,8 @@ def _sample(sample: dict[str, Any]) -> str:
         cuts = {"top-k": sample["top_k"], "top-p": sample["top_p"]}
         settings += [f"{cut} {value}" for cut, value in cuts.items() if value is not None]
         settings.append("no seed" if sample["seed"] is None else f"seed {sample['seed']}")
+    if "mem_len" in sample:
+        settings.append(f"memory {sample['mem_len']:,}, {window_text(sample)}")
     settings.append(f"at most {counted(sample['max_tokens'], 'token')}")
     text = sample["text"]
     rest = len(text) - _SAMPLE_CHARACTERS

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unicodedata import category
 
 from txl.reporting.findings import tokens_read
+
+
+def plain(text: str) -> str:
+    """Text in which control, format and private characters, and what UTF-8 cannot hold, are backslash escapes.
+
+    File names can hold all of them, and they could break a page or turn its text around. Line ends and tabs stay.
+    """
+    return "".join(
+        each.encode("unicode_escape").decode() if category(each)[0] == "C" and each not in "\n\t" else each
+        for each in text
+    )
 
 
 def is_character_unit(unit: str) -> bool:

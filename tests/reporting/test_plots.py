@@ -1,0 +1,175 @@
+import itertools
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib as mpl
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from tests.reporting.fake_run import LENGTHS, evaluation
+
+from txl.reporting import plots
+from txl.reporting.plots import loss_figure, loss_limits, memory_figure, save_memory_curve, schedule_figure
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def lines(steps, loss=2.0):
+    return [
+        {"event": "train", "step": step, "loss": loss + 3 / step, "learning_rate": 1e-3 / step, "grad_norm": 0.3}
+        for step in steps
+    ]
+
+
+def rows(unit="byte", lengths=LENGTHS):
+    return [evaluation(1.4 + 0.2 / (1 + length), length, unit=unit) for length in lengths]
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(each.itertext()).strip() for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
+def test_every_figure_is_well_formed_and_says_what_it_shows(unit):
+    valid = [{"event": "valid", "step": 30, "nll": 1.9}]
+    drawings = [
+        loss_figure(lines(range(1, 60)), valid, unit),
+        schedule_figure(lines(range(1, 60)), 0.25),
+        memory_figure(rows(unit), unit, 128),
+    ]
+    for drawing in drawings:
+        for svg in (drawing.wide, drawing.narrow):
+            root = ElementTree.fromstring(svg)
+            assert root.get("role") == "img"
+            by_id = {each.get("id"): each for each in root.iter() if each.get("id")}
+            title, description = (by_id[name] for name in (root.get("aria-labelledby") or "").split())
+            assert title.text
+            assert re.search(r"\d", description.text or "")
+            assert all(text for text in texts(svg))  # as text, not as outlines
+
+
+def test_ids_are_unique_over_all_figures_and_all_references_are_met():
+    drawings = [
+        loss_figure(lines(range(1, 60)), [], "byte"),
+        schedule_figure(lines(range(1, 60)), 0.25),
+        memory_figure(rows(), "byte"),
+    ]
+    everything = "".join(drawing.wide + drawing.narrow for drawing in drawings)
+    ids = re.findall(r'\bid="([^"]+)"', everything)
+    assert len(ids) == len(set(ids)) > 50
+    referred = re.findall(r'(?:href="#|url\(#)([^")]+)', everything)
+    assert referred
+    assert set(referred) <= set(ids)
+
+
+def test_the_axes_carry_units():
+    assert {"step", "bits per byte"} <= set(texts(loss_figure(lines(range(1, 60)), [], "byte").wide))
+    assert "perplexity per word" in texts(loss_figure(lines(range(1, 60)), [], "word").wide)
+    assert {"learning rate, 10⁻³", "gradient norm", "step"} <= set(texts(schedule_figure(lines([1, 2]), 0.25).wide))
+    assert "memory length, tokens" in texts(memory_figure(rows(), "byte").narrow)
+
+
+@pytest.mark.parametrize("train", [lines([1]), lines([5, 10]), lines(range(10, 5000), loss=1e-9), lines(range(1, 9))])
+@pytest.mark.parametrize("valid", [[], [{"step": 4, "nll": 2.0}]])
+def test_short_and_flat_logs_are_drawn(train, valid):
+    ElementTree.fromstring(loss_figure(train, valid, "byte").wide)
+    ElementTree.fromstring(schedule_figure(train, 0.0).narrow)
+
+
+def test_a_learning_rate_of_zero_is_drawn():
+    event = {"step": 1, "loss": 2.0, "learning_rate": 0.0, "grad_norm": 0.0}
+    ElementTree.fromstring(schedule_figure([event], 0.0).wide)
+
+
+def test_a_long_log_does_not_make_a_large_page():
+    short, long = (len(loss_figure(lines(range(1, n)), [], "byte").wide) for n in (400, 40_000))
+    assert long < 1.5 * short
+
+
+def test_thinning_keeps_the_mean():
+    steps, values = plots._thinned(range(4000), [float(step % 10) for step in range(4000)])
+    assert len(steps) == plots.POINTS
+    assert values == pytest.approx([4.5] * plots.POINTS)
+
+
+def test_only_the_first_tenth_may_leave_the_frame():
+    training = [8.0, 5.0, *(2.0 - 0.01 * at for at in range(40))]
+    low, high = loss_limits(training, [2.4])
+    assert low < min(training)
+    assert max([*training[4:], 2.4]) < high < 5.0
+
+
+@pytest.mark.parametrize(
+    "lengths", [(0, 128, 256, 512, 2100), (0, 1000, 1024, 3800), (64, 66), (0, 1), tuple(range(0, 2000, 100))]
+)
+def test_labels_of_memory_lengths_do_not_touch(lengths):
+    with plots._style():
+        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        plots.draw_memory_curve(axes, rows(lengths=lengths), "byte")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
+        for kind in (boxes, [note.get_window_extent(canvas.get_renderer()) for note in axes.texts]):
+            assert kind
+            assert all(left.x1 < right.x0 for left, right in itertools.pairwise(kind))
+        assert axes.get_xticks()[-1] == max(lengths)
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_the_curve_as_a_file_is_the_same_each_time(tmp_path, ending):
+    first, second = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
+    for path in (first, second):
+        save_memory_curve(rows(), path)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes().startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, second.name]
+
+
+def test_the_curve_as_svg_stands_alone(tmp_path):
+    save_memory_curve(rows(), tmp_path / "curve.svg")
+    text = (tmp_path / "curve.svg").read_text()
+    assert "var(--" not in text
+    assert "stdlib, test split, 640,400 targets, step-00004000" in texts(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("a$b$_c {x", "a$b$_c {x"), ("<a>&b", "<a>&b"), ("a\x00b\udcff\u202ec", r"a\x00b\udcff\u202ec")]
+)
+def test_a_name_is_neither_formula_nor_markup(tmp_path, name, shown):
+    named = [row | {"corpus": name} for row in rows()]
+    for ending in ("svg", "png"):
+        save_memory_curve(named, tmp_path / f"curve.{ending}")
+    assert f"{shown}, test split, 640,400 targets, step-00004000" in texts((tmp_path / "curve.svg").read_text())
+
+
+def test_a_curve_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "curve.svg"
+    path.write_text("old")
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plots.os, "replace", refuse)
+    with pytest.raises(OSError, match="No space"):
+        save_memory_curve(rows(), path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("curve.svg", "old")]
+
+
+def test_settings_of_the_users_neither_come_in_nor_are_changed():
+    plain = memory_figure(rows(), "byte").wide
+    with mpl.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.fonttype": "path"}):
+        before = dict(mpl.rcParams)
+        assert memory_figure(rows(), "byte").wide == plain
+        assert dict(mpl.rcParams) == before
+
+
+def test_no_global_figures_are_used():
+    code = (
+        "import sys, txl.reporting.report; from txl.reporting import plots; "
+        "plots.memory_figure([dict(mem_len=m, nll=1.0 + m) for m in (0, 1)], 'byte'); "
+        "sys.exit('matplotlib.pyplot' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

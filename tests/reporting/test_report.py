@@ -1,0 +1,395 @@
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.reporting.fake_run import PARTS, FakeRun, evaluation, whole_run
+
+import txl.reporting.comparison as comparison
+import txl.run_directory
+from txl.errors import UserError
+from txl.evaluation.perplexity import evaluate
+from txl.reporting.compression import compress
+from txl.reporting.report import write_report
+from txl.run_directory import RunDirectory
+
+VOID = {"meta", "path", "rect", "use", "line", "br"}
+
+
+class Page(HTMLParser):
+    """What a page holds; refuses tags that do not close one another."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.captions, self.prompts, self.controls = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    @property
+    def text(self) -> str:
+        """What is read, without the breaks of lines."""
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        names = [tag for tag, _ in self.open]
+        if "style" in names or "svg" in names:
+            return
+        self.words.append(data)
+        kind = self.open[-1][1].get("class") if self.open else None
+        for name, found in (("prompt", self.prompts), ("control", self.controls)):
+            if kind == name:
+                found.append(data)
+        if names and names[-1] == "caption":
+            self.captions.append(data)
+
+
+@pytest.fixture(autouse=True)
+def no_corpus(request, monkeypatch):
+    """The corpora of made-up runs are not there; a run of a real model has its own."""
+
+    def refuse(name: str, **settings):
+        raise UserError(f"{name} is not on this machine")
+
+    if "tested" not in request.fixturenames:
+        monkeypatch.setattr(comparison, "open_corpus", refuse)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> FakeRun:
+    return whole_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def html(whole) -> str:
+    return write_report(whole.path).read_text(encoding="utf-8")
+
+
+def begun(path: Path, **options: str) -> FakeRun:
+    run = FakeRun(path, options={"train.steps": "100"} | options)
+    run.start()
+    run.train(valid_every=50)
+    return run
+
+
+def shown(run: FakeRun) -> Page:
+    return Page(write_report(run.path).read_text(encoding="utf-8"))
+
+
+def test_it_is_written_into_the_run_directory_or_where_it_is_asked_for(whole, tmp_path):
+    assert write_report(whole.path) == whole.path / "report.html"
+    out = tmp_path / "elsewhere.html"
+    assert write_report(str(whole.path), out=str(out)) == out
+    assert out.read_bytes() == (whole.path / "report.html").read_bytes()  # the same each time
+
+
+def test_nothing_is_loaded_from_anywhere(html):
+    page = Page(html)
+    assert {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "embed", "base"} == set()
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "xlink:href"):
+                assert (value or "").startswith("#"), (tag, value)
+    assert "@import" not in html
+    assert not re.search(r"url\((?!#)", html)
+    assert "default-src 'none'" in html
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, not places
+
+
+def test_it_is_accessible(html):
+    page = Page(html)
+    tags = [tag for tag, _ in page.tags]
+    assert ("html", {"lang": "en"}) in page.tags
+    assert tags.count("h1") == tags.count("main") == tags.count("title") - tags.count("desc") == 1
+    assert tags.count("table") == tags.count("caption") == len(page.captions) > 6
+    assert tags.count("figcaption") == tags.count("figure")
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.tags:
+        if tag == "svg":
+            assert "aria-labelledby" in attributes or attributes["aria-hidden"] == "true"
+        if tag == "th":
+            assert attributes["scope"] in ("col", "row")
+
+
+def test_result_first_and_every_part_in_order(html):
+    headings = re.findall(r"<h2>(.*?)</h2>", html)
+    assert headings == [
+        "Result on the test split", "Training", "Quality against memory length", "Samples", "Corpus",
+        "Model and configuration", "Hardware, software, commands",
+    ]  # fmt: skip
+
+
+def test_the_result_is_the_log_s(whole, html):
+    rows = next(event for event in whole.directory.events() if event["event"] == "sweep")["rows"]
+    text = Page(html).text
+    without, result = rows[0], rows[-1]
+    saved = 1 - result["nll"] / without["nll"]
+    assert f"{result['bpc']:.3f} bits per byte, memory 256 {without['bpc']:.3f} bits per byte, without memory" in text
+    assert f"{saved:.1%} fewer bits with memory" in text
+    for row in rows:
+        assert f"{row['bpc']:.4f} {row['ppl']:.3f} {row['bits_per_byte']:.4f} {row['nll']:.4f} 32,020" in text
+    zlib, lzma = 640_413 * 264 // 1000, 640_413 * 221 // 1000
+    assert f"lzma (xz -9) {8 * lzma / 640_413:.3f} zlib (level 9) {8 * zlib / 640_413:.3f}" in text
+    assert f"the same 640,413 bytes and nothing else: zlib makes {zlib:,} bytes of them, lzma {lzma:,}" in text
+
+
+def test_every_number_says_under_which_settings_it_was_measured(html):
+    text = Page(html).text
+    assert (
+        "Measured on the test split of stdlib; 640,400 targets, each scored once (12 not scored: first token of each "
+        "lane, and remainder); memory 256, window 256 keys (a token's own included); segments of 128 in 10 lanes; "
+        "checkpoint step-00004000."
+    ) in text
+    assert "Validation: 49,990 targets of the valid split, segments of 128, memory 128, no window." in text
+    assert "With memory M, a token sees exactly M keys, its own included. With memory 0, each segment" in text
+
+
+def test_settings_that_are_not_the_usual_ones_are_said(tmp_path):
+    run = begun(tmp_path / "run")
+    odd = {"clamp_len": 40, "dtype": "bfloat16", "window": None, "tokens": 990, "dropped": 9, "segment": 17}
+    for mem_len in (0, 256):
+        run.log("eval", 100, **evaluation(1.5, mem_len, **odd))
+    run.compression(1000, 300, 310)
+    text = shown(run).text
+    assert "the first 1,000 of the 640,413 tokens of the test split of stdlib; 990 targets" in text
+    assert "no window; segments of 17 in 10 lanes; distances clamped at 40; computed in bfloat16" in text
+
+
+def test_a_sweep_with_windows_of_other_lengths_claims_nothing_about_them(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep(window=None)
+    assert "sees exactly M keys" not in shown(run).text
+
+
+def test_samples_are_shown_as_they_are_and_do_no_harm(html):
+    page = Page(html)
+    assert page.prompts == ["def read_config(path):\n    ", "class Stream:\n    ", "import "]
+    assert 'Write <b>bold</b> & "quoted" text.\n\n\tReturns:' in "".join(page.words)
+    assert page.controls == [r"\x1b", r"\x07", *[r"\u202e", r"\u202c"] * 3]
+    assert not set("\x1b\x07\u202e\u202c") & set(html)
+    settings = "memory 256, window 256 keys (a token's own included), at most 400 tokens"
+    assert f"temperature 0.8, top-k 40, seed 1, {settings}" in page.text
+    assert "temperature 1, top-k 40, top-p 0.95, no seed" in page.text
+    assert f"greedy, {settings}" in page.text
+
+
+def test_no_text_of_the_users_becomes_markup(tmp_path):
+    evil = "</title></style></pre><script>alert('x')</script>\"'&\x00\udcff`$title"
+    run = FakeRun(tmp_path / "run", corpus=evil, options={"train.steps": "100"})
+    run.config.name = evil
+    run.directory.write_config(run.config)
+    run.start()
+    run.train(valid_every=50)
+    run.sweep(checkpoint=evil)
+    run.sample(evil, evil, checkpoint=evil)
+    run.log("stop", 100, reason=evil)
+    run.log("eval", 100, **evaluation(1.0, 256, corpus=evil, split="valid"))
+    run.start("resume", step=100, command=[evil, evil])
+    text = write_report(run.path).read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "\x00" not in text
+    assert text.count("</title>") == 1 + text.count("<desc")
+    escaped = evil.replace("\x00", r"\x00").replace("\udcff", r"\udcff")
+    assert Page(text).text.count(escaped) >= 10
+
+
+def test_a_run_that_has_not_ended_says_so(tmp_path, html):
+    assert "not finished" not in Page(html).text
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.train(last=1230)
+    assert "This run is not finished: step 1,230 of 4,000. The same txl train command goes on" in shown(run).text
+    run.log("stop", 1230, reason="SIGINT")
+    assert "step 1,230 of 4,000, stopped at step 1,230 (SIGINT)." in shown(run).text
+
+
+def test_parts_that_are_missing_name_the_command_that_adds_them(tmp_path):
+    run = begun(tmp_path / "my run", **{"train.eval_every": "0"})
+    text = shown(run).text
+    assert f"Not tested yet: txl eval '{run.path}' --mem-lens 0,256 adds it." in text
+    assert f"Not measured yet: txl eval '{run.path}' --mem-lens 0,128,256 adds it." in text
+    assert f"None in this run’s log; txl generate '{run.path}' --prompt TEXT adds one." in text
+    run.log("eval", 100, **evaluation(1.5, 256, bytes_per_token=None, bits_per_byte=None))
+    text = shown(run).text
+    assert f"Not measured without memory: txl eval '{run.path}' --mem-lens 0,256 adds it." in text
+    assert "zlib and lzma are not shown: the size of the text that was scored is not known." in text
+
+
+def test_other_evaluations_are_listed(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep()
+    for number in range(14):
+        row = evaluation(2.0, 256, split="valid", tokens=61_200 + number, dropped=9, checkpoint="step-00000050")
+        run.log("eval", 50, **row)
+    text = shown(run).text
+    assert "stdlib valid 50 61,213 256 256 128 2.0000 2.885 bpc stdlib valid 50 61,212" in text
+    assert "Newest first; 2 more in log.jsonl" in text
+
+
+def test_words_are_reported_in_perplexity_and_bits_per_byte_with_what_unk_hides(tmp_path):
+    run = whole_run(tmp_path / "run", unit="word")
+    row = run.directory.events()[-5]["rows"][-1]
+    text = shown(run).text
+    assert f"{row['ppl']:.2f} perplexity per word, memory 256" in text
+    assert f"this model, memory 256 {row['bits_per_byte']:.3f}" in text
+    assert "1,204 tokens of this split are <unk>" in text
+    assert "the same 3,458,230 bytes" in text
+    assert "lower bound" not in Page(write_report(whole_run(tmp_path / "bytes").path).read_text()).text
+
+
+def test_the_size_of_a_part_of_a_text_of_words_is_said_to_be_estimated(tmp_path):
+    run = FakeRun(tmp_path / "run", unit="word", options={"train.steps": "100"})
+    run.start()
+    run.train()
+    run.log("eval", 100, **evaluation(4.0, 256, unit="word", tokens=990, dropped=9))
+    run.compression(5400, 2000, 1900)
+    assert "about the same 5,400 bytes" in shown(run).text
+
+
+def test_memory_that_does_not_help_is_not_praised(tmp_path):
+    run = begun(tmp_path / "run")
+    run.log("eval", 100, **evaluation(1.0, 0))
+    run.log("eval", 100, **evaluation(1.25, 256))
+    assert "25.0% more bits with memory" in shown(run).text
+
+
+def test_circumstances_and_configuration_are_there(whole, html):
+    text = Page(html).text
+    for part, count in PARTS.items():
+        assert f"{part} {count:,} {count / sum(PARTS.values()):.1%}" in text
+    assert f"all {sum(PARTS.values()):,} 100.0%" in text
+    for split in whole.corpus["splits"].values():
+        assert split["sha256_text"] in text
+        assert split["sha256_tokens"] in text
+    assert "train 11,274,210 11,274,210" in text
+    for row in ("d_model 128", "warmup_steps 200", "learning_rate 0.002", "clamp_len none", "cutoffs none"):
+        assert row in text
+    for row in ("processor Example CPU", "memory 8.0 GiB", "torch 2.13.0+cpu", "attention shifted"):
+        assert row in text
+    assert "txl train stdlib-tiny --out 'runs/my demo'" in text
+    assert "Differs from the preset stdlib-tiny in: " in text
+    assert "train.warmup_steps 100 → 200" in text
+    assert "begun 21 September 2026, 14:13 UTC" in text
+
+
+def test_a_run_that_went_on_shows_all_its_commands(tmp_path):
+    run = begun(tmp_path / "run")
+    run.start("resume", step=100)
+    text = shown(run).text
+    assert "Training was run 2 times" in text
+    assert text.count("txl train stdlib-tiny") == 2
+
+
+@pytest.mark.parametrize("kind", ["nothing", "config", "start", "validation"])
+def test_without_training_there_is_no_report(tmp_path, kind):
+    path = tmp_path / "run"
+    if kind == "nothing":
+        path.mkdir()
+    else:
+        run = FakeRun(path)
+        if kind != "config":
+            run.start()
+        if kind == "validation":
+            run.log("valid", 0, **evaluation(5.0, 128))
+    with pytest.raises(UserError) as caught:
+        write_report(path)
+    assert "\n" not in str(caught.value)
+    assert ("no config.json" if kind == "nothing" else "run txl train") in str(caught.value)
+    assert not (path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    run = begun(tmp_path / "run")
+    (run.path / "report.html").write_text("old")
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(txl.run_directory.os, "replace", refuse)
+    with pytest.raises(UserError, match=r"report\.html: cannot be written \(No space left on device\)"):
+        write_report(run.path)
+    assert (run.path / "report.html").read_text() == "old"
+    assert not list(run.path.glob("*.partial"))
+
+
+def test_a_folder_that_is_not_there_is_a_mistake_of_the_users(tmp_path):
+    run = begun(tmp_path / "run")
+    with pytest.raises(UserError, match=r"none/report\.html: cannot be written"):
+        write_report(run.path, out=tmp_path / "none" / "report.html")
+
+
+@pytest.fixture
+def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
+    """A run of a real model with an evaluation in its log."""
+    from txl.data.corpora import open_corpus
+
+    directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
+    model, _ = directory.load()
+    corpus = open_corpus(str(story), data_dir=data_dir)
+    for mem_len in (0, 16):
+        row = evaluate(model, corpus.tokens("test"), segment=8, mem_len=mem_len, batch_size=4).to_dict()
+        about = {"split": "test", "corpus": corpus.name, "unit": corpus.unit, "checkpoint": "step-00000012"}
+        directory.append("eval", 12, **about, **row)
+    return directory
+
+
+def test_compressors_are_measured_on_the_text_that_was_scored_and_only_once(tested, story, data_dir, monkeypatch):
+    from txl.data.corpora import open_corpus
+
+    text = b"".join(open_corpus(str(story), data_dir=data_dir).text_bytes("test"))
+    page = Page(write_report(tested.path, data_dir=data_dir).read_text())
+    sizes = compress([text])
+    assert f"the same {len(text):,} bytes and nothing else: zlib makes {sizes.zlib:,} bytes" in page.text
+    assert f"zlib (level 9) {sizes.bits_per_byte('zlib'):.3f}" in page.text
+    event = tested.events()[-1]
+    assert (event["event"], event["text"], event["lzma"]) == ("compression", len(text), sizes.lzma)
+
+    monkeypatch.setattr(comparison, "compress", None)
+    assert Page(write_report(tested.path, data_dir=data_dir).read_text()).text == page.text
+    assert tested.events()[-1] == event
+
+
+def test_a_run_that_can_only_be_read_has_its_report_elsewhere(tested, data_dir, tmp_path, monkeypatch):
+    def refuse(*arguments, **fields):
+        raise UserError("log.jsonl: the log cannot be written (Read-only file system)")
+
+    monkeypatch.setattr(RunDirectory, "append", refuse)
+    page = Page(write_report(tested.path, out=tmp_path / "page.html", data_dir=data_dir).read_text())
+    assert "zlib (level 9)" in page.text
+
+
+def test_another_text_in_its_place_is_not_compressed_instead(tested, story, data_dir, tmp_path, monkeypatch):
+    log = (tested.path / "log.jsonl").read_text()
+    other = tmp_path / "other.txt"
+    other.write_bytes(story.read_bytes().replace(b"river", b"RIVER"))
+    (tested.path / "log.jsonl").write_text(log.replace(str(story), str(other)))
+    config = tested.config()
+    config.data.corpus = str(other)
+    tested.write_config(config)
+    text = Page(write_report(tested.path, data_dir=data_dir).read_text()).text
+    assert "zlib and lzma are not shown: the test split of" in text
+    assert "on this machine is not what was scored" in text
+
+    other.unlink()
+    text = Page(write_report(tested.path, data_dir=data_dir).read_text()).text
+    assert "zlib and lzma are not shown: " in text
+    assert str(other) in text

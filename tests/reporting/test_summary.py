@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+from tests.reporting.fake_run import FakeRun, evaluation, whole_run
+
+from txl.reporting.summary import summary_lines
+
+
+def test_three_lines_with_the_numbers_of_the_log(tmp_path):
+    run = whole_run(tmp_path / "run")
+    events = run.directory.events()
+    rows = next(event for event in events if event["event"] == "sweep")["rows"]
+    without, result = rows[0]["bits_per_byte"], rows[-1]["bits_per_byte"]
+    lines = summary_lines(events, Path("runs/demo/report.html"))
+    assert lines == [
+        f"stdlib test, 640,400 targets: {result:.3f} bits per byte with memory 256, {without:.3f} without "
+        f"(memory: {1 - result / without:.1%} fewer bits); zlib {8 * 0.264:.3f}, lzma {8 * 0.221:.3f}",
+        lines[1],
+        "report: runs/demo/report.html",
+    ]
+    assert lines[1].startswith("1,315,072 parameters, 8,192,000 tokens trained on at 2")
+    assert lines[1].endswith(" tokens/s on Example CPU @ 2.50GHz avx2 avx512f (2 cores)")
+
+
+@pytest.mark.parametrize(("unit", "figure"), [("byte", "1.443 bpc"), ("word", "2.718 ppl")])
+def test_without_the_size_of_the_text_the_figure_is_a_token_s(tmp_path, unit, figure):
+    run = FakeRun(tmp_path / "run", unit=unit)
+    run.start()
+    run.train()
+    run.log("eval", 4000, **evaluation(1.0, 256, unit=unit, bits_per_byte=None, bytes_per_token=None))
+    assert summary_lines(run.directory.events())[0] == (
+        f"stdlib test, 640,400 targets: {figure} with memory 256"
+    )  # fmt: skip
+
+
+def test_what_is_missing_is_said(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    assert summary_lines(run.directory.events()) == ["nothing has been trained here yet: run txl train"]
+    run.start()
+    run.train()
+    lines = summary_lines(run.directory.events())
+    assert lines[0] == "no result on the test split yet: run txl eval DIR --mem-lens 0,128,256"
+    assert lines[2] == "report: run txl report DIR"
