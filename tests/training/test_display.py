@@ -63,9 +63,9 @@ def test_a_terminal_gets_a_live_panel():
     program = textwrap.dedent("""
         from txl.training.display import Display, Reading
         with Display("[demo]", "word", 100, quiet=False) as display:
-            display.valid(20, {"nll": 2.0, "tokens": 5}, is_best=False)
             display.message("a [note]")
             display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0))
+            display.valid(40, {"nll": 2.0, "tokens": 5}, is_best=False)
     """)
     controller, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
@@ -82,7 +82,7 @@ def test_a_terminal_gets_a_live_panel():
     os.close(controller)
     assert done.stdout == b""
     for text in (
-        "[demo]", "a [note]", "40/100", "1.0000 nats", "2.7183", "ppl 7.3891 at step 20", "5,000 tokens/s", "1.00e-03",
+        "[demo]", "a [note]", "40/100", "1.0000 nats", "2.7183", "ppl 7.3891 at step 40", "5,000 tokens/s", "1.00e-03",
         "0.250", "1:01",
     ):  # fmt: skip
         assert text in shown

@@ -56,6 +56,7 @@ class Display:
             )
             self._task = self._bar.add_task(escape(name), total=steps)
             self._live = Live(console=console, refresh_per_second=4)
+        self._reading: Reading | None = None
         self._valid = "not yet"
 
     def __enter__(self) -> Self:
@@ -78,6 +79,7 @@ class Display:
 
     def show(self, reading: Reading) -> None:
         """The reading of every step; only a live panel has a place for it."""
+        self._reading = reading
         if self._live:
             self._live.update(self._panel(reading))
 
@@ -98,6 +100,8 @@ class Display:
         self._valid = f"{name} {value:.4f} at step {step}"
         best = ", the best so far" if is_best else ""
         self.message(f"validation at step {step}: {name} {value:.4f} on {result['tokens']:,} tokens{best}")
+        if self._reading is not None:
+            self.show(self._reading)
 
     def _panel(self, reading: Reading) -> Table:
         name, value = metric(self._unit, reading.loss)
