@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl.data.prepare import word_vocabulary
+from txl.data.counting import word_vocabulary
 from txl.data.vocabulary import (
     BpeVocabulary,
     ByteVocabulary,
@@ -21,7 +19,7 @@ TEXT = "Größe\tund  Gewicht\r\n\n  naïve — 日本 🦆🦆\n" * 20
 BPE = BpeVocabulary.train([TEXT], 400)
 ALL = {
     "byte": ByteVocabulary(),
-    "char": CharVocabulary(set(TEXT)),
+    "char": CharVocabulary(sorted(set(TEXT))),
     "word": WordVocabulary(["<eos>", "the", "<unk>", "mill"]),
     "bpe": BPE,
 }
@@ -66,10 +64,10 @@ def test_bpe_merges_what_is_frequent():
         BpeVocabulary.train([TEXT], 200)
 
 
-def test_characters_are_in_code_point_order_after_unk():
+def test_characters_keep_their_order_after_unk():
     vocabulary = CharVocabulary("cab")
-    assert vocabulary.encode("abc").tolist() == [1, 2, 3]
-    assert vocabulary.encode_text("az\U0010ffff").tolist() == [1, 0, 0]
+    assert vocabulary.encode("abc").tolist() == [2, 3, 1]
+    assert vocabulary.encode_text("az\U0010ffff").tolist() == [2, 0, 0]
     assert (vocabulary.unk_id, len(vocabulary)) == (0, 4)
 
 
@@ -92,11 +90,19 @@ def test_words_join_to_what_comes_before_them(after, expected):
 
 
 def test_words_are_ordered_by_count_then_appearance_and_unk_has_the_place_of_its_count():
-    counts = Counter({"b": 3, "rare": 1, "a": 3, "c": 5, "once": 1, "<eos>": 2})
-    assert word_vocabulary(counts, 1, None).words == ["<eos>", "c", "b", "a", "rare", "once", "<unk>"]
-    assert word_vocabulary(counts, 2, None).words == ["<eos>", "c", "b", "a", "<unk>"]
-    assert word_vocabulary(counts, 1, 1).words == ["<eos>", "<unk>", "c"]
-    assert word_vocabulary(Counter({"<unk>": 9, "a": 1}), 1, None).words == ["<eos>", "<unk>", "a"]
+    counted = {"b": 3, "rare": 1, "a": 3, "c": 5, "once": 1, "<eos>": 2}
+    words, counts = list(counted), np.array(list(counted.values()))
+    for min_count, max_words, expected in (
+        (1, None, ["<eos>", "c", "b", "a", "rare", "once", "<unk>"]),
+        (2, None, ["<eos>", "c", "b", "a", "<unk>"]),
+        (1, 1, ["<eos>", "<unk>", "c"]),
+    ):
+        vocabulary, ids = word_vocabulary(words, counts, min_count, max_words)
+        assert vocabulary.words == expected
+        assert ids.tolist() == vocabulary.encode_words(words).tolist()
+    assert word_vocabulary(["<unk>", "a"], np.array([9, 1]), 1, None)[0].words == ["<eos>", "<unk>", "a"]
+    # An <unk> of the text's own counts like any other word: equal counts stand in the order of appearance.
+    assert word_vocabulary(["a", "<unk>", "b"], np.array([2, 2, 2]), 1, None)[0].words == ["<eos>", "a", "<unk>", "b"]
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -1,8 +1,8 @@
 """From pieces of text to token files, in streams: memory does not grow with the text.
 
 A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
-are bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed when
-it is whole.
+are plain bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed
+when it is whole.
 """
 
 from __future__ import annotations
@@ -13,62 +13,94 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from txl.config import DataConfig
+from txl.data.counting import BPE_CHUNK, SymbolCounter, WordCounter, bpe_vocabulary, texts
+from txl.data.reading import decoded, words
 from txl.data.sources import Piece, Pieces
 from txl.data.token_files import TokenWriter, token_dtype
-from txl.data.vocabulary import (
-    EOS,
-    UNK,
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    words_and_ends,
-)
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
-Progress = Callable[[str, int], None]
-"""Called with what is being done and the bytes of text that have just been done."""
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
 META_FORMAT = 1
-BPE_CHUNK = 1 << 16
-"""Characters given to the BPE library at once; tokens do not cross the chunks' edges."""
+STALE_AFTER = 86_400.0
+"""Seconds after which a half-prepared directory belongs to a process that was killed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How text becomes tokens: all settings that the token files depend on, beside the text."""
+
+    unit: str
+    vocab_size: int = 8192
+    """Of a bpe vocabulary."""
+    min_count: int = 1
+    """Words seen less often become `<unk>`."""
+    max_words: int | None = None
+    """Only this many of the most frequent words are kept."""
+    vocabulary: Vocabulary | None = None
+    """The one to encode with; None: one made from the text."""
+    counted: tuple[str, ...] = ("train",)
+    """The splits that the vocabulary is made from."""
+    closed: bool = False
+    """Bytes or characters: only those that occur, most frequent first, nothing unknown."""
+    rewrite: str | None = None
+    """"drop newlines" or "lower case": done to the bytes before all else."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """What else the corpus's record shall say."""
+
+    def settings(self) -> dict[str, Any]:
+        """What the token files depend on, as JSON values; settings of other units are left out."""
+        values: dict[str, Any] = {"unit": self.unit, "rewrite": self.rewrite}
+        if self.vocabulary is not None:
+            return values | {"vocabulary": self.vocabulary.to_json()}
+        values |= {"counted": self.counted, "closed": self.closed}
+        if self.unit == "word":
+            values |= {"min_count": self.min_count, "max_words": self.max_words}
+        elif self.unit == "bpe":
+            values |= {"vocab_size": self.vocab_size}
+        return values
 
 
 def prepare(
     directory: Path,
     name: str,
-    pieces: Pieces,
-    config: DataConfig,
-    vocabulary: Vocabulary | None,
+    pieces: Callable[[], Pieces],
+    recipe: Recipe,
     progress: Progress,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Make the prepared corpus `directory`, or leave no trace.
 
     Args:
         directory: is made; if another process makes it meanwhile, theirs stays.
         name: of the corpus, for its record.
-        pieces: the text of each split.
-        config: the unit, and the settings of its vocabulary.
-        vocabulary: the one to encode with; None: one made from the training split.
+        pieces: gives the text of each split.
+        recipe: how the text becomes tokens.
         progress: is told how far it is.
+        check: is given the corpus's record, and may refuse it or add to it, before the corpus can be opened.
 
     Raises:
-        UserError: if the text cannot be read in this unit, or the disk is full.
+        UserError: if the text cannot be read in this unit, or the disk is full, or the check refuses.
     """
     temporary: Path | None = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        _build(temporary, name, pieces, config, vocabulary, progress)
+        _sweep(directory.parent)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        meta = _build(temporary, name, pieces(), recipe, progress)
+        if check is not None:
+            check(meta)
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         try:
             os.rename(temporary, directory)
         except OSError as error:
@@ -84,180 +116,212 @@ def prepare(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _build(
-    directory: Path, name: str, pieces: Pieces, config: DataConfig, vocabulary: Vocabulary | None, progress: Progress
-) -> None:
-    if vocabulary is None:
-        vocabulary = make_vocabulary(pieces["train"], config, progress)
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed have left half-made."""
+    for path in folder.glob(".*.partial-*"):
+        if time.time() - path.stat().st_mtime > STALE_AFTER:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+    """Write token files, texts and the vocabulary; give the record of it all."""
+    readers = {split: _Reader(parts, recipe.rewrite) for split, parts in pieces.items()}
+    if recipe.unit == "word" and recipe.vocabulary is None:
+        vocabulary, splits = _number_words(directory, readers, recipe, progress)
+    else:
+        vocabulary, splits = recipe.vocabulary or _make_vocabulary(pieces, recipe, progress), {}
     vocabulary.save(directory / "vocabulary.json")
     dtype = token_dtype(len(vocabulary))
-    splits: dict[str, dict[str, Any]] = {}
-    for split, split_pieces in pieces.items():
-        text_hash, n_bytes = hashlib.sha256(), 0
-        with ExitStack() as files:
-            writer = files.enter_context(TokenWriter(directory / f"{split}.tokens", dtype, vocabulary.unk_id))
-            keep = None
-            if split != "train" and vocabulary.kind != "byte":  # byte tokens are the text
-                keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
-            for piece in split_pieces:
-                blocks = _Tee(piece, text_hash.update, keep)
-                for ids, done in encode_piece(piece, blocks, vocabulary):
-                    writer.write(ids)
-                    progress(f"encoding {split}", done)
-                n_bytes += blocks.n_bytes
-        if writer.tokens == 0:
+    for split, reader in readers.items():
+        if split not in splits:
+            splits[split] = _write_split(
+                directory, split, reader, _encoded(reader, vocabulary), dtype, vocabulary, progress
+            )
+        if splits[split]["tokens"] == 0:
             raise UserError(f"{name}: the {split} split is empty; expected some text")
-        splits[split] = {
-            "tokens": writer.tokens,
-            "bytes": n_bytes,
-            "unknown": writer.unknown,
-            "sha256_tokens": writer.sha256,
-            "sha256_text": text_hash.hexdigest(),
-        }
+    splits = {split: splits[split] for split in readers}
     vocabulary_hash = hashlib.sha256(json.dumps(vocabulary.to_json(), sort_keys=True).encode()).hexdigest()
     content = [vocabulary.kind, vocabulary_hash, *[f"{key} {value['sha256_tokens']}" for key, value in splits.items()]]
-    meta = {
+    return {
         "format": META_FORMAT,
         "name": name,
         "unit": vocabulary.kind,
         "vocabulary_size": len(vocabulary),
         "dtype": dtype.str,
         "splits": splits,
+        **recipe.record,
         "sha256_vocabulary": vocabulary_hash,
         "identity": hashlib.sha256("\n".join(content).encode()).hexdigest(),
     }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-class _Tee:
-    """The blocks of a piece, which on the way are counted, hashed and (for some splits) written down."""
+class _Reader:
+    """The blocks of a split's pieces, which on the way are counted, hashed and (for some splits) written down."""
 
-    def __init__(self, piece: Piece, update: Callable[[bytes], None], write: Callable[[bytes], Any] | None):
-        self._piece, self._update, self._write = piece, update, write
+    def __init__(self, pieces: list[Piece], rewrite: str | None):
+        self.pieces = pieces
+        self._rewrite = rewrite
+        sizes = [piece.size for piece in pieces]
+        self.size = None if None in sizes else sum(size for size in sizes if size is not None)
         self.n_bytes = 0
+        self.hash = hashlib.sha256()
+        self.keep: Callable[[bytes], Any] | None = None
 
-    def __iter__(self) -> Iterator[bytes]:
-        for block in self._piece.blocks():
+    def blocks(self, piece: Piece) -> Iterator[bytes]:
+        for block in piece.blocks():
+            if self._rewrite == "drop newlines":
+                block = block.replace(b"\n", b"")
+            elif self._rewrite == "lower case":
+                block = block.lower()
             self.n_bytes += len(block)
-            self._update(block)
-            if self._write is not None:
-                self._write(block)
+            self.hash.update(block)
+            if self.keep is not None:
+                self.keep(block)
             yield block
 
 
-def make_vocabulary(pieces: list[Piece], config: DataConfig, progress: Progress) -> Vocabulary:
-    """The vocabulary of a training split.
+def _write_split(
+    directory: Path,
+    split: str,
+    reader: _Reader,
+    encoded: Iterable[tuple[np.ndarray, int]],
+    dtype: np.dtype[Any],
+    vocabulary: Vocabulary | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write a split's token file, and its text where that is kept; give its record.
+
+    Without a vocabulary, the tokens are the numbers of words whose ids are not yet known.
+    """
+    doing = f"counting words of {split}" if vocabulary is None else f"encoding {split}"
+    unk_id = None if vocabulary is None else vocabulary.unk_id
+    is_text = isinstance(vocabulary, ByteVocabulary) and vocabulary.is_complete
+    with ExitStack() as files:
+        writer = files.enter_context(TokenWriter(directory / f"{split}.tokens", dtype, unk_id))
+        if split != "train" and not is_text:
+            reader.keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
+        for ids, done in encoded:
+            writer.write(ids)
+            progress(doing, done, reader.size)
+    return {
+        "tokens": writer.tokens,
+        "bytes": reader.n_bytes,
+        "unknown": writer.unknown,
+        "sha256_tokens": writer.sha256,
+        "sha256_text": reader.hash.hexdigest(),
+    }
+
+
+def _number_words(
+    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: Progress
+) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
+    """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
+    counter, splits = WordCounter(), {}
+    for split in recipe.counted:
+        reader = readers[split]
+        encoded = (
+            (counter.add(some), done) for piece in reader.pieces for some, done in words(piece, reader.blocks(piece))
+        )
+        splits[split] = _write_split(directory, split, reader, encoded, np.dtype("<u4"), None, progress)
+    vocabulary, ids = counter.vocabulary(recipe.min_count, recipe.max_words)
+    dtype = token_dtype(len(vocabulary))
+    for split, record in splits.items():
+        path, numbered = directory / f"{split}.tokens", directory / f"{split}.numbers"
+        os.rename(path, numbered)
+        with TokenWriter(path, dtype, vocabulary.unk_id) as writer, open(numbered, "rb") as file:
+            while block := file.read(1 << 22):
+                writer.write(ids[np.frombuffer(block, dtype="<u4")])
+        numbered.unlink()
+        record |= {"unknown": writer.unknown, "sha256_tokens": writer.sha256}
+    return vocabulary, splits
+
+
+def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
+    """The vocabulary of bytes, characters or byte pairs.
 
     Raises:
         UserError: if the text cannot be read in this unit.
     """
-    if config.unit == "byte":
-        return ByteVocabulary()
-    if config.unit == "char":
-        seen = np.zeros(0x110000, dtype=bool)
-        for text, done in _texts(pieces):
-            seen[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] = True
-            progress("collecting characters", done)
-        return CharVocabulary(chr(code) for code in np.flatnonzero(seen))
-    if config.unit == "word":
-        counts: Counter[str] = Counter()
-        for piece in pieces:
-            for words, done in _words(piece, piece.blocks()):
-                counts.update(words)
-                progress("counting words", done)
-        return word_vocabulary(counts, config.min_count, config.max_words)
+    counted = [piece for split in recipe.counted for piece in pieces[split]]
+    reader = _Reader(counted, recipe.rewrite)
+    if recipe.unit == "byte":
+        if not recipe.closed:
+            return ByteVocabulary()
+        counter = SymbolCounter(256)
+        for block in (block for piece in counted for block in reader.blocks(piece)):
+            counter.add(np.frombuffer(block, dtype=np.uint8))
+            progress("counting bytes", len(block), reader.size)
+        return ByteVocabulary(counter.most_frequent_first())
+    if recipe.unit == "char":
+        counter = SymbolCounter(0x110000)
+        for text, done in texts(counted):
+            counter.add(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32))
+            progress("counting characters", done, reader.size)
+        codes = counter.most_frequent_first() if recipe.closed else counter.sorted()
+        return CharVocabulary(map(chr, codes), unknown=not recipe.closed)
 
-    def chunks() -> Iterator[str]:
-        for text, done in _texts(pieces):
-            progress("learning byte pairs", done)
-            yield from (text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK))
+    def told() -> Iterator[tuple[str, int]]:
+        for text, done in texts(counted):
+            progress("learning byte pairs", done, reader.size)
+            yield text, done
 
-    return BpeVocabulary.train(chunks(), config.vocab_size)
+    return bpe_vocabulary(counted, recipe.vocab_size, told())
 
 
-def word_vocabulary(counts: Counter[str], min_count: int, max_words: int | None) -> WordVocabulary:
-    """`<eos>` first, as in the authors' code, then words by falling count; equal counts in the order of appearance.
+def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
+    """Token ids of a split, block by block, with the bytes that each block took.
 
-    `<unk>` takes the place that its count gives it: its own occurrences and those of all words left out.
+    Raises:
+        UserError: for text that this vocabulary cannot encode.
     """
-    kept = {word: count for word, count in counts.items() if count >= min_count and word not in (EOS, UNK)}
-    words = sorted(kept, key=lambda word: -kept[word])[:max_words]
-    left_out = sum(counts.values()) - counts[EOS] - sum(kept[word] for word in words)
-    place = next((number for number, word in enumerate(words) if kept[word] < left_out), len(words))
-    return WordVocabulary([EOS, *words[:place], UNK, *words[place:]])
+    blocks = (each for piece in reader.pieces for each in encode_piece(piece, reader.blocks(piece), vocabulary))
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.boundary is None:
+        yield from blocks
+        return
+    # A sentence's beginning is due when another sentence follows, so the last one has none after it.
+    begin = np.array([vocabulary.eos_id])
+    if vocabulary.boundary == "end":
+        yield begin, 0
+        yield from blocks
+        return
+    due = begin
+    for ids, done in blocks:
+        if len(ids):
+            doubled = np.concatenate([due, np.repeat(ids, np.where(ids == vocabulary.eos_id, 2, 1))])
+            due = begin if ids[-1] == vocabulary.eos_id else begin[:0]
+            ids = doubled[:-1] if len(due) else doubled
+        yield ids, done
 
 
-def encode_piece(piece: Piece, blocks: Any, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
+def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
     """Token ids of a piece of text, block by block, with the bytes that each block took.
 
     A character that a character vocabulary lacks becomes `<unk>`; a piece's last line has an `<eos>` even if nothing
     ends it.
 
     Raises:
-        UserError: for text that is not UTF-8, or holds NUL bytes, in any unit but bytes.
+        UserError: for text that is not UTF-8, or holds NUL bytes, in any unit but bytes; for symbols that a vocabulary
+            without `<unk>` lacks.
     """
-    if isinstance(vocabulary, ByteVocabulary):
-        for block in blocks:
-            yield np.frombuffer(block, dtype=np.uint8), len(block)
-    elif isinstance(vocabulary, CharVocabulary):
-        for text, done in _decoded(piece, blocks):
-            yield vocabulary.encode_text(text), done
-    elif isinstance(vocabulary, WordVocabulary):
-        ids, unk = vocabulary.ids, vocabulary.unk_id
-        for words, done in _words(piece, blocks):
-            yield np.fromiter((ids.get(word, unk) for word in words), dtype=np.uint32, count=len(words)), done
-    elif isinstance(vocabulary, BpeVocabulary):
-        for text, done in _decoded(piece, blocks):
-            chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
-            encoded = vocabulary.tokenizer.encode_batch_fast(chunks)
-            yield np.array([each for one in encoded for each in one.ids], dtype=np.uint32), done
-    else:
-        raise TypeError(f"no encoding for a {type(vocabulary).__name__}")
-
-
-def _texts(pieces: list[Piece]) -> Iterator[tuple[str, int]]:
-    for piece in pieces:
-        yield from _decoded(piece, piece.blocks())
-
-
-def _decoded(piece: Piece, blocks: Any) -> Iterator[tuple[str, int]]:
-    """Text of a piece, block by block; a character that is cut by a block's end goes to the next block."""
-    offset, rest = piece.start, b""
-    for block in blocks:
-        data = rest + block
-        zero = data.find(b"\0")
-        if zero >= 0:
-            raise UserError(
-                f"{piece.path}: binary (a NUL byte at offset {offset + zero}); use the unit byte, or give a text"
-            )
-        try:
-            text, rest = data.decode("utf-8"), b""
-        except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data":
-                raise _not_utf8(piece, offset + error.start, data[error.start]) from None
-            text, rest = data[: error.start].decode("utf-8"), data[error.start :]
-        offset += len(data) - len(rest)
-        yield text, len(block)
-    if rest:
-        raise _not_utf8(piece, offset, rest[0])
-
-
-def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
-    return UserError(
-        f"{piece.path}: not UTF-8 (byte 0x{value:02X} at offset {offset}); convert it to UTF-8 or use the unit byte"
-    )
-
-
-def _words(piece: Piece, blocks: Any) -> Iterator[tuple[list[str], int]]:
-    """Words and `<eos>` of a piece, block by block; a word that is cut by a block's end goes to the next block."""
-    rest, ended = "", True
-    for text, done in _decoded(piece, blocks):
-        if not text:
-            continue
-        text = rest + text
-        ended = text.endswith("\n")
-        cut = max(text.rfind("\n"), text.rfind(" ")) + 1
-        rest = text[cut:]
-        yield words_and_ends(text[:cut]), done
-    if rest or not ended:
-        yield [*words_and_ends(rest), EOS], 0
+    try:
+        if isinstance(vocabulary, ByteVocabulary):
+            for block in blocks:
+                ids = np.frombuffer(block, dtype=np.uint8) if vocabulary.is_complete else vocabulary.encode_bytes(block)
+                yield ids, len(block)
+        elif isinstance(vocabulary, CharVocabulary):
+            for text, done in decoded(piece, blocks):
+                yield vocabulary.encode_text(text), done
+        elif isinstance(vocabulary, WordVocabulary):
+            for some, done in words(piece, blocks, vocabulary.eos):
+                yield vocabulary.encode_words(some), done
+        elif isinstance(vocabulary, BpeVocabulary):
+            for text, done in decoded(piece, blocks):
+                chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
+                encoded = vocabulary.tokenizer.encode_batch_fast(chunks)
+                yield np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encoded] or [[]]), done
+        else:
+            raise TypeError(f"no encoding for a {type(vocabulary).__name__}")
+    except UserError as error:
+        if str(piece.path) in str(error):
+            raise
+        raise UserError(f"{piece.path}: {error}") from None

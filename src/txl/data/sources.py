@@ -24,6 +24,7 @@ BLOCK = 1 << 20
 """Bytes read at a time."""
 SPLITS = ("train", "valid", "test")
 TRAIN_END, VALID_END = 0.90, 0.95
+COMPRESSED = (".gz", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Piece:
     start: int = 0
     end: int | None = None
 
+    @property
+    def size(self) -> int | None:
+        """Its bytes; None if only decompressing would tell."""
+        if self.end is not None:
+            return self.end - self.start
+        return None if self.path.suffix in COMPRESSED else self.path.stat().st_size - self.start
+
     def blocks(self) -> Iterator[bytes]:
         """Its bytes, about a megabyte at a time.
 
@@ -42,12 +50,7 @@ class Piece:
         """
         with open_file(self.path) as file:
             try:
-                skipped = 0
-                while skipped < self.start:
-                    part = file.read(min(BLOCK, self.start - skipped))
-                    if not part:
-                        break
-                    skipped += len(part)
+                self._skip(file)
                 left = None if self.end is None else self.end - self.start
                 while left is None or left > 0:
                     block = file.read(BLOCK if left is None else min(BLOCK, left))
@@ -58,6 +61,18 @@ class Piece:
                     yield block
             except (OSError, EOFError, lzma.LZMAError, zstandard.ZstdError) as error:
                 raise UserError(f"{self.path}: cannot be read ({error}); is it whole?") from None
+
+    def _skip(self, file: IO[bytes]) -> None:
+        """Go to its start."""
+        if self.path.suffix not in COMPRESSED:
+            file.seek(self.start)
+            return
+        skipped = 0
+        while skipped < self.start:
+            part = file.read(min(BLOCK, self.start - skipped))
+            if not part:
+                break
+            skipped += len(part)
 
 
 Pieces = dict[str, list[Piece]]
@@ -116,19 +131,27 @@ class _ZstdFile(io.RawIOBase):
         super().close()
 
 
-def stdlib_pieces() -> Pieces:
+def stdlib_files() -> list[Path]:
+    """The Python standard library's own `.py` files, without what was installed beside them, in the order of paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - foreign)
+        found.extend(Path(folder) / name for name in files if name.endswith(".py"))
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def stdlib_pieces(unit: str = "byte") -> Pieces:
     """The Python standard library's own `.py` files, without what was installed beside them.
 
     Whole files are dealt to the splits, 90/5/5 by bytes, in the order of the sha256 of their path within the library;
-    inside a split they stand in the order of their paths, so that a package's files stay together.
+    inside a split they stand in the order of their paths, so that a package's files stay together. The library tests
+    Python's reading of source files with a few that are not UTF-8: only the unit byte can read them, for the other
+    units they are left out of their split.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    foreign = {"site-packages", "dist-packages", "__pycache__"}
-    found: list[str] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - foreign)
-        inside = Path(folder).relative_to(root)
-        found.extend((inside / name).as_posix() for name in files if name.endswith(".py"))
+    found = [path.relative_to(root).as_posix() for path in stdlib_files()]
     sizes = {name: (root / name).stat().st_size for name in found}
     order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
     total, seen = sum(sizes.values()), 0
@@ -138,7 +161,23 @@ def stdlib_pieces() -> Pieces:
         split = "train" if middle < TRAIN_END * total else "valid" if middle < VALID_END * total else "test"
         names[split].append(name)
         seen += sizes[name]
-    return {split: [Piece(root / name) for name in sorted(names[split]) if sizes[name]] for split in SPLITS}
+    return {
+        split: [
+            Piece(root / name)
+            for name in sorted(names[split])
+            if sizes[name] and (unit == "byte" or _is_text(root / name))
+        ]
+        for split in SPLITS
+    }
+
+
+def _is_text(path: Path) -> bool:
+    content = path.read_bytes()
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
 
 
 def user_pieces(text: str) -> Pieces:
@@ -151,18 +190,18 @@ def user_pieces(text: str) -> Pieces:
         UserError: if there is nothing to read, or too little.
     """
     paths = find_files(text)
-    named = _named_splits(paths) if Path(text).is_dir() else None
+    named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
     if named is not None:
         return {split: [Piece(path)] for split, path in named.items()}
     sizes = [content_size(path) for path in paths]
     total = sum(sizes)
     if total == 0:
         raise UserError(f"{text}: empty; expected some text")
-    edges = [0, *(_character_start(paths, sizes, int(share * total)) for share in (TRAIN_END, VALID_END)), total]
+    edges = [0, *(character_start(paths, sizes, int(share * total)) for share in (TRAIN_END, VALID_END)), total]
     if any(first >= end for first, end in pairwise(edges)):
         raise UserError(f"{text}: {total} bytes are too few to cut into train, valid and test")
     return {
-        split: _cut(paths, sizes, first, end) for split, first, end in zip(SPLITS, edges[:-1], edges[1:], strict=True)
+        split: cut(paths, sizes, first, end) for split, first, end in zip(SPLITS, edges[:-1], edges[1:], strict=True)
     }
 
 
@@ -193,24 +232,39 @@ def find_files(text: str) -> list[Path]:
 
 def content_size(path: Path) -> int:
     """Bytes of a file's decompressed content."""
-    if path.suffix not in (".gz", ".xz", ".zst"):
+    if path.suffix not in COMPRESSED:
         return path.stat().st_size
     return sum(len(block) for block in Piece(path).blocks())
 
 
-def _named_splits(paths: list[Path]) -> dict[str, Path] | None:
-    """The files that are named after splits, if there is one for each."""
+def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
+    """The files that are named after splits, if there is one for each.
+
+    Raises:
+        UserError: if the folder itself holds a plain train file, say train.txt, and another split, but not all three:
+            to mix them and cut them anew would train on what was meant for testing.
+    """
     patterns = {"train": r"train", "valid": r"valid|validation|val|dev", "test": r"test"}
-    chosen = {}
+    chosen, plain = {}, {}
     for split, pattern in patterns.items():
         matching = [path for path in paths if re.fullmatch(rf"(.*[._-])?({pattern})([._-].*)?", path.name)]
-        if len(matching) != 1:
-            return None
-        chosen[split] = matching[0]
-    return chosen
+        if len(matching) == 1:
+            chosen[split] = matching[0]
+        here = [path for path in matching if path.parent == folder.absolute()]
+        plain[split] = [path.name for path in here if re.fullmatch(rf"({pattern})\.(txt|text|tokens|raw).*", path.name)]
+    if len(chosen) == len(patterns):
+        return chosen
+    missing = [split for split in SPLITS if not plain[split]]
+    if plain["train"] and len(missing) == 1:
+        held = ", ".join(name for names in plain.values() for name in names)
+        raise UserError(
+            f"{folder}: holds {held}, but no {missing[0]} split; expected {missing[0]}.txt too (or give the files "
+            f"themselves, as a glob, to cut them anew)"
+        )
+    return None
 
 
-def _cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
+def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
     """The pieces between two positions of all files put together."""
     pieces, start = [], 0
     for path, size in zip(paths, sizes, strict=True):
@@ -221,10 +275,10 @@ def _cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piec
     return pieces
 
 
-def _character_start(paths: list[Path], sizes: list[int], position: int) -> int:
+def character_start(paths: list[Path], sizes: list[int], position: int) -> int:
     """The position, or the next one (at most three further) that does not lie inside a UTF-8 character."""
     following = b"".join(
-        block for piece in _cut(paths, sizes, position, min(position + 4, sum(sizes))) for block in piece.blocks()
+        block for piece in cut(paths, sizes, position, min(position + 4, sum(sizes))) for block in piece.blocks()
     )
     for ahead, value in enumerate(following):
         if not 0x80 <= value <= 0xBF:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,33 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     raise ValueError(f"a vocabulary of {vocab_size} tokens does not fit 32 bits")
 
 
+@dataclass(frozen=True)
+class Sentences:
+    """How a stream of separate sentences is cut: training shuffles them."""
+
+    boundary_id: int
+    """The token at a sentence's ends."""
+    boundary: str
+    """"end": one such token between two sentences; "both": two."""
+
+
 class Tokens:
     """A split's token ids, one-dimensional; nothing is in memory that is not looked at."""
 
-    def __init__(self, ids: np.ndarray, split: str, n_bytes: int | None):
+    def __init__(self, ids: np.ndarray, split: str, n_bytes: int | None, sentences: Sentences | None = None):
         self._ids = ids
         self.split = split
         self.n_bytes = n_bytes
         """Bytes of the text that the ids stand for."""
+        self.sentences = sentences
+        """Of a corpus of separate sentences; None: running text."""
 
     @classmethod
-    def open(cls, path: Path, dtype: np.dtype[Any], split: str, n_bytes: int) -> Tokens:
+    def open(
+        cls, path: Path, dtype: np.dtype[Any], split: str, n_bytes: int, sentences: Sentences | None = None
+    ) -> Tokens:
         """Map a token file."""
-        return cls(np.memmap(path, dtype=dtype, mode="r"), split, n_bytes)
+        return cls(np.memmap(path, dtype=dtype, mode="r"), split, n_bytes, sentences)
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -5,34 +5,22 @@ Each is saved as plain JSON. Ids are int64 arrays in memory.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.errors import UserError
 
 UNK = "<unk>"
 EOS = "<eos>"
 _FORMAT = 1
-
-
-class Decoder(Protocol):
-    """Turns token ids into text as they come."""
-
-    def push(self, token: int) -> str:
-        """The text that is complete after one more token (may be empty)."""
-        ...
-
-    def flush(self) -> str:
-        """What was still incomplete, at the end of the text."""
-        ...
 
 
 class Vocabulary(ABC):
@@ -84,11 +72,16 @@ class Vocabulary(ABC):
             if values["format"] != _FORMAT:
                 raise UserError(f"vocabulary of format {values['format']!r}; this version reads format {_FORMAT}")
             if values["kind"] == "byte":
-                return ByteVocabulary()
+                return ByteVocabulary(values.get("values"))
             if values["kind"] == "char":
-                return CharVocabulary(values["characters"])
+                return CharVocabulary(values["characters"], unknown=values.get("unknown", True))
             if values["kind"] == "word":
-                return WordVocabulary(values["words"])
+                return WordVocabulary(
+                    values["words"],
+                    eos=values.get("eos", EOS),
+                    unk=values.get("unk", UNK),
+                    boundary=values.get("boundary"),
+                )
             if values["kind"] == "bpe":
                 return BpeVocabulary(Tokenizer.from_str(json.dumps(values["tokenizer"])))
         except UserError:
@@ -120,68 +113,83 @@ class Vocabulary(ABC):
             raise UserError(f"{path}: {error}") from None
 
 
-class _BytesDecoder:
-    """UTF-8 from byte strings; a character that is spread over tokens appears with its last byte."""
-
-    def __init__(self, pieces: Sequence[bytes]):
-        self._pieces = pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
 class ByteVocabulary(Vocabulary):
-    """All 256 bytes; every file can be read."""
+    """All 256 bytes, so that every file can be read; or only those that a benchmark counts.
+
+    Args:
+        values: the bytes in the order of their ids; None: all, each its own id.
+    """
 
     kind = "byte"
 
+    def __init__(self, values: Sequence[int] | None = None):
+        self.values = list(range(256)) if values is None else [int(value) for value in values]
+        if len(set(self.values)) != len(self.values) or not all(0 <= value < 256 for value in self.values):
+            raise UserError("a byte vocabulary holds a byte twice, or something that is not a byte")
+        self.is_complete = self.values == list(range(256))
+        self._table = np.full(256, -1, dtype=np.int64)
+        self._table[self.values] = np.arange(len(self.values))
+
     def __len__(self) -> int:
-        return 256
+        return len(self.values)
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text's UTF-8 form (undecodable bytes of a command line come back as they were)."""
-        return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.int64)
+        """The bytes of the text's UTF-8 form (undecodable bytes of a command line come back as they were).
+
+        Raises:
+            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
+        """
+        return self.encode_bytes(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """One id a byte: int64 [N].
+
+        Raises:
+            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
+        """
+        values = np.frombuffer(data, dtype=np.uint8)
+        ids = self._table[values]
+        if not self.is_complete and (ids < 0).any():
+            lacking = np.unique(values[ids < 0]).tolist()
+            named = ", ".join(f"0x{value:02X}" for value in lacking[:8]) + (" and more" if len(lacking) > 8 else "")
+            raise UserError(f"the text has bytes that the vocabulary of {len(self)} lacks: {named}; leave them out")
+        return ids
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8, with U+FFFD for what is none."""
-        return _BytesDecoder([bytes([value]) for value in range(256)])
+        return BytesDecoder([bytes([value]) for value in self.values])
 
     def to_json(self) -> dict[str, Any]:
-        """Nothing but its kind."""
-        return {"format": _FORMAT, "kind": self.kind}
-
-
-class _SymbolDecoder:
-    def __init__(self, symbols: Sequence[str]):
-        self._symbols = symbols
-
-    def push(self, token: int) -> str:
-        return self._symbols[token]
-
-    def flush(self) -> str:
-        return ""
+        """Its kind, and the bytes if they are not all."""
+        values = {} if self.is_complete else {"values": self.values}
+        return {"format": _FORMAT, "kind": self.kind, **values}
 
 
 class CharVocabulary(Vocabulary):
-    """The characters of the training text in code-point order, after one `<unk>` for all others (id 0)."""
+    """Characters, after one `<unk>` for all others (id 0); a benchmark's closed alphabet has no `<unk>`.
+
+    Args:
+        characters: in the order of their ids.
+        unknown: whether there is an `<unk>`.
+    """
 
     kind = "char"
-    unk_id = 0
 
-    def __init__(self, characters: Iterable[str]):
-        self.characters = sorted(characters)
+    def __init__(self, characters: Iterable[str], *, unknown: bool = True):
+        self.characters = list(characters)
         if not all(isinstance(each, str) and len(each) == 1 for each in self.characters):
             raise UserError("a character vocabulary holds something that is not one character")
+        if len(set(self.characters)) != len(self.characters):
+            raise UserError("a character vocabulary holds a character twice")
+        self.unk_id = 0 if unknown else None
+        first = 1 if unknown else 0
         codes = np.array([ord(each) for each in self.characters], dtype=np.int64)
-        self._table = np.zeros(0x110000 if len(codes) == 0 else int(codes.max()) + 2, dtype=np.uint32)
-        self._table[codes] = np.arange(1, len(codes) + 1)
+        # The table's last entry serves all code points beyond it.
+        self._table = np.full(int(codes.max(initial=0)) + 2, 0 if unknown else -1, dtype=np.int64)
+        self._table[codes] = np.arange(first, first + len(codes))
 
     def __len__(self) -> int:
-        return len(self.characters) + 1
+        return len(self.characters) + (self.unk_id is not None)
 
     def encode(self, text: str) -> np.ndarray:
         """One id a character.
@@ -189,82 +197,111 @@ class CharVocabulary(Vocabulary):
         Raises:
             UserError: naming the characters that the vocabulary lacks.
         """
-        ids = self.encode_text(text)
-        if (ids == 0).any():
-            lacking = sorted({text[place] for place in np.flatnonzero(ids == 0)})
-            named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in lacking[:8])
-            more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-            raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
+        ids = self._lookup(text)
+        self._refuse(text, ids <= 0 if self.unk_id == 0 else ids < 0)
         return ids
 
     def encode_text(self, text: str) -> np.ndarray:
-        """One id a character, `<unk>` for what the vocabulary lacks."""
+        """One id a character, `<unk>` for what the vocabulary lacks.
+
+        Raises:
+            UserError: naming the characters that the vocabulary lacks, if it has no `<unk>`.
+        """
+        ids = self._lookup(text)
+        if self.unk_id is None:
+            self._refuse(text, ids < 0)
+        return ids
+
+    def _lookup(self, text: str) -> np.ndarray:
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
-        # The table's last entry is 0 and serves all code points beyond it.
-        return self._table[np.minimum(codes, len(self._table) - 1)].astype(np.int64)
+        return self._table[np.minimum(codes, len(self._table) - 1)]
+
+    def _refuse(self, text: str, lacking: np.ndarray) -> None:
+        if not lacking.any():
+            return
+        characters = sorted({text[place] for place in np.flatnonzero(lacking)})
+        named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in characters[:8])
+        more = f" and {len(characters) - 8} more" if len(characters) > 8 else ""
+        raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
 
     def decoder(self, after: str = "") -> Decoder:
         """One character a token."""
-        return _SymbolDecoder([UNK, *self.characters])
+        return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
 
     def to_json(self) -> dict[str, Any]:
-        """The characters."""
-        return {"format": _FORMAT, "kind": self.kind, "characters": self.characters}
+        """The characters in the order of their ids."""
+        unknown = {} if self.unk_id == 0 else {"unknown": False}
+        return {"format": _FORMAT, "kind": self.kind, "characters": self.characters, **unknown}
 
 
-class _WordDecoder:
-    def __init__(self, words: Sequence[str], after: str):
-        self._words = words
-        self._space = "" if not after or after[-1].isspace() else " "
+class _WordIds(dict[str, int]):
+    """The number of each word, and that of `<unk>` for all others (in C, where a method `get` would cost twice)."""
 
-    def push(self, token: int) -> str:
-        word = self._words[token]
-        if word == EOS:
-            self._space = ""
-            return "\n"
-        text = self._space + word
-        self._space = " "
-        return text
+    unknown = -1
 
-    def flush(self) -> str:
-        return ""
+    def __missing__(self, word: str) -> int:
+        return self.unknown
 
 
 class WordVocabulary(Vocabulary):
-    """Words between white space, `<eos>` for the end of a line, `<unk>` for every other word."""
+    """Words between white space, `<eos>` for the end of a line, `<unk>` for every other word.
+
+    Args:
+        words: in the order of their ids.
+        eos: the word that stands for the end of a line.
+        unk: the word that stands for all others.
+        boundary: of a corpus of separate sentences, one a line, whose ends are both marked by `eos` (`<S>`). "end":
+            one mark between two sentences, so that a sentence's beginning is given and its end predicted; "both": two,
+            so that the beginning of the next sentence is predicted too. None: running text, `eos` after each line.
+    """
 
     kind = "word"
 
-    def __init__(self, words: Sequence[str]):
+    def __init__(self, words: Sequence[str], *, eos: str = EOS, unk: str = UNK, boundary: str | None = None):
         self.words = list(words)
-        self.ids = {word: number for number, word in enumerate(self.words)}
+        self.ids = _WordIds(zip(self.words, range(len(self.words)), strict=True))
         if len(self.ids) != len(self.words):
             raise UserError("a word vocabulary holds a word twice")
-        for symbol in (EOS, UNK):
+        for symbol in (eos, unk):
             if symbol not in self.ids:
                 raise UserError(f"a word vocabulary needs {symbol}")
-        self.eos_id, self.unk_id = self.ids[EOS], self.ids[UNK]
+        if boundary not in (None, "end", "both"):
+            raise UserError(f"a word vocabulary's boundary is {boundary!r}; expected end or both")
+        self.eos, self.unk, self.boundary = eos, unk, boundary
+        self.eos_id, self.unk_id = self.ids[eos], self.ids[unk]
+        self.ids.unknown = self.unk_id
 
     def __len__(self) -> int:
         return len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
-        """One id a word, and `<eos>` where the text has a line's end."""
-        unk = self.unk_id
-        return np.array([self.ids.get(word, unk) for word in words_and_ends(text)], dtype=np.int64)
+        """One id a word, and `<eos>` where the text has a line's end; sentences begin with their boundary."""
+        ids = self.encode_words(words_and_ends(text, self.eos))
+        if self.boundary is None:
+            return ids
+        if self.boundary == "both":
+            ids = np.repeat(ids, np.where(ids == self.eos_id, 2, 1))
+        return np.concatenate([np.array([self.eos_id], dtype=np.int64), ids])
+
+    def encode_words(self, words: list[str]) -> np.ndarray:
+        """The id of each word: int64 [N]."""
+        return np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decoder(self, after: str = "") -> Decoder:
         """Words joined by spaces; `<eos>` is a line's end."""
-        return _WordDecoder(self.words, after)
+        return WordDecoder(self.words, self.eos, after)
 
     def to_json(self) -> dict[str, Any]:
         """The words in the order of their ids."""
-        return {"format": _FORMAT, "kind": self.kind, "words": self.words}
+        values: dict[str, Any] = {"format": _FORMAT, "kind": self.kind, "words": self.words}
+        if (self.eos, self.unk, self.boundary) != (EOS, UNK, None):
+            values |= {"eos": self.eos, "unk": self.unk, "boundary": self.boundary}
+        return values
 
 
-def words_and_ends(text: str) -> list[str]:
+def words_and_ends(text: str, eos: str = EOS) -> list[str]:
     """The words of a text, with `<eos>` for each line's end."""
-    return text.replace("\n", f" {EOS} ").split()
+    return text.replace("\n", f" {eos} ").split()
 
 
 class BpeVocabulary(Vocabulary):
@@ -310,7 +347,7 @@ class BpeVocabulary(Vocabulary):
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8 across tokens."""
-        return _BytesDecoder(self._pieces)
+        return BytesDecoder(self._pieces)
 
     def to_json(self) -> dict[str, Any]:
         """The tokenizer, as the library writes it."""

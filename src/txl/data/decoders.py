@@ -1,0 +1,72 @@
+"""From token ids to text, one token at a time."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns token ids into text as they come."""
+
+    def push(self, token: int) -> str:
+        """The text that is complete after one more token (may be empty)."""
+        ...
+
+    def flush(self) -> str:
+        """What was still incomplete, at the end of the text."""
+        ...
+
+
+class BytesDecoder:
+    """UTF-8 from byte strings; a character that is spread over tokens appears with its last byte."""
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes."""
+        return self._decoder.decode(self._pieces[token])
+
+    def flush(self) -> str:
+        """U+FFFD if a character was left incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+class SymbolDecoder:
+    """One character a token."""
+
+    def __init__(self, symbols: Sequence[str]):
+        self._symbols = symbols
+
+    def push(self, token: int) -> str:
+        """The token's character."""
+        return self._symbols[token]
+
+    def flush(self) -> str:
+        """Nothing: every token is complete."""
+        return ""
+
+
+class WordDecoder:
+    """Words joined by spaces, after the text `after`; the word `eos` is a line's end."""
+
+    def __init__(self, words: Sequence[str], eos: str, after: str):
+        self._words, self._eos = words, eos
+        self._space = "" if not after or after[-1].isspace() else " "
+
+    def push(self, token: int) -> str:
+        """The token's word, after a space if one belongs there."""
+        word = self._words[token]
+        if word == self._eos:
+            self._space = ""
+            return "\n"
+        text = self._space + word
+        self._space = " "
+        return text
+
+    def flush(self) -> str:
+        """Nothing: every token is complete."""
+        return ""

@@ -1,0 +1,140 @@
+"""Fetching public files, through pooch: whole and verified, or not at all.
+
+A file is downloaded under another name and takes its own only when its hash is right. A transfer that breaks off is
+tried again from the beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from txl.data.benchmarks import Download
+from txl.data.progress import DownloadBar, say
+from txl.errors import UserError
+
+TRIES = 3
+TIMEOUT = 30.0
+"""Seconds without a byte after which a server is taken to be gone."""
+
+
+def fetch(
+    routes: tuple[tuple[Download, ...], ...], folder: Path, *, quiet: bool = False, timeout: float = TIMEOUT
+) -> Path:
+    """Download the files of the first route that works.
+
+    Args:
+        routes: sets of files, each set enough by itself.
+        folder: where they are kept. Files that are there and have the right hash are not fetched again.
+        quiet: no progress on standard error.
+        timeout: seconds without a byte after which a try is given up.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: if no route works, with the reason of each.
+        OSError: if the files cannot be written.
+    """
+    failures = []
+    for route in routes:
+        try:
+            for download in route:
+                _fetch_file(download, folder, quiet, timeout)
+            return folder
+        except _Unavailable as error:
+            failures.append(str(error))
+    raise UserError(
+        f"cannot download: {'; '.join(failures)}; try again later, or fetch the files yourself and give their folder "
+        f"with --source"
+    )
+
+
+class _Unavailable(Exception):
+    """A file could not be had from one place."""
+
+
+def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -> None:
+    """One file; if no hash of it is known, that of the first download is recorded beside it.
+
+    Raises:
+        _Unavailable: if it could not be had.
+        OSError: if it cannot be written.
+    """
+    import requests.exceptions
+    from pooch.core import stream_download
+    from pooch.downloaders import HTTPDownloader
+
+    path, record = folder / download.file_name, folder / f"{download.file_name}.sha256"
+    known = download.hash or (f"sha256:{record.read_text().strip()}" if record.is_file() else None)
+    if path.is_file() and known is not None and file_hash(path, known) == known:
+        return
+    say(f"downloading {download.url}", quiet)
+    bar = DownloadBar(download.file_name, quiet)
+    # Without content encodings the length that a server promises is that of the file, so a short one is noticed.
+    headers = {"Accept-Encoding": "identity", "User-Agent": "transformer-xl"}
+    downloader = HTTPDownloader(progressbar=cast(Any, bar), chunk_size=1 << 18, timeout=timeout, headers=headers)
+    try:
+        with _silent_pooch():
+            stream_download(download.url, path, known, cast(Any, downloader), retry_if_failed=TRIES - 1)
+    except requests.exceptions.HTTPError as error:
+        status = error.response.status_code if error.response is not None else "an error"
+        raise _Unavailable(f"{download.url} answered {status}") from None
+    except requests.exceptions.Timeout:
+        raise _Unavailable(f"{download.url} did not answer within {timeout:g} seconds, {TRIES} times") from None
+    except requests.exceptions.RequestException as error:
+        raise _Unavailable(f"{download.url} broke off {TRIES} times ({_reason(error)})") from None
+    except ValueError:  # pooch's word for a wrong hash
+        raise _Unavailable(f"{download.url} gave another file than the known one ({known}), {TRIES} times") from None
+    finally:
+        bar.close()
+    if known is None:
+        digest = file_hash(path, "sha256:").removeprefix("sha256:")
+        partial = record.with_suffix(".partial")
+        partial.write_text(digest + "\n")
+        os.replace(partial, record)
+        say(f"note: no published hash of {download.file_name} is known; recorded sha256 {digest}", quiet)
+
+
+def forget(folder: Path) -> None:
+    """Remove downloaded files whose content turned out to be damaged, so that the next try begins anew."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.is_file():
+                path.unlink(missing_ok=True)
+
+
+def file_hash(path: Path, like: str) -> str:
+    """The hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
+    algorithm = like.split(":")[0]
+    with open(path, "rb") as file:
+        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
+
+
+def _reason(error: Exception) -> str:
+    """The innermost reason of a failure, in one line."""
+    inner: Any = error
+    while getattr(inner, "args", None) and isinstance(inner.args[-1], Exception):
+        inner = inner.args[-1]
+    inner = getattr(inner, "reason", None) or inner
+    text = " ".join(str(inner).split())
+    return text[:120] or type(error).__name__
+
+
+@contextmanager
+def _silent_pooch() -> Iterator[None]:
+    """Without pooch's own messages: ours say the same."""
+    import pooch
+
+    logger = pooch.get_logger()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

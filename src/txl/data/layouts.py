@@ -1,0 +1,229 @@
+"""Finding a public corpus's parts in a folder or an archive, and telling whether they are the known ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from txl.data.archives import is_archive, unpack
+from txl.data.benchmarks import Benchmark, Layout
+from txl.data.sources import COMPRESSED, SPLITS, Piece, Pieces, character_start, content_size, cut
+from txl.errors import UserError
+
+Parts = dict[str, list[Path]]
+"""The files of each part of a corpus: train, valid, test or whole; vocabulary."""
+
+
+def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
+    """The files of a source that the corpus would be made from, archives unopened; to tell whether they changed.
+
+    Raises:
+        UserError: if the source does not exist or lacks a part.
+    """
+    parts, archives = _look(benchmark, source)
+    if not archives:
+        _require(benchmark, source, parts)
+    return sorted({path for paths in parts.values() for path in paths} | set(archives))
+
+
+@contextmanager
+def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]:
+    """The parts of a corpus in a folder or an archive, unpacked if need be while the context lasts.
+
+    Args:
+        benchmark: says which files those are.
+        source: a folder, an archive, or the one file of a corpus that is one.
+        scratch: a folder on the disk on which there is room to unpack; is made.
+
+    Raises:
+        UserError: if a part is missing, or an archive is damaged.
+    """
+    parts, archives = _look(benchmark, source)
+    if not archives:
+        _require(benchmark, source, parts)
+        yield parts
+        return
+    scratch.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{benchmark.name}.partial-", dir=scratch) as folder:
+        for archive in archives:
+            unpack(archive, Path(folder), lambda name: _is_wanted(benchmark, name))
+        parts |= {part: paths for part, paths in _find(benchmark, Path(folder)).items() if part not in parts}
+        _require(benchmark, source, parts)
+        yield parts
+
+
+def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False) -> Pieces:
+    """The pieces of each split.
+
+    Args:
+        benchmark: says where a corpus of one file is cut.
+        parts: its files.
+        unit: of tokens: only bytes may be cut inside a character.
+        strip: without white space at a split's ends, as the authors' text8 is.
+    A file that is not as long as it should be is cut in the same proportions.
+    """
+    if "whole" not in parts:
+        pieces = {split: [Piece(path) for path in parts[split]] for split in SPLITS}
+    else:
+        sizes = [content_size(path) for path in parts["whole"]]
+        total, expected = sum(sizes), sum(benchmark.cuts or ())
+        train, valid, _ = benchmark.cuts or (0, 0, 0)
+        edges = [train * total // expected, (train + valid) * total // expected]
+        if unit != "byte":
+            edges = [character_start(parts["whole"], sizes, edge) for edge in edges]
+        bounds = zip([0, *edges], [*edges, total], strict=True)
+        pieces = {
+            split: cut(parts["whole"], sizes, first, end) for split, (first, end) in zip(SPLITS, bounds, strict=True)
+        }
+    return {split: _stripped(those) for split, those in pieces.items()} if strip else pieces
+
+
+def file_differences(benchmark: Benchmark, parts: Parts) -> dict[str, str]:
+    """In what a corpus's files differ from the published ones, by part: the sizes of its splits, else the hashes."""
+    found = {}
+    for split, expected in _known_sizes(benchmark, parts).items():
+        total = sum(content_size(path) for path in parts[split])
+        if total != expected:
+            found[split] = _off(f"{parts[split][0]} has", total, expected, "bytes")
+    for part, known in ({} if found else benchmark.hashes).items():
+        files = parts.get(part) or [path for each in ("whole", *SPLITS) for path in parts.get(each, [])]
+        algorithm, digest = known.split(":")
+        running = hashlib.new(algorithm)
+        for path in files:
+            for block in Piece(path).blocks():
+                running.update(block)
+        if running.hexdigest() != digest:
+            what = files[0] if part in parts or len(files) == 1 else files[0].parent
+            found[part] = f"the {algorithm} of {what} is {running.hexdigest()}, the published one is {digest}"
+    return found
+
+
+def _known_sizes(benchmark: Benchmark, parts: Parts) -> dict[str, int]:
+    if benchmark.cuts is None:
+        return {}
+    if "whole" in parts:
+        return {"whole": sum(benchmark.cuts)}
+    return dict(zip(SPLITS, benchmark.cuts, strict=True))
+
+
+def count_differences(
+    known: dict[str, int], tokens: dict[str, int], sizes: tuple[int, int] | None, vocabulary_size: int
+) -> list[str]:
+    """In what counts differ from the known ones, and by how much.
+
+    Args:
+        known: tokens of each split as they should be.
+        tokens: as they are.
+        sizes: of the vocabulary: at least, at most; None: not known.
+        vocabulary_size: as it is.
+    """
+    found = [
+        _off(f"the {split} split has", tokens[split], expected, "tokens")
+        for split, expected in known.items()
+        if tokens[split] != expected
+    ]
+    if sizes is not None and not sizes[0] <= vocabulary_size <= sizes[1]:
+        nearest = sizes[0] if vocabulary_size < sizes[0] else sizes[1]
+        found.append(_off("the vocabulary has", vocabulary_size, nearest, "tokens"))
+    return found
+
+
+def _off(what: str, have: int, expected: int, unit: str) -> str:
+    difference = abs(have - expected)
+    return f"{what} {have:,} {unit}, {difference:,} too {'few' if have < expected else 'many'}: expected {expected:,}"
+
+
+def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
+    """The parts that lie open, and the archives that may hold the others.
+
+    Raises:
+        UserError: if the source is neither.
+    """
+    if source.is_dir():
+        parts = _find(benchmark, source)
+        if _missing(benchmark, parts) is None:
+            return parts, []
+        return parts, [source / name for name in benchmark.archives if (source / name).is_file()][:1]
+    if not source.is_file():
+        raise UserError(f"{source}: no such file or folder; expected {_expected(benchmark)}")
+    if is_archive(source):
+        return _find(benchmark, source.parent, only=("vocabulary",)), [source]
+    if any("whole" in layout for layout in benchmark.layouts):
+        return {"whole": [source]}, []
+    raise UserError(f"{source}: one file cannot be {benchmark.name}; expected {_expected(benchmark)}")
+
+
+def _find(benchmark: Benchmark, folder: Path, only: tuple[str, ...] = ()) -> Parts:
+    """The parts of the first layout that is complete in a folder, else of the one that has the most."""
+    best: Parts = {}
+    for layout in benchmark.layouts:
+        parts = {}
+        for part, names in layout.items():
+            if only and part not in only:
+                continue
+            paths = next((found for name in names for found in _matching(benchmark, folder, name) if found), None)
+            if paths:
+                parts[part] = paths
+        if len(parts) == len(layout):
+            return parts
+        if len(parts) > len(best):
+            best = parts
+    return best
+
+
+def _matching(benchmark: Benchmark, folder: Path, name: str) -> Iterator[list[Path]]:
+    for inside in benchmark.folders:
+        for ending in ("", *COMPRESSED):
+            if "*" in name:
+                yield sorted((folder / inside).glob(name + ending))
+            elif (folder / inside / (name + ending)).is_file():
+                yield [folder / inside / (name + ending)]
+
+
+def _is_wanted(benchmark: Benchmark, member: str) -> bool:
+    """Whether a path inside an archive may be one of the corpus's files."""
+    member = member.removeprefix("./")
+    return any(
+        fnmatch(member, f"{inside}/{name}" if inside else name)
+        for layout in benchmark.layouts
+        for names in layout.values()
+        for name in names
+        for inside in benchmark.folders
+    )
+
+
+def _missing(benchmark: Benchmark, parts: Parts) -> Layout | None:
+    """What the layout that is nearest to complete lacks; None if one is complete."""
+    lacks = [{part: names for part, names in layout.items() if part not in parts} for layout in benchmark.layouts]
+    nearest = min(lacks, key=len)
+    return nearest or None
+
+
+def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
+    missing = _missing(benchmark, parts)
+    if missing is None:
+        return
+    here = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+    held = f"it holds {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "it holds nothing of it"
+    lacks = " and ".join(f"{part} ({' or '.join(names[:2])})" for part, names in missing.items())
+    raise UserError(f"{source}: no {lacks} of {benchmark.name} there, {held}; expected {_expected(benchmark)}")
+
+
+def _expected(benchmark: Benchmark) -> str:
+    files = [", ".join(names[0] for names in layout.values()) for layout in benchmark.layouts]
+    return f"a folder with {' or with '.join(files)}, or with {benchmark.archives[0]}"
+
+
+def _stripped(pieces: list[Piece]) -> list[Piece]:
+    """Without a space at the beginning or the end (text8 has at most one at each)."""
+    first, last = pieces[0], pieces[-1]
+    if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
+        pieces = [Piece(first.path, first.start + 1, first.end), *pieces[1:]]
+    end = content_size(last.path) if last.end is None else last.end
+    if next(Piece(last.path, end - 1, end).blocks(), b"").isspace():
+        pieces = [*pieces[:-1], Piece(pieces[-1].path, pieces[-1].start, end - 1)]
+    return pieces

@@ -1,0 +1,119 @@
+"""A prepared corpus on disk: its record, its vocabulary, its token files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from txl.data.prepare import META_FORMAT
+from txl.data.sources import BLOCK
+from txl.data.token_files import Sentences, Tokens, file_sha256
+from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
+from txl.errors import UserError
+
+
+class Corpus:
+    """A prepared corpus: token files, vocabulary and what is known of them.
+
+    Raises:
+        UserError: if a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._meta = read_meta(directory)
+        self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
+        if len(self.vocabulary) != self._meta["vocabulary_size"]:
+            raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
+
+    @property
+    def name(self) -> str:
+        """Its name, or the path that the user gave."""
+        return self._meta["name"]
+
+    @property
+    def unit(self) -> str:
+        """What one token is."""
+        return self._meta["unit"]
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._meta["splits"])
+
+    def tokens(self, split: str) -> Tokens:
+        """The token ids of a split.
+
+        Raises:
+            UserError: naming the splits that there are.
+        """
+        record = self._record(split)
+        sentences = None
+        if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
+            sentences = Sentences(self.vocabulary.ids[self.vocabulary.eos], self.vocabulary.boundary)
+        dtype = np.dtype(self._meta["dtype"])
+        return Tokens.open(self._path(split, "tokens"), dtype, split, record["bytes"], sentences)
+
+    def text_bytes(self, split: str) -> Iterator[bytes]:
+        """The text of the validation or test split (of any split, if tokens are bytes), a block at a time.
+
+        Raises:
+            UserError: for the training split, whose text is not kept.
+        """
+        self._record(split)
+        is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
+        path = self._path(split, "tokens" if is_text else "text")
+        if not path.is_file():
+            raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                yield block
+
+    def info(self) -> dict[str, Any]:
+        """Name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
+        return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
+
+    def verify(self) -> None:
+        """Compare the token files with their hashes.
+
+        Raises:
+            UserError: naming the file that was altered.
+        """
+        for split, record in self._meta["splits"].items():
+            path = self._path(split, "tokens")
+            if file_sha256(path) != record["sha256_tokens"]:
+                raise UserError(f"{path}: altered since it was prepared; delete {self.directory} to prepare it anew")
+
+    def _record(self, split: str) -> dict[str, Any]:
+        if split not in self._meta["splits"]:
+            raise UserError(f"{self.name} has no split {split!r}; expected one of {', '.join(self.splits)}")
+        return self._meta["splits"][split]
+
+    def _path(self, split: str, ending: str) -> Path:
+        return self.directory / f"{split}.{ending}"
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """The record of a prepared corpus, after a look at whether its files are whole.
+
+    Raises:
+        UserError: if something is missing or has the wrong size.
+    """
+    try:
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        if meta["format"] != META_FORMAT:
+            raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
+        width = np.dtype(meta["dtype"]).itemsize
+        for split, record in meta["splits"].items():
+            path = directory / f"{split}.tokens"
+            if path.stat().st_size != record["tokens"] * width:
+                raise UserError(f"{path}: {path.stat().st_size} bytes, expected {record['tokens'] * width}")
+        return meta
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{directory}: damaged ({type(error).__name__}: {error})") from None

@@ -1,0 +1,224 @@
+"""Opening a public corpus: from what is prepared, from a folder or archive, or from the web; verified on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from txl.config import DataConfig
+from txl.data.benchmarks import Benchmark
+from txl.data.download import fetch, forget
+from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
+from txl.data.prepare import META_FORMAT, Recipe, prepare
+from txl.data.prepared import Corpus
+from txl.data.progress import preparing, say
+from txl.data.sources import SPLITS, Pieces, open_file
+from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.errors import UserError
+
+BOUNDARIES = ("end", "both")
+
+
+class PublicCorpus:
+    """One public corpus, with the settings that it is to be opened with.
+
+    Args:
+        benchmark: what is known of it.
+        config: unit and settings of the vocabulary.
+        folder: where prepared corpora live, and downloads.
+        source: a folder or archive to take it from; None: what is prepared already, else a download.
+        vocabulary: to encode with; None: its own.
+        like_original: as the authors' code prepares it.
+        boundary: of sentences: "end" or "both".
+        verify: refuse what is not the known corpus.
+        quiet: say nothing.
+
+    Raises:
+        UserError: for settings that do not go with this corpus.
+    """
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        config: DataConfig,
+        folder: Path,
+        *,
+        source: Path | None,
+        vocabulary: Vocabulary | None,
+        like_original: bool,
+        boundary: str,
+        verify: bool,
+        quiet: bool,
+    ):
+        self.benchmark, self.config, self.folder, self.source = benchmark, config, folder, source
+        self.vocabulary, self.like_original, self.boundary = vocabulary, like_original, boundary
+        self.verify, self.quiet = verify, quiet
+        self._is_natural = config.unit == benchmark.unit and vocabulary is None
+        if boundary not in BOUNDARIES:
+            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(BOUNDARIES)}")
+        cut_down = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
+        self._is_whole = not cut_down
+        if benchmark.sentences and cut_down and config.unit == "word":
+            raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
+
+    def open(self) -> Corpus:
+        """The corpus, prepared first if need be.
+
+        Raises:
+            UserError: if it cannot be had, or is not what it should be.
+        """
+        settings = json.dumps([META_FORMAT, self.benchmark.name, self._settings()], sort_keys=True)
+        key = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        prefix = f"{self.benchmark.name}-{self.config.unit}-{key}"
+        if self.source is None:
+            for directory in sorted(self.folder.glob(f"{prefix}-*")):
+                corpus = self._ready(directory)
+                if corpus is not None:
+                    return corpus
+            return self._prepare(self.folder / f"{prefix}-download")
+        stamps = []
+        for path in source_files(self.benchmark, self.source):
+            status = path.stat()
+            stamps.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+        stamp = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:8]
+        directory = self.folder / f"{prefix}-{stamp}"
+        return self._ready(directory) or self._prepare(directory)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the token files depend on, beside the text."""
+        recipe = self._recipe(None)
+        values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
+        return values | ({"boundary": self.boundary} if self.benchmark.sentences else {})
+
+    @property
+    def _strips(self) -> bool:
+        return self.like_original and self.benchmark.name == "text8" and self.config.unit == "char"
+
+    def _ready(self, directory: Path) -> Corpus | None:
+        if not directory.is_dir():
+            return None
+        try:
+            return Corpus(directory)
+        except UserError as error:
+            say(f"note: {error}; preparing {self.benchmark.name} anew", self.quiet)
+            shutil.rmtree(directory, ignore_errors=True)
+            return None
+
+    def _prepare(self, directory: Path) -> Corpus:
+        benchmark = self.benchmark
+        downloads = self.folder / "downloads" / benchmark.name
+        with ExitStack() as stack:
+            try:
+                source = self.source or fetch(benchmark.routes, downloads, quiet=self.quiet)
+                try:
+                    parts = stack.enter_context(opened(benchmark, source, self.folder))
+                except UserError:
+                    if self.source is None:
+                        forget(downloads)
+                    raise
+            except OSError as error:
+                raise UserError(
+                    f"getting {benchmark.name} into {self.folder} failed: {error.strerror or error}; nothing was kept; "
+                    f"free the disk or choose another --data-dir"
+                ) from None
+            wrong = file_differences(benchmark, parts)
+            self._judge([text for part, text in wrong.items() if part in ("all", "vocabulary") or benchmark.cuts])
+            recipe = self._recipe(parts)
+            progress = stack.enter_context(preparing(benchmark.name, self.config.unit, self.quiet))
+            prepare(
+                directory,
+                benchmark.name,
+                lambda: self._pieces(parts),
+                recipe,
+                progress,
+                lambda meta: self._check(meta, wrong),
+            )
+        return Corpus(directory)
+
+    def _pieces(self, parts: Parts) -> Pieces:
+        return pieces_of(self.benchmark, parts, self.config.unit, self._strips)
+
+    def _recipe(self, parts: Parts | None) -> Recipe:
+        """How the text becomes tokens; without parts, lacking only a vocabulary that is read from one."""
+        benchmark, config = self.benchmark, self.config
+        vocabulary = self.vocabulary
+        record: dict[str, Any] = {"like_original": self.like_original}
+        sentences = benchmark.sentences and config.unit == "word"
+        if sentences and vocabulary is None and parts is not None:
+            vocabulary = read_words(parts["vocabulary"][0], self.boundary)
+        counted, closed, rewrite = ("train",), False, None
+        if self._is_natural:
+            closed = benchmark.name == "text8" or (benchmark.name == "enwik8" and self.like_original)
+            if self.like_original and benchmark.name != "wikitext-103":
+                counted = SPLITS
+        if self.like_original:
+            rewrite = {"enwik8": "drop newlines", "ptb": "lower case"}.get(benchmark.name)
+        if isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
+            record["boundary"] = vocabulary.boundary
+        return Recipe(
+            config.unit,
+            config.vocab_size,
+            config.min_count,
+            config.max_words,
+            vocabulary,
+            counted=counted,
+            closed=closed,
+            rewrite=rewrite,
+            record=record,
+        )
+
+    def _check(self, meta: dict[str, Any], wrong: dict[str, str]) -> None:
+        """Compare counts with the known ones, and say in the record what was found.
+
+        Raises:
+            UserError: saying by how much they differ.
+        """
+        benchmark = self.benchmark
+        found = []
+        if self._is_natural:
+            tokens = {split: record["tokens"] for split, record in meta["splits"].items()}
+            known, sizes = benchmark.tokens, benchmark.vocabulary if self._is_whole else None
+            if benchmark.sentences and self.boundary == "both":
+                known = benchmark.tokens_both
+            if self.like_original:
+                sizes = benchmark.original_vocabulary or sizes
+                known = {} if benchmark.cuts else known
+            found = count_differences(known, tokens, sizes, meta["vocabulary_size"])
+        self._judge(found or list(wrong.values()))
+        meta["differences"] = [*found, *wrong.values()]
+
+    def _judge(self, differences: list[str]) -> None:
+        if not differences:
+            return
+        where = self.source if self.source is not None else "the download"
+        text = "; ".join(differences)
+        if self.verify:
+            raise UserError(
+                f"{where} is not {self.benchmark.name}: {text}; a text of your own that is only laid out like it needs "
+                f"--data.verify false"
+            )
+        say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
+
+
+def read_words(path: Path, boundary: str) -> WordVocabulary:
+    """One Billion Word's vocabulary file: a word a line (with its count, or without).
+
+    Raises:
+        UserError: if it is no such file.
+    """
+    with open_file(path) as file:
+        try:
+            lines = file.read().decode("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}: not UTF-8 (at offset {error.start}); expected a vocabulary, a word a line"
+            ) from None
+    words = list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
+    try:
+        return WordVocabulary(words, eos="<S>", unk="<UNK>", boundary=boundary)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; expected One Billion Word's 1b_word_vocab.txt") from None

@@ -1,0 +1,73 @@
+"""From a piece's bytes to checked text, and from text to words: block by block, so that memory stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from txl.data.sources import Piece
+from txl.data.vocabulary import EOS, words_and_ends
+from txl.errors import UserError
+
+LONGEST_WORD = 1 << 20
+"""Characters of a word above which a text is not taken to be made of words."""
+
+
+def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
+    """Text of a piece, block by block, with the bytes that each took.
+
+    A character that is cut by a block's end goes to the next block.
+
+    Raises:
+        UserError: for text that is not UTF-8, or holds NUL bytes, with the place.
+    """
+    offset, rest = piece.start, b""
+    for block in blocks:
+        data = rest + block
+        zero = data.find(b"\0")
+        if zero >= 0:
+            raise UserError(
+                f"{piece.path}: binary (a NUL byte at offset {offset + zero}); use the unit byte, or give a text"
+            )
+        try:
+            text, rest = data.decode("utf-8"), b""
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                raise _not_utf8(piece, offset + error.start, data[error.start]) from None
+            text, rest = data[: error.start].decode("utf-8"), data[error.start :]
+        offset += len(data) - len(rest)
+        yield text, len(block)
+    if rest:
+        raise _not_utf8(piece, offset, rest[0])
+
+
+def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
+    return UserError(
+        f"{piece.path}: not UTF-8 (byte 0x{value:02X} at offset {offset}); convert it to UTF-8 or use the unit byte"
+    )
+
+
+def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tuple[list[str], int]]:
+    """Words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block took.
+
+    A word that is cut by a block's end goes to the next block; a piece's last line has an `<eos>` even if nothing
+    ends it.
+
+    Raises:
+        UserError: as for `decoded`, or if something is too long to be a word.
+    """
+    rest, ended = "", True
+    for text, done in decoded(piece, blocks):
+        if not text:
+            continue
+        text = rest + text
+        ended = text.endswith("\n")
+        cut = max(text.rfind(space) for space in "\n \t\r") + 1
+        rest = text[cut:]
+        if len(rest) > LONGEST_WORD:
+            raise UserError(
+                f"{piece.path}: more than {LONGEST_WORD:,} characters without white space are no word; use the unit "
+                f"bpe, char or byte"
+            )
+        yield words_and_ends(text[:cut], eos), done
+    if rest or not ended:
+        yield [*words_and_ends(rest, eos), eos], 0
