@@ -83,7 +83,7 @@ class RunDirectory:
         return Vocabulary.load(path) if path.exists() else None
 
     def append(self, event: str, step: int, **fields: Any) -> None:
-        """Add an event to the log, as one line in one write.
+        """Add an event to the log, as one line.
 
         Raises:
             UserError: if the log cannot be written.
@@ -91,8 +91,9 @@ class RunDirectory:
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
         path = self.path / "log.jsonl"
         try:
-            # A crash may have torn the last line: the next event begins on a line of its own.
             with open(path, "ab+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # `txl eval` may write while the run trains; closing lets go
+                # A crash may have torn the last line: the next event begins on a line of its own.
                 if file.tell() > 0:
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":

@@ -90,9 +90,11 @@ class Trainer:
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
         """
         made = _make_directory(self.directory.path)
+        # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
+        was_ours = (self.directory.path / ".lock").exists()
         try:
             with self.directory.locked():
-                is_new = self._is_new()
+                is_new = self._is_new(was_ours)
                 try:
                     return self._fit(is_new)
                 finally:
@@ -105,15 +107,19 @@ class Trainer:
                         (each / ".lock").unlink(missing_ok=True)
                         each.rmdir()
 
-    def _is_new(self) -> bool:
+    def _is_new(self, was_ours: bool) -> bool:
         """Whether a run begins here, rather than goes on.
+
+        Args:
+            was_ours: whether a trainer has been in this directory before.
 
         Raises:
             UserError: if the directory holds something else.
         """
         path = self.directory.path
         if not self.directory.config_path.exists():
-            foreign = [each.name for each in sorted(path.iterdir()) if not _is_of_a_begun_run(each)]
+            there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
+            foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
             if foreign:
                 raise UserError(
                     f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory"
