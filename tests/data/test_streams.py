@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
-from txl.data.streams import LaneStream, StreamPosition
+from txl.data import streams
+from txl.data.streams import LaneStream, SentenceStream, StreamPosition, shuffled, training_stream
+from txl.data.token_files import Sentences, Tokens
 from txl.errors import UserError
 
 
@@ -72,3 +76,82 @@ def test_another_seed_or_epoch_draws_other_lengths():
 def test_a_split_shorter_than_one_segment_is_refused_with_the_numbers():
     with pytest.raises(UserError, match=r"20 tokens: 4 lanes of 5, but a segment of 5 needs lanes of 6"):
         LaneStream(np.arange(20), 4, 5)
+
+
+def sentences(count: int, boundary: str) -> Tokens:
+    """Sentences of 1 to 6 words, each word a number that no other has; the boundary is 0."""
+    ids, word = [0], 1
+    for number in range(count):
+        length = 1 + number * 7 % 6
+        ids += [*range(word, word + length), 0]
+        word += length
+        if boundary == "both" and number < count - 1:
+            ids.append(0)
+    return Tokens(np.array(ids, dtype=np.uint32), "train", None, Sentences(0, boundary))
+
+
+def as_sentences(ids: list[int]) -> list[tuple[int, ...]]:
+    text = " ".join(map(str, ids))
+    return [tuple(map(int, part.split())) for part in re.split(r"(?<!\d)0(?!\d)", text) if part.strip()]
+
+
+@pytest.mark.parametrize("boundary", ["end", "both"])
+def test_sentences_are_shuffled_anew_each_epoch_and_each_comes_whole_and_once(boundary):
+    tokens = sentences(53, boundary)
+    stream = training_stream(tokens, 1, 7, seed=5)
+    assert isinstance(stream, SentenceStream)
+    orders, ids = [], []
+    position = stream.start()
+    for number in range(3):
+        segments, position = epoch(stream, position)
+        assert position == StreamPosition(number + 1, 0)
+        ids = [int(segments[0].tokens[0, 0]), *torch.cat([each.targets for each in segments], dim=1)[0].tolist()]
+        assert sorted(ids) == sorted(np.asarray(tokens).tolist())
+        orders.append(as_sentences(ids))
+    original = as_sentences(np.asarray(tokens).tolist())
+    assert all(sorted(order) == sorted(original) for order in orders)
+    assert len({tuple(order) for order in [original, *orders]}) == 4
+    # With two boundaries, the second is a target; with one, a sentence's beginning is given.
+    assert ids.count(0) == (54 if boundary == "end" else 106)
+
+
+def test_a_position_among_shuffled_sentences_is_exact():
+    tokens = sentences(211, "end")
+    stream, again = (SentenceStream(tokens, 3, 8, random_segments=True, seed=9) for _ in range(2))
+    position, seen = stream.start(), []
+    while position.epoch < 2:
+        segment = stream.read(position)
+        seen.append((position, segment))
+        position = segment.next
+    for position, segment in reversed(seen):
+        assert torch.equal(again.read(position).tokens, segment.tokens)
+        assert torch.equal(again.read(position).targets, segment.targets)
+    assert not torch.equal(
+        SentenceStream(tokens, 3, 8, seed=8).read(stream.start()).tokens[:, :5], seen[0][1].tokens[:, :5]
+    )
+
+
+def test_lanes_of_shuffled_sentences_are_contiguous():
+    tokens = sentences(101, "both")
+    whole = SentenceStream(tokens, 1, 11, seed=2)
+    lanes = SentenceStream(tokens, 4, 11, seed=2)
+    flat = torch.cat([each.tokens for each in epoch(whole, whole.start())[0]], dim=1)[0]
+    cut = torch.cat([each.tokens for each in epoch(lanes, lanes.start())[0]], dim=1)
+    length = len(tokens) // 4
+    for lane in range(4):
+        assert torch.equal(cut[lane], flat[lane * length : lane * length + length - 1])
+
+
+def test_the_order_of_sentences_is_fixed_for_all_versions():
+    # The generator's published test values: the numbers that follow the state 1234567.
+    states = np.array([1234567, 1234567 + 0x9E3779B97F4A7C15], dtype=np.uint64)
+    assert streams._mix(states).tolist() == [6457827717110365317, 3203168211198807973]
+    assert shuffled(8, seed=1, epoch=0).tolist() == [2, 5, 6, 0, 3, 4, 1, 7]
+    counts = np.zeros((6, 6))
+    for number in range(600):
+        counts[shuffled(6, number, 3), np.arange(6)] += 1
+    assert counts.min() > 60  # 100 in the mean; every place is about as likely for each
+
+
+def test_running_text_is_not_shuffled():
+    assert type(training_stream(np.arange(100), 2, 5)) is LaneStream

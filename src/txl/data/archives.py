@@ -46,7 +46,7 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
             with content() as source, open(target, "wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
-        raise UserError(f"{archive}: damaged ({error or type(error).__name__}); fetch it anew") from None
+        raise UserError(f"{archive}: damaged ({error or type(error).__name__})") from None
 
 
 Member = tuple[str, Callable[[], IO[bytes]]]

@@ -16,11 +16,15 @@ from txl.data.layouts import Parts, count_differences, file_differences, opened,
 from txl.data.prepare import META_FORMAT, Recipe, prepare
 from txl.data.prepared import Corpus
 from txl.data.progress import preparing, say
-from txl.data.sources import SPLITS, Pieces, open_file
+from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 BOUNDARIES = ("end", "both")
+
+
+class _NotTheCorpus(UserError):
+    """A source whose content is damaged, or not what it should be."""
 
 
 class PublicCorpus:
@@ -109,22 +113,28 @@ class PublicCorpus:
             return None
 
     def _prepare(self, directory: Path) -> Corpus:
+        downloads = self.folder / "downloads" / self.benchmark.name
+        if self.source is not None:
+            return self._prepare_from(self.source, directory)
+        try:
+            fetch(self.benchmark.routes, downloads, quiet=self.quiet)
+        except OSError as error:
+            raise self._failed(error) from None
+        try:
+            return self._prepare_from(downloads, directory)
+        except _NotTheCorpus as error:
+            forget(downloads)
+            raise UserError(f"{error}; the download was removed, so that the same command fetches it anew") from None
+
+    def _prepare_from(self, source: Path, directory: Path) -> Corpus:
         benchmark = self.benchmark
-        downloads = self.folder / "downloads" / benchmark.name
         with ExitStack() as stack:
             try:
-                source = self.source or fetch(benchmark.routes, downloads, quiet=self.quiet)
-                try:
-                    parts = stack.enter_context(opened(benchmark, source, self.folder))
-                except UserError:
-                    if self.source is None:
-                        forget(downloads)
-                    raise
+                parts = stack.enter_context(opened(benchmark, source, self.folder))
             except OSError as error:
-                raise UserError(
-                    f"getting {benchmark.name} into {self.folder} failed: {error.strerror or error}; nothing was kept; "
-                    f"free the disk or choose another --data-dir"
-                ) from None
+                raise self._failed(error) from None
+            except UserError as error:
+                raise _NotTheCorpus(str(error)) from None
             wrong = file_differences(benchmark, parts)
             self._judge([text for part, text in wrong.items() if part in ("all", "vocabulary") or benchmark.cuts])
             recipe = self._recipe(parts)
@@ -132,15 +142,18 @@ class PublicCorpus:
             prepare(
                 directory,
                 benchmark.name,
-                lambda: self._pieces(parts),
+                lambda: pieces_of(benchmark, parts, self.config.unit, self._strips),
                 recipe,
                 progress,
                 lambda meta: self._check(meta, wrong),
             )
         return Corpus(directory)
 
-    def _pieces(self, parts: Parts) -> Pieces:
-        return pieces_of(self.benchmark, parts, self.config.unit, self._strips)
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(
+            f"getting {self.benchmark.name} into {self.folder} failed: {error.strerror or error}; nothing was kept; "
+            f"free the disk or choose another --data-dir"
+        )
 
     def _recipe(self, parts: Parts | None) -> Recipe:
         """How the text becomes tokens; without parts, lacking only a vocabulary that is read from one."""
@@ -197,10 +210,8 @@ class PublicCorpus:
         where = self.source if self.source is not None else "the download"
         text = "; ".join(differences)
         if self.verify:
-            raise UserError(
-                f"{where} is not {self.benchmark.name}: {text}; a text of your own that is only laid out like it needs "
-                f"--data.verify false"
-            )
+            hint = "; a text of your own that is only laid out like it needs --data.verify false" if self.source else ""
+            raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{hint}")
         say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
 
 

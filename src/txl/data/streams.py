@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from txl.data.token_files import Sentences
 from txl.errors import UserError
 
 
@@ -83,8 +84,9 @@ class LaneStream:
         """The segment at a position."""
         width = min(self._width(position), self.lane_length - 1 - position.offset)
         first = position.offset
+        tokens = self._tokens_of(position.epoch)
         lanes = [
-            np.asarray(self._tokens[lane * self.lane_length + first : lane * self.lane_length + first + width + 1])
+            np.asarray(tokens[lane * self.lane_length + first : lane * self.lane_length + first + width + 1])
             for lane in range(self.batch_size)
         ]
         block = torch.from_numpy(np.stack(lanes).astype(np.int64))
@@ -95,9 +97,116 @@ class LaneStream:
             following = StreamPosition(position.epoch, end)
         return Segment(block[:, :-1], block[:, 1:], following, starts_epoch=first == 0)
 
+    def _tokens_of(self, epoch: int) -> Any:
+        """The token stream of an epoch."""
+        return self._tokens
+
     def _width(self, position: StreamPosition) -> int:
         if not self.random_segments:
             return self.segment
         generator = np.random.default_rng((self.seed, position.epoch, position.offset))
         mean = self.segment if generator.random() < 0.95 else self.segment / 2
         return max(5, int(generator.normal(mean, 5)))
+
+
+class SentenceStream(LaneStream):
+    """A corpus of separate sentences, whose order is drawn anew for every epoch; then cut into lanes like any text.
+
+    The order is a function of seed and epoch alone, so a `StreamPosition` is exact here too. Sentences follow one
+    another without a gap, so memory carries over from each to the next.
+
+    Args:
+        tokens: token ids with `sentences` set (`txl.data.token_files.Tokens`).
+        batch_size: lanes B.
+        segment: tokens T of a segment.
+        random_segments: as for `LaneStream`.
+        seed: of the orders, and of these lengths.
+
+    Raises:
+        UserError: if a lane is shorter than one segment and its last target.
+    """
+
+    def __init__(self, tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0):
+        super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed)
+        self._edges = sentence_edges(tokens, tokens.sentences)
+        self._shuffled: tuple[int, _Rearranged] | None = None  # of the epoch that was read last
+
+    def _tokens_of(self, epoch: int) -> Any:
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            order = shuffled(len(self._edges) - 1, self.seed, epoch)
+            self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
+        return self._shuffled[1]
+
+
+def training_stream(
+    tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0
+) -> LaneStream:
+    """The stream that a training split is read in: sentences shuffled where a corpus is made of them, else as it is."""
+    kind = SentenceStream if getattr(tokens, "sentences", None) is not None else LaneStream
+    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed)
+
+
+def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
+    """Where each sentence begins, and where the last one ends: int64 [sentences + 1].
+
+    With one boundary between two sentences it belongs to the one that follows it, and the stream's last boundary to
+    none; with two, each sentence has one at either end.
+    """
+    places = []
+    for start in range(0, len(tokens), _SCAN):
+        places.append(np.flatnonzero(np.asarray(tokens[start : start + _SCAN]) == sentences.boundary_id) + start)
+    boundaries = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
+    if sentences.boundary == "both":
+        return np.append(boundaries[0::2], len(tokens))
+    return boundaries
+
+
+def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers below `count` in an order drawn from seed and epoch: int32 [count].
+
+    They are sorted by a hash (SplitMix64), not drawn by a library's generator, so that every version of every library
+    gives the same order, and a run can be continued anywhere.
+    """
+    keys = np.arange(count, dtype=np.uint64)
+    for salt in (seed, epoch):
+        keys = _mix(keys ^ _mix(np.array([salt], dtype=np.uint64)))
+    return np.argsort(keys, kind="stable").astype(np.int32)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's next number for each state (Steele et al. 2014): uint64 like `values`."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+_SCAN = 1 << 24
+"""Tokens looked through at a time."""
+
+
+class _Rearranged:
+    """The tokens of a stream with its sentences in another order; whatever follows the last sentence stays there."""
+
+    def __init__(self, tokens: Any, edges: np.ndarray, order: np.ndarray):
+        self._tokens, self._edges, self._order = tokens, edges, order
+        self._ends = np.cumsum(edges[order + 1] - edges[order])
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        first, end, _ = key.indices(len(self))
+        last = int(self._ends[-1]) if len(self._ends) else 0
+        number = int(np.searchsorted(self._ends, first, side="right"))
+        pieces = []
+        while first < min(end, last):
+            begin = int(self._edges[self._order[number]])
+            length = int(self._edges[self._order[number] + 1]) - begin
+            skip = first - (int(self._ends[number]) - length)
+            count = min(length - skip, end - first)
+            pieces.append(np.asarray(self._tokens[begin + skip : begin + skip + count]))
+            first, number = first + count, number + 1
+        if first < end:
+            pieces.append(np.asarray(self._tokens[first:end]))
+        return np.concatenate(pieces) if pieces else np.asarray(self._tokens[:0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class Tokens:
 
     def __getitem__(self, key: Any) -> Any:
         return self._ids[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if dtype is not None and np.dtype(dtype) != self._ids.dtype:
