@@ -156,7 +156,7 @@ def test_every_number_says_under_which_settings_it_was_measured(html):
     text = Page(html).text
     assert (
         "Measured on the test split of stdlib; 640,400 targets, each scored once (12 not scored: first token of each "
-        "lane, and remainder); memory 256, window 256 keys (a token's own included); segments of 128 in 10 lanes; "
+        "lane, and remainder); memory 256, window 256 keys (a token’s own included); segments of 128 in 10 lanes; "
         "checkpoint step-00004000."
     ) in text
     assert "Validation: 49,990 targets of the valid split, segments of 128, memory 128, no window." in text
@@ -186,7 +186,7 @@ def test_samples_are_shown_as_they_are_and_do_no_harm(html):
     assert 'Write <b>bold</b> & "quoted" text.\n\n\tReturns:' in "".join(page.words)
     assert page.controls == [r"\x1b", r"\x07", *[r"\u202e", r"\u202c"] * 3]
     assert not set("\x1b\x07\u202e\u202c") & set(html)
-    settings = "memory 256, window 256 keys (a token's own included), at most 400 tokens"
+    settings = "memory 256, window 256, at most 400 tokens"
     assert f"temperature 0.8, top-k 40, seed 1, {settings}" in page.text
     assert "temperature 1, top-k 40, top-p 0.95, no seed" in page.text
     assert f"greedy, {settings}" in page.text
@@ -209,7 +209,7 @@ def test_no_text_of_the_users_becomes_markup(tmp_path):
     assert "\x00" not in text
     assert text.count("</title>") == 1 + text.count("<desc")
     escaped = evil.replace("\x00", r"\x00").replace("\udcff", r"\udcff")
-    assert Page(text).text.count(escaped) >= 10
+    assert Page(text).text.count(escaped) >= 8  # name, corpus, checkpoint, prompt, text, ...
 
 
 def test_a_run_that_has_not_ended_says_so(tmp_path, html):
@@ -243,6 +243,15 @@ def test_other_evaluations_are_listed(tmp_path):
     text = shown(run).text
     assert "stdlib valid 50 61,213 256 256 128 2.0000 2.885 bpc stdlib valid 50 61,212" in text
     assert "Newest first; 2 more in log.jsonl" in text
+
+
+def test_a_long_path_is_not_the_title(tmp_path):
+    run = FakeRun(tmp_path / "run", corpus="/home/ada/texts/letters.txt", options={"train.steps": "100"})
+    run.start()
+    run.train()
+    html = write_report(run.path).read_text()
+    assert "<h1>stdlib-tiny on letters.txt</h1>" in html
+    assert "/home/ada/texts/letters.txt, read as bytes" in html
 
 
 def test_words_are_reported_in_perplexity_and_bits_per_byte_with_what_unk_hides(tmp_path):

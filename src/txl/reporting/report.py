@@ -15,7 +15,16 @@ from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
 from txl.reporting.result import evaluation_cells, evaluation_headings, result_section
-from txl.reporting.wording import counted, duration_text, quality, quality_text, settings_text, token_name, window_text
+from txl.reporting.wording import (
+    counted,
+    duration_text,
+    quality,
+    quality_text,
+    settings_text,
+    short_name,
+    token_name,
+    window_text,
+)
 from txl.run_directory import RunDirectory, write_whole
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
@@ -62,13 +71,15 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
         _model(config, found),
         _circumstances(found),
     ]
-    write_whole(path, page(f"{config.name} on {found.start['corpus']['name']}", [part for part in body if part]))
+    write_whole(
+        path, page(f"{config.name} on {short_name(found.start['corpus']['name'])}", [part for part in body if part])
+    )
     return path
 
 
 def _header(config: RunConfig, found: Findings) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
-    title = f"{config.name} on {corpus['name']}"
+    title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
         f"Transformer-XL, {found.start['total_parameters']:,} parameters in "
         f"{counted(config.model.n_layer, 'layer')} of width {config.model.d_model}, reading "
@@ -180,7 +191,7 @@ def _sample(sample: dict[str, Any]) -> str:
         settings += [f"{cut} {value}" for cut, value in cuts.items() if value is not None]
         settings.append("no seed" if sample["seed"] is None else f"seed {sample['seed']}")
     if "mem_len" in sample:
-        settings.append(f"memory {sample['mem_len']:,}, {window_text(sample)}")
+        settings.append(f"memory {sample['mem_len']:,}, window {_window(sample)}")
     settings.append(f"at most {counted(sample['max_tokens'], 'token')}")
     text = sample["text"]
     rest = len(text) - _SAMPLE_CHARACTERS

@@ -50,6 +50,11 @@ def token_name(unit: str) -> str:
     return {"byte": "byte", "char": "character", "word": "word", "bpe": "BPE token"}.get(unit, "token")
 
 
+def short_name(corpus: str) -> str:
+    """A corpus's name, or the last part of a path."""
+    return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
+
+
 def counted(number: int, noun: str) -> str:
     """A number and its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
@@ -74,7 +79,7 @@ def window_text(row: dict[str, Any]) -> str:
     """The window of an evaluation."""
     if row["window"] is None:
         return "no window"
-    return f"window {counted(row['window'], 'key')} (a token's own included)"
+    return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
 def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memory: bool = True) -> str:
