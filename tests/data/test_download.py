@@ -146,6 +146,15 @@ def test_a_download_is_verified_kept_and_not_fetched_again(server, tmp_path, cap
     assert capsys.readouterr().err == ""
 
 
+def test_a_terminal_shows_a_bar_that_survives_a_second_try(server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "150")
+    content = zipped()
+    server.answers = [broken_off(content, 1000), whole(content)]
+    fetch(route(server, sha256(content)), tmp_path)
+    assert f"/{len(content) / 1000:.1f} kB" in capsys.readouterr().err
+
+
 def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10.0) -> str:
     with pytest.raises(UserError) as error:
         fetch(route(server, known), folder, quiet=True, timeout=timeout)

@@ -22,6 +22,7 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
     console = Console(stderr=True)
     if not console.is_terminal:
         say(f"preparing {name} in {unit} tokens", quiet)
+    name = name if len(name) <= 40 else f"...{name[-37:]}"
     with _bar(console, quiet) as bar:
         task = bar.add_task("preparing", total=None, name=name, doing="reading")
         stage = ""
@@ -29,7 +30,7 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
         def progress(doing: str, done: int, total: int | None) -> None:
             nonlocal stage
             if doing != stage:
-                bar.reset(task, total=total, doing=doing)
+                bar.reset(task, total=total, name=name, doing=doing)  # fields that are not given would go
                 stage = doing
             bar.update(task, advance=done)
 
@@ -56,7 +57,7 @@ class DownloadBar:
     def reset(self) -> None:
         """Begin again."""
         if self._bar is not None:
-            self._bar.reset(self._bar.task_ids[0])
+            self._bar.reset(self._bar.task_ids[0], total=self.total or None, name=self._name, doing="downloading")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
