@@ -61,6 +61,11 @@ class DataConfig:
     vocab_size: int = _setting(8192, "number of tokens of a bpe vocabulary")
     min_count: int = _setting(1, "words seen less often in training become <unk>")
     max_words: int | None = _setting(None, "keep only this many of the most frequent words; none: all")
+    like_original: bool = _setting(
+        False, "prepare a named corpus as the authors' code does (enwik8 without newlines ...)"
+    )
+    boundary: Literal["end", "both"] = _setting("end", "which <S> around a sentence of lm1b is predicted")
+    verify: bool = _setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
 
 @dataclass

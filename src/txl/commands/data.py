@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import typing
 from typing import Any
 
 from txl.commands.options import absolute_path, add_data_dir, add_json, print_json
-from txl.config import DataConfig
-from txl.errors import UserError
+from txl.config import DataConfig, RunConfig, parse_value, validate
 
 
 def add_parser(commands: Any) -> None:
@@ -17,11 +18,12 @@ def add_parser(commands: Any) -> None:
     for action, what in (("prepare", "cut a text into tokens, once"), ("info", "counts and hashes of a corpus")):
         each = actions.add_parser(action, help=what)
         each.add_argument("name", metavar="NAME", help="name of a corpus, or a file, folder or glob")
-        each.add_argument("--unit", metavar="U", help="byte, char, word or bpe (default: the corpus's own)")
-        each.add_argument("--source", metavar="DIR", help="folder or archive to take a named corpus from")
-        each.add_argument("--vocab-size", type=int, metavar="V", help="tokens of a bpe vocabulary")
-        each.add_argument("--min-count", type=int, metavar="N", help="words seen less often become <unk>")
-        each.add_argument("--max-words", type=int, metavar="N", help="keep only the N most frequent words")
+        hints = typing.get_type_hints(DataConfig)
+        for field in dataclasses.fields(DataConfig):
+            if field.name != "corpus":
+                option = f"--{field.name.replace('_', '-')}"
+                switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[field.name] is bool else {}
+                each.add_argument(option, metavar="X", help=field.metadata["help"], **switch)
         add_data_dir(each)
         add_json(each)
         each.set_defaults(run=run_open)
@@ -34,20 +36,18 @@ def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus (preparing it if need be) and print what is known of it."""
     from txl.data.corpora import open_corpus
 
-    if arguments.unit not in (None, "byte", "char", "word", "bpe"):
-        raise UserError(f"--unit is {arguments.unit!r}; expected one of byte, char, word, bpe")
+    hints = typing.get_type_hints(DataConfig)
     given = {
-        name: getattr(arguments, name)
-        for name in ("source", "vocab_size", "min_count", "max_words")
-        if getattr(arguments, name) is not None
+        name: parse_value(hint, getattr(arguments, name), f"--{name.replace('_', '-')}")
+        for name, hint in hints.items()
+        if getattr(arguments, name, None) is not None
     }
-    for name, value in given.items():
-        if name != "source" and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    config = RunConfig(data=DataConfig(**given))
+    validate(config)
     corpus = open_corpus(
         absolute_path(arguments.name),
-        arguments.unit,
-        config=DataConfig(**given),
+        given.get("unit", natural_unit(arguments.name)),
+        config=config.data,
         data_dir=arguments.data_dir,
         quiet=arguments.json,
     )
@@ -61,6 +61,13 @@ def run_open(arguments: argparse.Namespace) -> None:
         print(f"  {split:6} {counts['tokens']:>13,} tokens  {counts['bytes']:>13,} bytes{unknown}")
     print(f"  prepared in {corpus.directory}")
     print(f"  identity {info['identity']}")
+
+
+def natural_unit(name: str) -> str:
+    """The unit in which a corpus is read if nothing is said: bytes for a text of the user's own."""
+    from txl.data.corpora import list_corpora
+
+    return next((each["unit"] for each in list_corpora() if each["name"] == name), "byte")
 
 
 def run_list(arguments: argparse.Namespace) -> None:

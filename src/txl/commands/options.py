@@ -17,13 +17,18 @@ from txl.errors import UserError
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
     """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``."""
-    for name, item, _, _ in leaf_fields(RunConfig()):
+    for name, item, hint, _ in leaf_fields(RunConfig()):
         section = name.partition(".")[0]
         if section not in sections:
             continue
         option = f"--{name.replace('_', '-')}"
         flags = [option] if option == f"--{name}" else [option, f"--{name}"]
-        parser.add_argument(*flags, dest=name, metavar="X", default=argparse.SUPPRESS, help=item.metadata["help"])
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "true"} if hint is bool else {}
+        )  # --model.pre-norm alone switches it on
+        parser.add_argument(
+            *flags, dest=name, metavar="X", default=argparse.SUPPRESS, help=item.metadata["help"], **switch
+        )
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:

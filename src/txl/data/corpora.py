@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
@@ -91,9 +90,9 @@ def open_corpus(
             folder,
             source=None if source is None else Path(source).expanduser(),
             vocabulary=vocabulary,
-            like_original=_setting(like_original, config, "like_original", False),
-            boundary=_setting(boundary, config, "boundary", "end"),
-            verify=_setting(verify, config, "verify", True),
+            like_original=config.like_original if like_original is None else like_original,
+            boundary=config.boundary if boundary is None else boundary,
+            verify=config.verify if verify is None else verify,
             quiet=quiet,
         ).open()
     if source is not None:
@@ -108,10 +107,6 @@ def data_directory(data_dir: str | Path | None) -> Path:
     """Where prepared corpora live."""
     chosen = data_dir or os.environ.get("TXL_DATA") or platformdirs.user_cache_dir("transformer-xl")
     return Path(chosen).expanduser()
-
-
-def _setting(given: Any, config: DataConfig, name: str, default: Any) -> Any:
-    return given if given is not None else getattr(config, name, default)
 
 
 def _open(
