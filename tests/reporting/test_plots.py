@@ -1,4 +1,5 @@
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib as mpl
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from tests.reporting.fake_run import LENGTHS, evaluation
 
@@ -81,6 +83,17 @@ def test_short_and_flat_logs_are_drawn(train, valid):
 def test_a_learning_rate_of_zero_is_drawn():
     event = {"step": 1, "loss": 2.0, "learning_rate": 0.0, "grad_norm": 0.0}
     ElementTree.fromstring(schedule_figure([event], 0.0).wide)
+
+
+def test_the_marker_of_training_ends_on_the_curve():
+    with plots._style():
+        axes = Figure().add_subplot()
+        plots.draw_memory_curve(axes, [evaluation(2.0, 0), evaluation(1.5, 64), evaluation(1.0, 256)], "byte", 128)
+        line = axes.collections[0]
+        assert isinstance(line, LineCollection)
+        top = line.get_segments()[0][-1][1]
+    assert axes.get_xscale() == "symlog"
+    assert top == pytest.approx(1.25 / math.log(2))  # 128 is half-way from 64 to 256 on this scale
 
 
 def test_a_long_log_does_not_make_a_large_page():

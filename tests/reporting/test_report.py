@@ -8,6 +8,7 @@ from tests.reporting.fake_run import PARTS, FakeRun, evaluation, whole_run
 
 import txl.reporting.comparison as comparison
 import txl.run_directory
+from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
 from txl.reporting.compression import compress
@@ -61,14 +62,11 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(autouse=True)
-def no_corpus(request, monkeypatch):
-    """The corpora of made-up runs are not there; a run of a real model has its own."""
-
-    def refuse(name: str, **settings):
-        raise UserError(f"{name} is not on this machine")
-
-    if "tested" not in request.fixturenames:
-        monkeypatch.setattr(comparison, "open_corpus", refuse)
+def no_corpora(tmp_path_factory, monkeypatch) -> Path:
+    """The folder of prepared corpora, empty: those of made-up runs are not there. Real runs have their own."""
+    folder = tmp_path_factory.mktemp("no-corpora")
+    monkeypatch.setenv("TXL_DATA", str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +279,18 @@ def test_memory_that_does_not_help_is_not_praised(tmp_path):
     assert "25.0% more bits with memory" in shown(run).text
 
 
+def test_a_loss_that_is_no_number_is_listed_but_is_neither_result_nor_drawn(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep((0, 64, 256))
+    bad = evaluation(1.0, 512) | {"nll": float("nan"), "ppl": float("nan"), "bpc": float("nan")}
+    run.log("eval", 100, **bad)
+    page = shown(run)
+    assert "bits per byte, memory 256" in page.text
+    assert "512 512 128 nan nan bpc" in page.text
+    run.log("sweep", 100, **{name: bad[name] for name in ("split", "corpus", "unit", "checkpoint")}, rows=[bad, bad])
+    assert "bits per byte, memory 256" in shown(run).text
+
+
 def test_circumstances_and_configuration_are_there(whole, html):
     text = Page(html).text
     for part, count in PARTS.items():
@@ -349,8 +359,6 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_users(tmp_path):
 @pytest.fixture
 def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
     """A run of a real model with an evaluation in its log."""
-    from txl.data.corpora import open_corpus
-
     directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
     model, _ = directory.load()
     corpus = open_corpus(str(story), data_dir=data_dir)
@@ -362,8 +370,6 @@ def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
 
 
 def test_compressors_are_measured_on_the_text_that_was_scored_and_only_once(tested, story, data_dir, monkeypatch):
-    from txl.data.corpora import open_corpus
-
     text = b"".join(open_corpus(str(story), data_dir=data_dir).text_bytes("test"))
     page = Page(write_report(tested.path, data_dir=data_dir).read_text())
     sizes = compress([text])
@@ -386,19 +392,42 @@ def test_a_run_that_can_only_be_read_has_its_report_elsewhere(tested, data_dir, 
     assert "zlib (level 9)" in page.text
 
 
-def test_another_text_in_its_place_is_not_compressed_instead(tested, story, data_dir, tmp_path, monkeypatch):
-    log = (tested.path / "log.jsonl").read_text()
-    other = tmp_path / "other.txt"
-    other.write_bytes(story.read_bytes().replace(b"river", b"RIVER"))
-    (tested.path / "log.jsonl").write_text(log.replace(str(story), str(other)))
-    config = tested.config()
-    config.data.corpus = str(other)
-    tested.write_config(config)
-    text = Page(write_report(tested.path, data_dir=data_dir).read_text()).text
-    assert "zlib and lzma are not shown: the test split of" in text
-    assert "on this machine is not what was scored" in text
+def test_a_report_prepares_and_downloads_nothing(tested, no_corpora):
+    text = Page(write_report(tested.path).read_text()).text
+    assert f"zlib and lzma are not shown: the text that was scored is not among the corpora in {no_corpora};" in text
+    assert list(no_corpora.iterdir()) == []
 
-    other.unlink()
-    text = Page(write_report(tested.path, data_dir=data_dir).read_text()).text
-    assert "zlib and lzma are not shown: " in text
-    assert str(other) in text
+
+def test_another_text_in_its_place_is_not_compressed_instead(tested, story, no_corpora):
+    changed = story.parent / "changed" / story.name
+    changed.parent.mkdir(exist_ok=True)
+    changed.write_bytes(story.read_bytes().replace(b"river", b"RIVER"))
+    open_corpus(str(changed), data_dir=no_corpora)
+    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text
+    open_corpus(str(story), data_dir=no_corpora)
+    assert "zlib (level 9)" in Page(write_report(tested.path).read_text()).text
+
+
+def test_a_text_known_only_by_name_is_compressed_if_there_is_but_one(tmp_path, no_corpora):
+    other = tmp_path / "letters.txt"
+    other.write_text("Dear Ada, the engine works. " * 400)
+    corpus = open_corpus(str(other))
+    tokens = corpus.tokens("test")
+    row = evaluation(1.0, 0, corpus=corpus.name, tokens=len(tokens) - 4, dropped=3)
+    run = begun(tmp_path / "run")
+    run.log("eval", 100, **row)
+    log = (run.path / "log.jsonl").read_bytes()
+    assert f"the same {len(tokens):,} bytes" in shown(run).text
+
+    (run.path / "log.jsonl").write_bytes(log)
+    other.write_text("Dear Ada, the engine stands " * 400)
+    open_corpus(str(other))
+    assert f"holds 2 different texts named {corpus.name}" in shown(run).text
+
+
+def test_a_damaged_corpus_is_passed_over(tested, story, no_corpora):
+    directory = open_corpus(str(story), data_dir=no_corpora).directory
+    (directory / "test.tokens").write_bytes(b"")
+    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text
+    (directory / "meta.json").write_text("{")
+    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text

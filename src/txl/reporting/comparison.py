@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from txl.config import DataConfig, RunConfig
-from txl.data.corpora import Corpus, open_corpus
+from txl.data.corpora import data_directory
+from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
 from txl.reporting.compression import SETTINGS, compress
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
@@ -15,9 +15,11 @@ from txl.run_directory import RunDirectory
 
 
 def measure_compression(
-    run_directory: RunDirectory, config: RunConfig, found: Findings, data_dir: str | Path | None
+    run_directory: RunDirectory, found: Findings, data_dir: str | Path | None
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Compress the bytes that the result is about, and log it if the log can be written.
+
+    The text is looked up among the prepared corpora; nothing is prepared or downloaded for it.
 
     Returns:
         The event; or None and the reason.
@@ -26,21 +28,18 @@ def measure_compression(
     n_bytes = None if result is None else scored_bytes(result)
     if result is None or n_bytes is None:
         return None, "the size of the text that was scored is not known"
-    different = f"the {result['split']} split of {result['corpus']} on this machine is not what was scored"
-    logged = found.split_of(result)
+    folder = data_directory(data_dir)
     try:
-        data = DataConfig() if logged is None else config.data
-        corpus = _corpus(run_directory, result["corpus"], data, logged is not None, data_dir)
-        split = corpus.info()["splits"].get(result["split"])
-        if split is None or split["tokens"] < tokens_read(result):
-            return None, different
-        if logged is not None and split["sha256_text"] != logged["sha256_text"]:
-            return None, different
-        sizes = compress(corpus.text_bytes(result["split"]), n_bytes)
+        texts = _prepared_texts(folder, found, result)
+        if not texts:
+            return None, f"the text that was scored is not among the corpora in {folder}; `txl eval` puts it there"
+        if len(texts) > 1:
+            return None, f"{folder} holds {len(texts)} different texts named {result['corpus']}"
+        sizes = compress(next(iter(texts.values())).text_bytes(result["split"]), n_bytes)
     except (UserError, OSError) as error:
         return None, str(error)
     if sizes.text != n_bytes:
-        return None, different
+        return None, f"the prepared {result['split']} split has {sizes.text:,} bytes, {n_bytes:,} were scored"
     fields = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
     fields |= {"text": sizes.text, "zlib": sizes.zlib, "lzma": sizes.lzma}
     with suppress(UserError):  # a run that can only be read still has its report, with --out
@@ -48,11 +47,27 @@ def measure_compression(
     return {"event": "compression", **fields}, None
 
 
-def _corpus(run_directory: RunDirectory, name: str, data: DataConfig, own: bool, data_dir: str | Path | None) -> Corpus:
-    """The corpus as the run reads it: another text, and a fine-tuned model's, is read with the run's vocabulary."""
-    vocabulary = run_directory.vocabulary()
-    if own:
-        corpus = open_corpus(name, config=data, data_dir=data_dir)
-        if vocabulary is None or corpus.vocabulary == vocabulary:
-            return corpus
-    return open_corpus(name, config=data, data_dir=data_dir, vocabulary=vocabulary)
+def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:
+    """By hash, the prepared texts that the result can be about.
+
+    The training corpus is known by the hash that training logged. Of another text only name, unit and sizes are.
+    """
+    logged = found.split_of(result)
+    texts: dict[str, Corpus] = {}
+    for path in sorted(folder.glob("*/meta.json")):
+        try:
+            meta = read_meta(path.parent)
+            split = meta["splits"].get(result["split"])
+            if split is None:
+                continue
+            if logged is not None:
+                same = split["sha256_text"] == logged["sha256_text"]
+            else:
+                same = (meta["name"], meta["unit"]) == (result["corpus"], result["unit"])
+                same = same and split["tokens"] >= tokens_read(result)
+                same = same and split["bytes"] / split["tokens"] == result["bytes_per_token"]
+            if same and split["sha256_text"] not in texts:
+                texts[split["sha256_text"]] = Corpus(path.parent)
+        except UserError:  # damaged, or of another version
+            continue
+    return texts

@@ -126,8 +126,10 @@ def _evaluations(events: Sequence[Event]) -> tuple[list[Row], list[Row]]:
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
-        if event["event"] == "sweep" and event["split"] == "test" and len({row["mem_len"] for row in rows}) > 1:
-            curve = sorted(rows, key=lambda row: row["mem_len"])
+        if event["event"] == "sweep" and event["split"] == "test":
+            finite = [row for row in rows if math.isfinite(row["nll"])]
+            if len({row["mem_len"] for row in finite}) > 1:
+                curve = sorted(finite, key=lambda row: row["mem_len"])
     return list(newest.values()), curve
 
 
@@ -144,7 +146,7 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the configuration's test
     settings, else the longest: never the one that happened to come out best.
     """
-    rows = [row for row in rows if row["split"] == "test"]
+    rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     if not rows:
         return None, None

@@ -199,16 +199,20 @@ def draw_memory_curve(
                 ha="center", fontsize=8.5,
             )  # fmt: skip
     if training_memory is not None and min(lengths) <= training_memory <= max(lengths):
-        _mark_training(axes, training_memory, float(np.interp(training_memory, lengths, values)))
+        _mark_training(axes, training_memory, lengths, values)
     axes.set_xlabel("memory length, tokens")
     axes.set_ylabel(quality_label(unit))
 
 
-def _mark_training(axes: Axes, length: int, value: float) -> None:
+def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequence[float]) -> None:
     """A dotted line from the axis up to the curve, with a name on the side that has more room."""
+
+    def places(positions: Sequence[float]) -> list[float]:
+        return [float(axes.transScale.transform((position, 1.0))[0]) for position in positions]
+
+    left, at, right = places([axes.get_xlim()[0], length, axes.get_xlim()[1]])
+    value = float(np.interp(at, places(lengths), values))  # between two points the curve is straight on the scale
     axes.vlines(length, axes.get_ylim()[0], value, color=SOFT, linewidth=1, linestyles=(0, (2, 2)), zorder=0)
-    edges = [axes.get_xlim()[0], length, axes.get_xlim()[1]]
-    left, at, right = axes.transScale.transform([(edge, 1.0) for edge in edges])[:, 0]
     before = at - left > right - at
     axes.annotate(
         "memory in training", (length, 0), xycoords=("data", "axes fraction"), xytext=(-4 if before else 4, 4),

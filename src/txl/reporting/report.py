@@ -55,7 +55,7 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
         raise UserError(f"{directory}: nothing has been trained here yet (log.jsonl has no train line); run txl train")
     problem = None
     if found.result is not None and found.compression is None:
-        measured, problem = measure_compression(run_directory, config, found, data_dir)
+        measured, problem = measure_compression(run_directory, found, data_dir)
         if measured is not None:
             found = findings([*events, measured]) or found
     path = Path(out) if out is not None else run_directory.path / "report.html"
@@ -122,7 +122,7 @@ def _training(config: RunConfig, found: Findings) -> str:
             f"({quality_text(found.best['nll'], found.unit)} {_measure(found.unit)}) at step {found.best['step']:,}."
         )
     lead = (
-        f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.2f} times the training split, at {found.speed:,.0f} "
+        f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.3g} times the training split, at {found.speed:,.0f} "
         f"tokens/s (median of the log’s lines; evaluating and saving not counted).{best}"
     )
     norm = f"clipped above {config.train.clip:g}" if config.train.clip else "not clipped"

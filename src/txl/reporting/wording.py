@@ -42,6 +42,8 @@ def quality_text(nll: float, unit: str) -> str:
 
 def ppl_text(ppl: float) -> str:
     """A perplexity with four figures or more."""
+    if ppl >= 1e6:
+        return f"{ppl:.3g}"
     return f"{ppl:.3f}" if ppl < 10 else f"{ppl:.2f}" if ppl < 1000 else f"{ppl:,.0f}"
 
 
@@ -72,7 +74,8 @@ def duration_text(seconds: float) -> str:
 def change_text(with_memory: float, without: float) -> str:
     """What memory changes in the loss: "6.0% fewer bits" or "0.3% more bits"."""
     change = with_memory / without - 1
-    return f"{abs(change):.1%} {'fewer' if change < 0 else 'more'} bits"
+    digits = 1 if abs(change) >= 0.01 else 2
+    return f"{abs(change):.{digits}%} {'fewer' if change < 0 else 'more'} bits"
 
 
 def window_text(row: dict[str, Any]) -> str:

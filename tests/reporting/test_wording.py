@@ -1,0 +1,44 @@
+import math
+
+import pytest
+
+from txl.reporting.wording import change_text, counted, duration_text, plain, ppl_text, quality_text, short_name
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.44, "9.4 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (245.2, "4 min 5 s"), (3599.7, "1 h 0 min"),
+     (7265, "2 h 1 min"), (200_000, "2 d 7 h")],
+)  # fmt: skip
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("with_memory", "text"),
+    [(0.9, "10.0% fewer bits"), (0.9995, "0.05% fewer bits"), (1.25, "25.0% more bits"), (1.0, "0.00% more bits")],
+)
+def test_small_changes_are_not_rounded_away(with_memory, text):
+    assert change_text(with_memory, 1.0) == text
+
+
+def test_numbers():
+    assert quality_text(math.log(2), "byte") == "1.000"
+    assert quality_text(math.log(54.518), "word") == "54.52"
+    assert quality_text(1e9, "word") == "1.01e+304"  # beyond a float's range it stays a number
+    assert [ppl_text(ppl) for ppl in (1.2344, 12.344, 1234.4, 1.5e6, math.inf)] == [
+        "1.234", "12.34", "1,234", "1.5e+06", "inf",
+    ]  # fmt: skip
+    assert [counted(1, "step"), counted(2000, "step")] == ["1 step", "2,000 steps"]
+
+
+def test_names():
+    assert [short_name(name) for name in ("stdlib", "/a/b.txt", "a/b/", "C:\\a\\b.txt", "/")] == [
+        "stdlib", "b.txt", "b", "b.txt", "/",
+    ]  # fmt: skip
+
+
+def test_only_what_cannot_be_shown_is_escaped():
+    fine = "naïve — «שלום» 日本語 é\n\t<&\u00a0\U0001f600"
+    assert plain(fine) == fine
+    assert plain("a\x00\x1b\r\u202e\u200b\ue000\udcffb") == r"a\x00\x1b\r\u202e\u200b\ue000\udcffb"
