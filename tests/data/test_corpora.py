@@ -266,6 +266,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
     (tmp_path / "tiny.txt").write_text("abc")
     assert "3 bytes are too few" in refusal(str(tmp_path / "tiny.txt"), tmp_path)
     (tmp_path / "folder").mkdir()
+    assert "cannot be read (File name too long)" in refusal("x" * 5000, tmp_path)
     assert "the folder holds no files" in refusal(str(tmp_path / "folder"), tmp_path)
     assert "expected one of byte, char, word, bpe" in refusal("stdlib", tmp_path, "syllable")
 

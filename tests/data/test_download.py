@@ -198,7 +198,8 @@ def test_a_server_that_does_not_answer_is_given_up(server, tmp_path):
     assert "did not answer within 0.2 seconds, 3 times" in refusal(server, tmp_path, sha256(zipped()), timeout=0.2)
 
 
-def test_no_server_at_all(tmp_path):
+def test_no_server_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:1/tiny\.zip broke off 3 times \(.*[Rr]efused"):
         fetch(((Download("http://127.0.0.1:1/tiny.zip", None),),), tmp_path, quiet=True)
 

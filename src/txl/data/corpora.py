@@ -23,7 +23,7 @@ from txl.data.sources import Pieces, find_files, stdlib_files, stdlib_pieces, us
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 
-__all__ = ["UNITS", "Corpus", "data_directory", "list_corpora", "open_corpus"]
+__all__ = ["UNITS", "Corpus", "data_directory", "list_corpora", "natural_unit", "open_corpus"]
 
 UNITS = ("byte", "char", "word", "bpe")
 STDLIB = "stdlib"
@@ -35,6 +35,11 @@ def list_corpora() -> list[dict[str, str]]:
     stdlib = {"name": STDLIB, "description": about, "unit": "byte"}
     public = [{"name": each.name, "description": each.description, "unit": each.unit} for each in BENCHMARKS.values()]
     return [stdlib, *public]
+
+
+def natural_unit(name: str) -> str:
+    """The unit in which a corpus is read if nothing else is said: a public one's results are stated in it."""
+    return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
 
 def open_corpus(
@@ -74,8 +79,7 @@ def open_corpus(
     """
     is_public = name in BENCHMARKS
     if unit is None:
-        natural = BENCHMARKS[name].unit if is_public else "byte"
-        unit = config.unit if config is not None else natural
+        unit = (config.unit if config is not None else None) or natural_unit(name)
     if vocabulary is not None:
         unit = vocabulary.kind
     if unit not in UNITS:
@@ -137,9 +141,9 @@ def _own_files(name: str) -> list[Path]:
         return find_files(name)
     except UserError as error:
         # A bare word was probably meant as a name.
-        if Path(name).exists() or any(mark in name for mark in "/\\.*?["):
+        if os.path.exists(name) or any(mark in name for mark in "/\\.*?["):
             raise
         names = [each["name"] for each in list_corpora()]
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"named corpora: {', '.join(names)}"
-        raise UserError(f"unknown corpus {name!r}, and {error}; {hint}") from None
+        raise UserError(f"unknown corpus {name[:200]!r}, and {error}; {hint}") from None

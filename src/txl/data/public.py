@@ -116,6 +116,12 @@ class PublicCorpus:
         downloads = self.folder / "downloads" / self.benchmark.name
         if self.source is not None:
             return self._prepare_from(self.source, directory)
+        if Path(self.benchmark.name).exists():
+            say(
+                f"note: {self.benchmark.name} is downloaded; to take it from ./{self.benchmark.name} give that as "
+                f"--source",
+                self.quiet,
+            )
         try:
             fetch(self.benchmark.routes, downloads, quiet=self.quiet)
         except OSError as error:

@@ -212,18 +212,21 @@ def find_files(text: str) -> list[Path]:
         UserError: if there are none.
     """
     path = Path(text)
-    if path.is_file():
-        return [path.absolute()]
-    if path.is_dir():
-        found = [
-            each.absolute()
-            for each in sorted(path.rglob("*"))
-            if each.is_file() and not any(part.startswith(".") for part in each.relative_to(path).parts)
-        ]
-        if not found:
-            raise UserError(f"{text}: the folder holds no files")
-        return found
-    found = [Path(each).absolute() for each in sorted(glob.glob(text, recursive=True)) if Path(each).is_file()]
+    try:
+        if path.is_file():
+            return [path.absolute()]
+        if path.is_dir():
+            found = [
+                each.absolute()
+                for each in sorted(path.rglob("*"))
+                if each.is_file() and not any(part.startswith(".") for part in each.relative_to(path).parts)
+            ]
+            if not found:
+                raise UserError(f"{text}: the folder holds no files")
+            return found
+        found = [Path(each).absolute() for each in sorted(glob.glob(text, recursive=True)) if Path(each).is_file()]
+    except OSError as error:
+        raise UserError(f"{text[:200]}: cannot be read ({error.strerror})") from None
     if not found:
         kind = "matches no file" if glob.has_magic(text) else "no such file or folder"
         raise UserError(f"{text}: {kind}")
