@@ -11,7 +11,7 @@ from txl.commands.options import add_config_options, add_data_dir, config_option
 from txl.config import RunConfig, validate, with_options
 
 PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
-TEST_TOKENS = 200_000
+TEST_TOKENS = 100_000
 """Tokens of the test split that are read at each memory length."""
 
 
