@@ -200,7 +200,7 @@ def test_a_server_that_does_not_answer_is_given_up(server, tmp_path):
 
 def test_no_server_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:1/tiny\.zip broke off 3 times \(.*[Rr]efused"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:1/tiny\.zip could not be reached, 3 times \(.*[Rr]efused"):
         fetch(((Download("http://127.0.0.1:1/tiny.zip", None),),), tmp_path, quiet=True)
 
 

@@ -87,6 +87,8 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
         raise _Unavailable(f"{download.url} answered {status}") from None
     except requests.exceptions.Timeout:
         raise _Unavailable(f"{download.url} did not answer within {timeout:g} seconds, {TRIES} times") from None
+    except requests.exceptions.ConnectionError as error:
+        raise _Unavailable(f"{download.url} could not be reached, {TRIES} times ({_reason(error)})") from None
     except requests.exceptions.RequestException as error:
         raise _Unavailable(f"{download.url} broke off {TRIES} times ({_reason(error)})") from None
     except ValueError:  # pooch's word for a wrong hash
@@ -123,7 +125,8 @@ def _reason(error: Exception) -> str:
         inner = inner.args[-1]
     inner = getattr(inner, "reason", None) or inner
     text = " ".join(str(inner).split())
-    return text[:120] or type(error).__name__
+    # "HTTPConnection(host='...', port=80): what happened": the address is said already.
+    return text.rpartition("): ")[2][:160] or type(error).__name__
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,9 @@ def prepare(
 def _sweep(folder: Path) -> None:
     """Remove what processes that were killed have left half-made."""
     for path in folder.glob(".*.partial-*"):
-        if time.time() - path.stat().st_mtime > STALE_AFTER:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # another process may have finished it, and renamed it, in between
+            if time.time() - path.stat().st_mtime > STALE_AFTER:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
