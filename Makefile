@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/txl demo --out runs/demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/txl demo --out runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

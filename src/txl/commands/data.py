@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus (preparing it if need be) and print what is known of it."""
-    from txl.data.corpora import open_corpus
+    from txl.data.corpora import natural_unit, open_corpus
 
     hints = typing.get_type_hints(DataConfig)
     given = {
@@ -61,13 +61,6 @@ def run_open(arguments: argparse.Namespace) -> None:
         print(f"  {split:6} {counts['tokens']:>13,} tokens  {counts['bytes']:>13,} bytes{unknown}")
     print(f"  prepared in {corpus.directory}")
     print(f"  identity {info['identity']}")
-
-
-def natural_unit(name: str) -> str:
-    """The unit in which a corpus is read if nothing is said: bytes for a text of the user's own."""
-    from txl.data.corpora import list_corpora
-
-    return next((each["unit"] for each in list_corpora() if each["name"] == name), "byte")
 
 
 def run_list(arguments: argparse.Namespace) -> None:

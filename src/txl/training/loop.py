@@ -17,7 +17,7 @@ from torch import Tensor
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
-from txl.data.streams import LaneStream, StreamPosition
+from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
 from txl.run_directory import RunDirectory, load_weights
@@ -69,7 +69,7 @@ class TrainingLoop:
     device: str
     model: Any
     optimizer: torch.optim.Optimizer
-    stream: LaneStream
+    stream: LaneStream | SentenceStream
     display: Display
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from txl.config import RunConfig, differences, validate
 from txl.data.corpora import Corpus, open_corpus
-from txl.data.streams import LaneStream
+from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import build_model
 from txl.run_directory import RunDirectory, load_weights
@@ -190,7 +190,7 @@ class Trainer:
         train = self.run.train
         torch.manual_seed(train.seed)
         model = build_model(self.run.model, corpus.vocabulary).to(self.device).train()
-        stream = LaneStream(
+        stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
             train.segment,
