@@ -134,6 +134,22 @@ def test_text_that_the_terminal_cannot_show_does_not_end_a_command(trained):
     assert done.stdout.startswith(b"??")
 
 
+def test_a_clamp_beyond_all_distances_is_none(trained, data_dir, capsys):
+    results = []
+    for clamp in ("none", "9" * 20):
+        assert main(["eval", str(trained), "--clamp-len", clamp, "--data-dir", str(data_dir), "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out)["nll"])
+    assert results[0] == results[1]
+
+
+def test_a_drawn_seed_is_told(trained, capsys):
+    words = ["generate", str(trained), "--prompt", "The ", "--max-tokens", "9", "--json"]
+    assert main(words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main([*words, "--seed", str(first["seed"])]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == first["samples"]
+
+
 def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "enwik8-12L", "--dry-run", "--model.mem-len", "99", "--json"]) == 0
@@ -207,6 +223,12 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["generate", "no-such-run"], "one of the arguments --prompt --prompt-file is required"),
         (["report", "no-such-run"], "no-such-run: no such directory"),
         (["bench", "train", "--steps", "0"], "--steps is 0"),
+        (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
+        (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
+        (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "expected a number below 2**63"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),
+        (["train", "stdlib-tiny", "--dry-run", "--model.n-layer", "9" * 12], "expected 1 or more, at most 10000"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch):
@@ -225,6 +247,8 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
         (["eval", "RUN", "--mem-len", "many"], "argument --mem-len: invalid int value: 'many'"),
         (["eval", "RUN", "--window", "wide"], "argument --window: invalid number or none value: 'wide'"),
         (["eval", "RUN", "--mem-lens", "1,x"], "argument --mem-lens: invalid list of numbers value"),
+        (["eval", "RUN", "--mem-lens", "1,2", "--window", "3"], "--window with --mem-lens can only be none"),
+        (["eval", "RUN", "--checkpoint", "²"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--mem-lens", "1,2", "--mem-len", "3"], "--mem-len and --mem-lens were both given"),
         (["eval", "RUN", "--split", "dev"], "has no split 'dev'; expected one of train, valid, test"),
         (["eval", "RUN", "--checkpoint", "99"], "no checkpoint 99; there: step-00000008, step-00000012"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,8 +30,8 @@ def model():
     return model.double()
 
 
-def text(model, prompt="abc", **settings) -> str:
-    settings = {"max_tokens": 40, "seed": 1} | settings
+def text(model, prompt="abc", **given) -> str:
+    settings: dict[str, Any] = {"max_tokens": 40, "seed": 1} | given
     return "".join(generate(model, LETTERS, prompt, **settings))
 
 
@@ -78,7 +80,7 @@ def test_dropout_is_off_and_the_mode_is_put_back_even_if_the_caller_stops_early(
     pieces = generate(model, LETTERS, "abc", max_tokens=1000, seed=1)
     first = list(itertools.islice(pieces, 3))
     assert model.training
-    pieces.close()
+    cast(Generator[str], pieces).close()
     assert model.training
     model.eval()
     assert list(itertools.islice(generate(model, LETTERS, "abc", max_tokens=3, seed=1), 3)) == first
@@ -150,7 +152,7 @@ def test_several_bytes_of_a_character_appear_as_one_piece():
             following = self.said[(self.said.index(int(tokens[0, -1])) + 1) % len(self.said)]
             return torch.eye(256)[following].log()[None, None], state
 
-    assert list(generate(Spelling(), ByteVocabulary(), ".", max_tokens=7, top_k=1)) == ["é", "🦆", "."]
+    assert list(generate(cast(Any, Spelling()), ByteVocabulary(), ".", max_tokens=7, top_k=1)) == ["é", "🦆", "."]
 
 
 def test_words_are_separated_from_the_prompt():
@@ -160,6 +162,19 @@ def test_words_are_separated_from_the_prompt():
     model.softmax.bias.data[:] = torch.tensor([-50.0, -50.0, -50.0, 50.0])
     assert "".join(generate(model, vocabulary, "the", max_tokens=2)) == " mill mill"
     assert "".join(generate(model, vocabulary, "the\n", max_tokens=2)) == "mill mill"
+
+
+def test_several_samples_end_when_all_have_met_a_stop_string(model):
+    whole = generate_samples(model, LETTERS, "abc", samples=2, max_tokens=300, seed=5)
+    stop = "a"
+    texts = generate_samples(model, LETTERS, "abc", samples=2, max_tokens=10**9, seed=5, stop=[stop])
+    assert texts == [text[: text.index(stop)] for text in whole]
+
+
+def test_no_temperature_is_too_low_and_damaged_weights_are_named(model):
+    assert text(model, temperature=1e-300) == text(model, temperature=0)
+    with pytest.raises(UserError, match="not numbers; its weights are damaged"):
+        Sampling().draw(torch.full((1, 5), torch.nan), [torch.Generator()])
 
 
 @pytest.mark.parametrize(

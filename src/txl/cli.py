@@ -10,6 +10,7 @@ import argparse
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -78,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.strerror is None:
             raise
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    except (MemoryError, RuntimeError) as error:
+        # torch has no one class for it: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU.
+        if not isinstance(error, MemoryError) and not re.search(
+            r"out of memory|not enough memory|can't allocate", str(error)
+        ):
+            raise
+        return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")
     except KeyboardInterrupt:
         print("txl: interrupted", file=sys.stderr)
         return 130

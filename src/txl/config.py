@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -205,8 +206,16 @@ def validate_model(model: ModelConfig) -> None:
     Raises:
         UserError: naming the first field that breaks one.
     """
-    for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "div_val"):
-        _require(getattr(model, name) >= 1, f"model.{name}", getattr(model, name), "1 or more")
+    most_of = {
+        "n_layer": 10_000,
+        "d_model": 2**20,
+        "n_head": 2**12,
+        "d_head": 2**16,
+        "d_inner": 2**24,
+        "div_val": 2**20,
+    }
+    for name, most in most_of.items():
+        _require(1 <= getattr(model, name) <= most, f"model.{name}", getattr(model, name), f"1 or more, at most {most}")
     _require(model.d_model % 2 == 0, "model.d_model", model.d_model, "an even number (R is half sines, half cosines)")
     if model.d_embed is not None:
         _require(model.d_embed >= 1, "model.d_embed", model.d_embed, "1 or more, or none for d_model")
@@ -214,7 +223,8 @@ def validate_model(model: ModelConfig) -> None:
         rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
     for name in ("init_std", "proj_init_std"):
-        _require(getattr(model, name) >= 0, f"model.{name}", getattr(model, name), "0 or more")
+        std = getattr(model, name)
+        _require(0 <= std < math.inf, f"model.{name}", std, "0 or more")
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
 
 
@@ -247,8 +257,9 @@ def validate(run: RunConfig) -> None:
     for name in ("steps", "batch_size", "micro_batches", "segment", "log_every", "keep_checkpoints"):
         _require(getattr(train, name) >= 1, f"train.{name}", getattr(train, name), "1 or more")
     for name in ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed"):
-        _require(getattr(train, name) >= 0, f"train.{name}", getattr(train, name), "0 or more")
-    _require(train.learning_rate > 0, "train.learning_rate", train.learning_rate, "a number above 0")
+        _require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
+    _require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
+    _require(0 < train.learning_rate < math.inf, "train.learning_rate", train.learning_rate, "a number above 0")
     _require(train.eps > 0, "train.eps", train.eps, "a number above 0")
     for name in ("beta1", "beta2"):
         _require(

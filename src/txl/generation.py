@@ -39,12 +39,21 @@ class Sampling:
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
     def draw(self, log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """One token a lane, lane b with the b-th generator: [B,V] -> int64 [B]."""
+        """One token a lane, lane b with the b-th generator: [B,V] -> int64 [B].
+
+        Raises:
+            UserError: if the probabilities are not numbers.
+        """
+        if not log_probs.amax(dim=-1).isfinite().all():
+            raise UserError(
+                "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
+            )
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
         values, candidates = log_probs.topk(n_candidate, dim=-1)  # sorted, the likeliest first
-        probs = (values.float() / self.temperature).softmax(dim=-1)
+        # Relative to the likeliest, so that no temperature is too low to divide by.
+        probs = ((values - values[:, :1]).double() / self.temperature).softmax(dim=-1)
         if self.top_p is not None:
             # A candidate stays while those before it hold less than top_p; the first one always does.
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
@@ -170,7 +179,7 @@ def generate(
         clamp_len=clamp_len,
         forbidden=_undrawable(vocabulary),
     )
-    return _pieces(tokens, 0, vocabulary, prompt, StopStrings(stop))
+    return _pieces(tokens, vocabulary, prompt, StopStrings(stop))
 
 
 def generate_samples(
@@ -189,23 +198,35 @@ def generate_samples(
     window: Limit = None,
     clamp_len: Limit = None,
 ) -> list[str]:
-    """Several continuations of a prompt, computed together; arguments and errors as in `generate`."""
-    StopStrings(stop)
-    steps = list(
-        generate_tokens(
-            model,
-            encode_prompt(vocabulary, prompt),
-            max_tokens=max_tokens,
-            samples=samples,
-            sampling=Sampling(top_k, top_p, temperature),
-            seed=seed,
-            mem_len=mem_len,
-            window=window,
-            clamp_len=clamp_len,
-            forbidden=_undrawable(vocabulary),
-        )
+    """Several continuations of a prompt, computed together until all have ended; arguments and errors as `generate`."""
+    stops = [StopStrings(stop) for _ in range(samples)]
+    steps = generate_tokens(
+        model,
+        encode_prompt(vocabulary, prompt),
+        max_tokens=max_tokens,
+        samples=samples,
+        sampling=Sampling(top_k, top_p, temperature),
+        seed=seed,
+        mem_len=mem_len,
+        window=window,
+        clamp_len=clamp_len,
+        forbidden=_undrawable(vocabulary),
     )
-    return ["".join(_pieces(iter(steps), lane, vocabulary, prompt, StopStrings(stop))) for lane in range(samples)]
+    assert vocabulary is not None  # encode_prompt has refused None
+    decoders = [vocabulary.decoder(after=prompt) for _ in range(samples)]
+    texts = [""] * samples
+    for tokens in steps:
+        for lane, (token, decoder, held) in enumerate(zip(tokens.tolist(), decoders, stops, strict=True)):
+            if not held.found:
+                texts[lane] += held.push(decoder.push(token))
+        if all(held.found for held in stops):
+            break
+    for lane, (decoder, held) in enumerate(zip(decoders, stops, strict=True)):
+        if not held.found:
+            texts[lane] += held.push(decoder.flush())
+        if not held.found:
+            texts[lane] += held.flush()
+    return texts
 
 
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Tensor:
@@ -263,14 +284,12 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
-def _pieces(
-    steps: Iterator[Tensor], lane: int, vocabulary: Vocabulary | None, prompt: str, stop: StopStrings
-) -> Iterator[str]:
-    """Text of one lane's tokens, up to a stop string."""
+def _pieces(steps: Iterator[Tensor], vocabulary: Vocabulary | None, prompt: str, stop: StopStrings) -> Iterator[str]:
+    """Text of the first lane's tokens, up to a stop string."""
     assert vocabulary is not None  # encode_prompt has refused None
     decoder = vocabulary.decoder(after=prompt)
     for tokens in steps:
-        piece = stop.push(decoder.push(int(tokens[lane])))
+        piece = stop.push(decoder.push(int(tokens[0])))
         if piece:
             yield piece
         if stop.found:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -124,7 +125,9 @@ class RunDirectory:
             target = (self.path / name).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
             return None
-        return self.checkpoints / target if target else None
+        if not re.fullmatch(r"step-\d{8,}", target):
+            return None
+        return self.checkpoints / target
 
     def set_pointer(self, name: str, checkpoint: str) -> None:
         """Let `best` or `latest` name a checkpoint.
@@ -155,7 +158,7 @@ class RunDirectory:
             found = self.pointer("best") or self.pointer("latest")
         elif which in ("best", "latest"):
             found = self.pointer(which)
-        elif which.isdigit():
+        elif which.isascii() and which.isdecimal():
             found = self.checkpoints / checkpoint_name(int(which))
         else:
             raise UserError(f"checkpoint is {which!r}; expected best, latest or the number of a step")

@@ -106,6 +106,16 @@ def test_float32_and_bfloat16_stay_close_to_float64():
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_gradients_in_low_precision_stay_close_to_float64(dtype, tolerance):
+    scope = KeyScope(31, 29)
+    args, low = arguments(2, 17, 31, 3, 13), arguments(2, 17, 31, 3, 13, dtype=dtype)
+    exact = torch.autograd.grad(reference_attention(*args, scope).sum(), args)
+    found = torch.autograd.grad(shifted_attention(*low, scope).sum(), low)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < tolerance
+
+
 def test_unused_places_of_the_buffer_cannot_leak(monkeypatch):
     """New buffers are filled with NaN here: whatever is read before it is written shows."""
     new_empty = torch.Tensor.new_empty

@@ -20,6 +20,15 @@ def test_sinusoid_has_all_sines_first_then_all_cosines():
     assert all(math.isclose(found, want, abs_tol=1e-14) for found, want in zip(row, expected, strict=True))
 
 
+def test_a_float32_model_has_the_authors_sinusoid_to_the_last_bit():
+    """Their code: inv_freq = 1 / 10000 ** (arange(0, d, 2.0) / d); outer product; sin and cos; all in float32."""
+    distances = torch.arange(3800, -1, -1.0)
+    inv_freq = 1 / (10000 ** (torch.arange(0.0, 512, 2.0) / 512))
+    angles = torch.ger(distances, inv_freq)
+    theirs = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    assert torch.equal(sinusoid(distances_farthest_first(3801, None), 512, torch.float32), theirs)
+
+
 def test_sinusoid_has_the_dtype_of_the_model_but_is_never_computed_below_float32():
     distances = distances_farthest_first(3001, None)
     low = sinusoid(distances, 14, torch.bfloat16)

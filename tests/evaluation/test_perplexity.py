@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -129,6 +130,48 @@ def test_bits_per_byte_is_bits_a_token_over_bytes_a_token(model):
     assert evaluate(model, token_stream(100), batch_size=1).bits_per_byte is None
 
 
+def test_bits_per_byte_of_a_prefix_are_only_told_where_they_are_known(model):
+    class Split(np.ndarray):
+        n_bytes = 300
+
+    assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is None
+    Split.n_bytes = 100  # every token is a byte
+    assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is not None
+
+
+def test_bfloat16_is_near_float32_but_not_the_same():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=32, mem_len=6), V)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    exact = evaluate(model, token_stream(400), batch_size=2)
+    low = evaluate(model, token_stream(400), batch_size=2, dtype="bfloat16")
+    assert 0 < abs(exact.nll - low.nll) < 0.02
+    assert low.dtype == "bfloat16"
+
+
+def test_losses_are_summed_in_float64():
+    class Constant(torch.nn.Module):
+        """A loss that float32 cannot add up: after 2**24 it would stop growing by 1."""
+
+        vocab_size = V
+
+        def __init__(self):
+            super().__init__()
+            self.anchor = torch.nn.Parameter(torch.zeros(1))
+
+        def init_state(self, batch_size, **lengths):
+            return None
+
+        def nll(self, tokens, targets, state):
+            nll = torch.ones(tokens.shape)
+            nll[0, 0] = 2.0**24
+            return nll, state
+
+    result = evaluate(cast(Any, Constant()), token_stream(1002), segment=1001, batch_size=1)
+    assert result.nll * result.tokens == pytest.approx(2**24 + 1000, abs=1e-3)
+
+
 def test_sweep_scores_the_same_targets_at_each_length(model):
     seen = []
     results = evaluate_memory_lengths(
@@ -155,6 +198,11 @@ def test_progress_runs_to_the_end(model):
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
 
 
+def test_tokens_of_another_vocabulary_are_refused(model):
+    with pytest.raises(UserError, match="hold id 200, the model's vocabulary ends at 12"):
+        evaluate(model, np.array([1, 2, 200, 3] * 10), batch_size=1)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -164,6 +212,7 @@ def test_progress_runs_to_the_end(model):
         ({"mem_len": -1}, "mem_len is -1"),
         ({"mem_len": 3, "window": 9}, "window 9 needs at least 8 positions"),
         ({"max_tokens": 1}, "max_tokens is 1"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(model, settings, message):

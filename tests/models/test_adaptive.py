@@ -43,8 +43,9 @@ def test_equals_pytorch_s_adaptive_softmax(tied):
         other.head.weight.copy_(head @ projection(0).t())
         other.head.bias.copy_(torch.cat([softmax.bias[:7], softmax.cluster_bias]))
         for tail in (1, 2):
-            other.tail[tail - 1][0].weight.copy_(projection(tail).t())
-            other.tail[tail - 1][1].weight.copy_(embedding.tables[tail])
+            down, out = other.tail[tail - 1].children()
+            down.get_parameter("weight").copy_(projection(tail).t())
+            out.get_parameter("weight").copy_(embedding.tables[tail])
     hidden = torch.randn(40, E, dtype=torch.float64)
     targets = torch.arange(40) % V
     torch.testing.assert_close(softmax.log_probs(hidden, embedding), other.log_prob(hidden), rtol=0, atol=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -241,10 +240,13 @@ def test_a_uniform_model_scores_log_v(model):
         parameter.data.zero_()
     tokens, targets = stream()
     log_probs, _ = uniform.log_probs(tokens, uniform.init_state(B))
-    if not model.config.cutoffs:
-        nll, _ = uniform.nll(tokens, targets, uniform.init_state(B))
-        torch.testing.assert_close(nll, torch.full_like(nll, math.log(V)), rtol=0, atol=1e-12)
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones_like(log_probs[..., 0]), rtol=0, atol=1e-12)
+    nll, _ = uniform.nll(tokens, targets, uniform.init_state(B))
+    if model.config.cutoffs:  # the head holds 5 words and 2 clusters, of 4 and 8 words
+        share = torch.tensor([1 / 7] * 5 + [1 / 28] * 4 + [1 / 56] * 8, dtype=torch.float64)
+    else:
+        share = torch.full((V,), 1 / V, dtype=torch.float64)
+    torch.testing.assert_close(log_probs.exp(), share.expand_as(log_probs), rtol=0, atol=1e-12)
+    torch.testing.assert_close(nll, -share.log()[targets], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +271,37 @@ def test_none_switches_the_window_of_the_configuration_off():
     assert (state.window, state.clamp_len) == (None, None)
 
 
+def test_ids_outside_of_the_vocabulary_are_never_scored_in_silence(model):
+    tokens, targets = stream()
+    for bad in (V, -100):
+        changed = targets.clone()
+        changed[1, 3] = bad
+        with pytest.raises((IndexError, RuntimeError)):
+            model.nll(tokens, changed, model.init_state(B))
+    changed = tokens.clone()
+    changed[1, 3] = V
+    try:
+        nll, _ = model.nll(changed, targets, model.init_state(B))
+    except (IndexError, RuntimeError):
+        return
+    assert nll[1, 3:].isnan().all()
+
+
+def test_a_state_holds_no_more_than_its_memory(model):
+    tokens, targets = stream()
+    for mem_len in (0, 4, 7):
+        _, state = model.nll(tokens, targets, model.init_state(B, mem_len=mem_len))
+        assert all(h.untyped_storage().nbytes() == 8 * B * mem_len * 10 for h in state.hidden)
+
+
 def test_a_batch_of_the_wrong_size_is_refused():
     model = lively(SMALL)
     tokens, targets = stream()
+    with pytest.raises(UserError, match=r"tokens have shape \[3, 23\], targets \[23, 3\]"):
+        model.nll(tokens, targets.t(), model.init_state(B))
+    with pytest.raises(UserError, match="no positions"):
+        model.nll(tokens[:, :0], targets[:, :0], model.init_state(B))
+    with pytest.raises(UserError, match="belongs to another model"):
+        model.nll(tokens, targets, lively(dataclasses.replace(SMALL, n_layer=2)).init_state(B))
     with pytest.raises(UserError, match="tokens have 3 lanes, the state has 2"):
         model.nll(tokens, targets, model.init_state(2))

@@ -118,6 +118,23 @@ def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
     assert torch.equal(model.eval() and hidden(), hidden())
 
 
+def test_each_site_draws_its_own_mask():
+    """Counted by hooks, because one module serves the embedding and the final states, another both of feed-forward's."""
+    model = build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.5), 11).train()
+    calls: dict[str, list[tuple[int, ...]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda _, inputs, __, name=name: calls.setdefault(name, []).append(inputs[0].shape)
+            )
+    model.hidden_states(torch.randint(11, (3, 7)), model.init_state(3))
+    assert calls["dropout"] == [(3, 7, 8), (3, 7, 8)]  # embedding, final
+    assert calls["dropout_r"] == [(7, 8)]
+    for layer in ("layers.0", "layers.1"):
+        assert calls[f"{layer}.attention.dropout"] == [(3, 7, 8)]
+        assert calls[f"{layer}.feed_forward.dropout"] == [(3, 7, 16), (3, 7, 8)]  # after the ReLU, output
+
+
 def test_final_and_embedding_dropout_zero_whole_features_at_their_rate():
     torch.manual_seed(0)
     model = build_model(ModelConfig(n_layer=1, d_model=64, dropout=0.25), 11).train()

@@ -123,10 +123,10 @@ class Memory:
 
 
 def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
-    """The last `keep` positions of [old, new], without reading what is dropped."""
+    """The last `keep` positions of [old, new], without reading what is dropped, or keeping it alive."""
     n_new = new.shape[1]
     if keep <= n_new:
-        return new[:, n_new - keep :]
+        return new if keep == n_new else new[:, n_new - keep :].clone()
     return torch.cat([old[:, old.shape[1] - (keep - n_new) :], new], dim=1)
 
 

@@ -12,7 +12,7 @@ def distances_farthest_first(n_key: int, clamp_len: int | None, device: torch.de
     The order is that of the keys as the last query of a segment sees them.
     """
     distances = torch.arange(n_key - 1, -1, -1, device=device)
-    return distances if clamp_len is None else distances.clamp(max=clamp_len)
+    return distances if clamp_len is None else distances.clamp(max=min(clamp_len, n_key))
 
 
 def sinusoid(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,8 @@ S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layer
     N * ( 2*B*T*E*A           queries
         + 2*B*S*E*A * 2       keys and values, memory included
         + 2*S*E*A             W_kR R
-        + 2*B*T*S*A * 3       content scores, position scores, weighted values; masked entries are computed too
+        + 2*B*T*S*A * 2       content scores, weighted values; masked entries are computed too
+        + 2*B*T*min(S,W)*A    position scores, of the distances inside the window W
         + 2*B*T*A*E           output projection
         + 2*B*T*E*F * 2 )     feed-forward
     + 2*B*T*E*V               softmax
@@ -24,7 +25,9 @@ from txl.config import ModelConfig
 from txl.errors import UserError
 
 
-def forward_operations(model: ModelConfig, vocab_size: int, batch_size: int, segment: int, memory: int) -> int:
+def forward_operations(
+    model: ModelConfig, vocab_size: int, batch_size: int, segment: int, memory: int, window: int | None = None
+) -> int:
     """Operations of one forward pass, by the formula at the top of this file.
 
     Raises:
@@ -38,7 +41,8 @@ def forward_operations(model: ModelConfig, vocab_size: int, batch_size: int, seg
         2 * rows * model.d_model * width
         + 2 * key_rows * model.d_model * width * 2
         + 2 * keys * model.d_model * width
-        + 2 * rows * keys * width * 3
+        + 2 * rows * keys * width * 2
+        + 2 * rows * min(keys, window or keys) * width
         + 2 * rows * width * model.d_model
         + 2 * rows * model.d_model * model.d_inner * 2
     )

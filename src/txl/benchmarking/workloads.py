@@ -83,7 +83,9 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     seconds = _timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     memory = states[0].length
-    operations = 3 * forward_operations(run.model, vocab_size, *shape, memory)
+    # Each part of the lanes projects R for itself.
+    part = (train.batch_size // train.micro_batches, train.segment)
+    operations = 3 * train.micro_batches * forward_operations(run.model, vocab_size, *part, memory, run.model.window)
     tokens_per_second = train.batch_size * train.segment / seconds
     return Speed(
         "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
@@ -108,7 +110,7 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = _timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    operations = forward_operations(run.model, vocab_size, *shape, state.length)
+    operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window)
     tokens_per_second = settings.batch_size * settings.segment / seconds
     return Speed(
         "evaluation", dtype, *shape, state.length, seconds, tokens_per_second, operations, rate, model.attention_name

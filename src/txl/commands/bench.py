@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.steps < 1:
         raise UserError(f"--steps is {arguments.steps}; expected 1 or more")
+    if "train.dtype" in config_options(arguments):
+        raise UserError("--train.dtype does nothing here; use --dtype float32, bfloat16 or both")
     config = preset(arguments.preset)
     if arguments.workload == "train":
         # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.

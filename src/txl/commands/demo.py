@@ -9,6 +9,7 @@ from typing import Any
 
 from txl.commands.options import add_config_options, add_data_dir, config_options, say
 from txl.config import RunConfig, validate, with_options
+from txl.errors import UserError
 
 PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
 TEST_TOKENS = 100_000
@@ -32,6 +33,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Train (or go on), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
+    if arguments.test_tokens < 2 * preset(arguments.preset).eval.batch_size:
+        raise UserError(
+            f"--test-tokens is {arguments.test_tokens}; expected two for each lane of the evaluation or more"
+        )
     out, changes = arguments.out, config_options(arguments)
     config = with_options(preset(arguments.preset), changes)
     validate(config)
@@ -74,7 +79,7 @@ def memory_lengths(config: RunConfig) -> list[int]:
 def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> None:
     """Continue a few prompts and add them to the run's log, for the report."""
     from txl.commands.generate import record_sample
-    from txl.generation import generate
+    from txl.generation import encode_prompt, generate
     from txl.run_directory import RunDirectory
 
     run_directory = RunDirectory(directory)
@@ -87,8 +92,14 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "seed": seed,
         "max_tokens": max_tokens,
         "mem_len": config.eval.mem_len,
-        "window": config.eval.window,
+        "window": config.eval.window or "none",
+        "clamp_len": "none" if config.eval.clamp_len is None else config.eval.clamp_len,
     }
     for prompt in PROMPTS:
+        try:
+            encode_prompt(vocabulary, prompt)
+        except UserError as error:  # a text of the user's own may lack the prompt's characters
+            say(f"note: no sample for the prompt {prompt!r}: {error}")
+            continue
         text = "".join(generate(model, vocabulary, prompt, **settings))
         record_sample(run_directory, checkpoint, prompt, text, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +57,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluate, print, and add the result to the run's log."""
     if arguments.mem_lens is not None and arguments.mem_len is not None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
+    if arguments.mem_lens is not None and arguments.window not in (None, "none"):
+        raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
+    from txl.allocator import keep_freed_memory
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.run_directory import RunDirectory
 
+    keep_freed_memory()
     run_directory = RunDirectory(existing_run(arguments.directory))
     config = run_directory.config()
     device = pick_device(arguments.device)
@@ -75,14 +80,22 @@ def run(arguments: argparse.Namespace) -> None:
         "exhaustive": arguments.exhaustive,
         "dtype": arguments.dtype,
     }
-    described = {"split": arguments.split, "corpus": corpus.name, "unit": corpus.unit, "checkpoint": checkpoint.name}
+    described = {
+        "split": arguments.split,
+        "corpus": corpus.name,
+        "unit": corpus.unit,
+        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
+        "checkpoint": checkpoint.name,
+    }
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
         if arguments.mem_lens is None:
             results = [evaluate(model, tokens, **settings, **common, progress=move)]
         else:
-            common["clamp_len"] = settings["clamp_len"]
+            common |= {"clamp_len": settings["clamp_len"], "window": arguments.window}
             results = evaluate_memory_lengths(model, tokens, arguments.mem_lens, **common, progress=move)
+    if any(math.isnan(result.nll) for result in results):
+        raise UserError(f"{checkpoint}: the model's losses are not numbers; its weights are damaged: use another one")
     rows = [described | result.to_dict() for result in results]
 
     step = checkpoint_step(checkpoint)
@@ -121,7 +134,8 @@ def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, 
         )
     if not options:
         started = [event for event in run_directory.events() if event["event"] == "start"]
-        if started and started[-1]["corpus"]["identity"] != corpus.info()["identity"]:
+        trained_on = started[-1].get("corpus", {}).get("identity") if started else None
+        if trained_on not in (None, corpus.info()["identity"]):
             say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
 
@@ -173,6 +187,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
     print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
+    if first["unknown"]:
+        print(f"{first['unknown']:,} tokens of the split are <unk>: bits per byte are a lower bound")
 
 
 def draw_curve(directory: Path, rows: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from txl.commands.options import (
     memory_settings,
     pick_device,
     print_json,
+    say,
 )
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.data.vocabulary import Vocabulary
     from txl.run_directory import RunDirectory
 
 KEPT = 2000
@@ -57,15 +60,20 @@ def _top_k(text: str) -> int | None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print."""
     prompt = _prompt(arguments)
+    from txl.allocator import keep_freed_memory
     from txl.generation import Sampling, generate, generate_samples
     from txl.run_directory import RunDirectory
 
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+    keep_freed_memory()
+    if arguments.seed is None:
+        arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log tells how to make the text again
     run_directory = RunDirectory(existing_run(arguments.directory))
     lengths = memory_settings(arguments, run_directory.config())
     checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
+    _note_unknown_words(vocabulary, prompt)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values before anything is printed
     common = {
@@ -88,6 +96,13 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")
     for text in texts:
         record_sample(run_directory, checkpoint, prompt, text, common)
+
+
+def _note_unknown_words(vocabulary: Vocabulary | None, prompt: str) -> None:
+    if vocabulary is not None and vocabulary.kind == "word":
+        unknown = [word for word in prompt.split() if int(vocabulary.encode(word)[0]) == vocabulary.unk_id]
+        if unknown:
+            say(f"note: the vocabulary lacks {', '.join(dict.fromkeys(unknown))}; read as <unk>")
 
 
 def _stream(prompt: str, pieces: Iterator[str]) -> str:

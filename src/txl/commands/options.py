@@ -129,8 +129,8 @@ def pick_device(name: str | None) -> str:
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None
     return chosen

@@ -14,6 +14,7 @@ from txl.commands.options import (
     config_options,
     pick_device,
     print_json,
+    say,
 )
 from txl.config import RunConfig, leaf_fields, validate, with_options
 from txl.errors import UserError
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.training.trainer import Trainer
 
     keep_freed_memory()
+    if config.train.warmup_steps >= config.train.steps and not arguments.quiet:
+        say(f"note: the warm-up of {config.train.warmup_steps} steps is not over when training ends")
     trainer = Trainer(
         config,
         arguments.out,

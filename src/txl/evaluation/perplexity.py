@@ -144,6 +144,9 @@ def evaluate(
 ) -> EvaluationResult:
     """The mean loss of a model over a stream of tokens.
 
+    What is unset is taken from the model's configuration, which is that of its training; the command `txl eval` takes
+    the run's test settings instead.
+
     Args:
         model: any language model; it is evaluated without dropout and left in the mode it was in.
         tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
@@ -163,6 +166,8 @@ def evaluate(
     """
     if segment < 1:
         raise UserError(f"segment is {segment}; expected 1 token or more")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
     if window is None and mem_len:
@@ -182,6 +187,7 @@ def evaluate(
     start = time.perf_counter()
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         for inputs, targets, counts in lanes.segments(ids, segment):
+            _check_ids(inputs, targets, model.vocab_size)
             nll, state = model.nll(inputs.to(device), targets.to(device), state)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
@@ -192,7 +198,7 @@ def evaluate(
         nll=mean,
         tokens=done,
         dropped=len(ids) - 1 - done,
-        bytes_per_token=_bytes_per_token(tokens),
+        bytes_per_token=_bytes_per_token(tokens, len(ids)),
         seconds=time.perf_counter() - start,
         segment=segment,
         batch_size=batch_size,
@@ -247,7 +253,21 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _bytes_per_token(tokens: Any) -> float | None:
-    """Bytes of text a token of the whole split stands for, if the split knows."""
+def _check_ids(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
+    lowest, highest = int(min(inputs.min(), targets.min())), int(max(inputs.max(), targets.max()))
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            f"the tokens hold id {lowest if lowest < 0 else highest}, the model's vocabulary ends at {vocab_size - 1}; "
+            f"encode the text with the model's own vocabulary"
+        )
+
+
+def _bytes_per_token(tokens: Any, n_read: int) -> float | None:
+    """Bytes of text a token of the whole split stands for, if the split knows.
+
+    A prefix need not be like the whole: of one it is only known where every token is a byte.
+    """
     n_bytes = getattr(tokens, "n_bytes", None)
-    return n_bytes / len(tokens) if n_bytes and len(tokens) else None
+    if not n_bytes or (n_read < len(tokens) and n_bytes != len(tokens)):
+        return None
+    return n_bytes / len(tokens)

@@ -95,7 +95,8 @@ class AdaptiveEmbedding(nn.Module):
                 embedded = F.linear(embedded, self.projections[0])
         else:
             flat = tokens.reshape(-1)
-            embedded = self.tables[0].new_zeros(flat.numel(), self.d_model)
+            # A token that no cluster holds shows as NaN, where zeros would give a plausible loss.
+            embedded = self.tables[0].new_full((flat.numel(), self.d_model), math.nan)
             for cluster, (first, end) in enumerate(self.bounds):
                 places = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
                 rows = F.embedding(flat[places] - first, self.tables[cluster])
@@ -147,18 +148,18 @@ class AdaptiveSoftmax(nn.Module):
         """Negative log-likelihood in nats, each in its own place: [N,E], int64 [N] -> [N]."""
         head = self._cluster_logits(hidden, embedding, 0)
         if len(self.bounds) == 1:
-            return F.cross_entropy(head, targets, reduction="none")
+            return _cross_entropy(head, targets)
         shortlist = self.bounds[0][1]
         # In the head a tail token is represented by its cluster's logit.
         edges = torch.tensor([first for first, _ in self.bounds[1:]], device=targets.device)
         cluster = torch.bucketize(targets.contiguous(), edges, right=True)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = F.cross_entropy(head, head_target, reduction="none")
+        nll = _cross_entropy(head, head_target)
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):
             places = (cluster == tail).nonzero().squeeze(1)
             if places.numel():
                 logits = self._cluster_logits(hidden[places], embedding, tail)
-                within = F.cross_entropy(logits, targets[places] - first, reduction="none")
+                within = _cross_entropy(logits, targets[places] - first)
                 nll = nll.index_add(0, places, within)
         return nll
 
@@ -171,6 +172,11 @@ class AdaptiveSoftmax(nn.Module):
             within = self._cluster_logits(hidden, embedding, tail).log_softmax(dim=-1)
             parts.append(head[:, shortlist + tail - 1, None] + within)
         return torch.cat(parts, dim=-1)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Loss of each target; none is silently ignored (PyTorch's default gives target -100 a loss of 0)."""
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=-(2**62))
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

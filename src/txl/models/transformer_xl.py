@@ -180,6 +180,10 @@ class TransformerXL(LanguageModel[Memory]):
         """h^N after the final dropout, and the memory for the next segment: [B,T] int64 -> [B,T,E]."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
+        if tokens.shape[1] == 0:
+            raise UserError("tokens have no positions; expected at least one in each lane")
+        if len(state.hidden) != self.config.n_layer or state.hidden[0].shape[-1] != self.config.d_model:
+            raise UserError("the state belongs to another model; expected one that this model's init_state made")
         hidden = self.dropout(self.embedding(tokens))
         distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
         r = self.dropout_r(sinusoid(distances, self.config.d_model, hidden.dtype))
@@ -193,6 +197,10 @@ class TransformerXL(LanguageModel[Memory]):
 
     def nll(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
+        if tokens.shape != targets.shape:
+            raise UserError(
+                f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
+            )
         hidden, state = self.hidden_states(tokens, state)
         nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding)
         return nll.view_as(targets), state

@@ -127,6 +127,11 @@ class Trainer:
             _remove_begun(path)
             return True
         changed = differences(self.directory.config(), self.run, ignore=MAY_DIFFER)
+        if changed and not checkpoint_names(self.directory.checkpoints):
+            # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
+            self.directory.config_path.unlink()
+            _remove_begun(path)
+            return True
         if changed:
             raise UserError(
                 f"--out {path} holds a different run: {', '.join(changed)}; give another --out, and --init-from {path} "
