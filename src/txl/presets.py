@@ -57,15 +57,15 @@ def _stdlib_tiny() -> RunConfig:
         model=ModelConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
         data=DataConfig(corpus="stdlib", unit="byte"),
         train=TrainConfig(
-            steps=800,
+            steps=1000,
             batch_size=16,
             segment=128,
             learning_rate=2e-3,
             warmup_steps=100,
             log_every=20,
-            eval_every=200,
+            eval_every=250,
             eval_tokens=50_000,
-            checkpoint_every=400,
+            checkpoint_every=500,
         ),
         eval=EvalConfig(segment=128, mem_len=256, window=256),
     )

@@ -12,7 +12,7 @@ from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 
 PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
-TEST_TOKENS = 100_000
+TEST_TOKENS = 200_000
 """Tokens of the test split that are read at each memory length."""
 
 
@@ -66,11 +66,10 @@ def _command(*words: str) -> None:
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and doublings from a quarter of it up to twice the run's test memory."""
-    longest = 2 * config.eval.mem_len
-    lengths = {0, config.model.mem_len, config.eval.mem_len, longest}
+    """No memory, training's, and doublings from a quarter of it up to the run's test memory."""
+    lengths = {0, config.model.mem_len, config.eval.mem_len}
     length = max(1, config.model.mem_len // 4)
-    while length < longest:
+    while length < config.eval.mem_len:
         lengths.add(length)
         length *= 2
     return sorted(lengths)
