@@ -1,8 +1,10 @@
-"""Run a `txl` command that prints JSON and keep what it printed, with command, commit, date and hardware.
+"""Keep what a `txl` command printed as JSON, or what a run's log says, with command, commit, date and hardware.
 
     python benchmarks/record.py results/bench-train.json bench train --json
+    python benchmarks/record.py results/demo.json --run runs/demo make demo
 
-The README's numbers come from files made this way. Run it from a clean working tree: the commit is part of the record.
+The first runs the command; the second reads the run directory that the command named after it has left. The README's
+numbers come from files made this way. Run it from a clean working tree: the commit is part of the record.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from txl.cli import main
+from txl.run_directory import RunDirectory
 from txl.training.environment import describe_hardware, describe_software
 
 
@@ -29,23 +33,44 @@ def record(path: Path, words: list[str]) -> int:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(words)
-    if code != 0:
-        return code
+    if code == 0:
+        write(path, f"txl {shlex.join(words)}", json.loads(printed.getvalue()))
+    return code
+
+
+def record_run(path: Path, directory: Path, command: str) -> None:
+    """Write the record of a finished run: how it started, its last training line, and every measurement."""
+    events = RunDirectory(directory).events()
+    kept = [event for event in events if event["event"] in ("valid", "eval", "sweep", "compression", "end")]
+    start = next(event for event in events if event["event"] == "start")
+    last = [event for event in events if event["event"] == "train"][-1]
+    for event in (start, last, *kept):
+        event.pop("time", None)
+    for one_elsewhere in ("hardware", "software"):
+        start.pop(one_elsewhere, None)
+    write(path, command, {"start": start, "last_training_line": last, "measurements": kept})
+
+
+def write(path: Path, command: str, output: Any) -> None:
+    """Write one record."""
     changed = git("status", "--porcelain", "--untracked-files=no")
     value = {
-        "command": f"txl {shlex.join(words)}",
+        "command": command,
         "commit": git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": describe_hardware("cpu"),
         "software": describe_software(),
-        "output": json.loads(printed.getvalue()),
+        "output": output,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        sys.exit(f"usage: {sys.argv[0]} FILE COMMAND [OPTION ...]")
-    sys.exit(record(Path(sys.argv[1]), sys.argv[2:]))
+        sys.exit(f"usage: {sys.argv[0]} FILE COMMAND [OPTION ...] | FILE --run DIRECTORY COMMAND")
+    target, first, *rest = sys.argv[1:]
+    if first == "--run":
+        record_run(Path(target), Path(rest[0]), shlex.join(rest[1:]))
+    else:
+        sys.exit(record(Path(target), [first, *rest]))
