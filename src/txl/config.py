@@ -37,9 +37,16 @@ class ModelConfig:
     mem_len: int = _setting(512, "positions M of hidden states carried from segment to segment")
     window: int | None = _setting(None, "keys a query sees, itself included; none: all of memory and segment")
     clamp_len: int | None = _setting(None, "distances above this one count as it; none: no clamp")
-    dropout: float = _setting(0.1, "dropout on embeddings, attention output, feed-forward and final hidden states")
+    dropout: float = _setting(0.1, "dropout on attention output and feed-forward, and wherever no other rate is set")
     dropatt: float = _setting(0.0, "dropout on attention probabilities")
     dropout_r: float | None = _setting(None, "dropout on the sinusoid R; none: the same as dropout")
+    dropout_embed: float | None = _setting(None, "dropout on the scaled embeddings; none: the same as dropout")
+    dropout_out: float | None = _setting(None, "dropout on the final hidden states; none: the same as dropout")
+    dropout_qkv: float = _setting(0.0, "dropout on queries, keys, values and the projected R")
+    dropout_words: float = _setting(0.0, "probability with which a word's embedding is zero for a whole step")
+    locked_dropout: bool = _setting(
+        False, "one dropout mask for all positions of a segment (variational), but for attention probabilities"
+    )
     pre_norm: bool = _setting(False, "LayerNorm before each sub-layer instead of after it")
     untie_r: bool = _setting(False, "one pair of biases u and v a layer instead of one pair for all")
     cutoffs: tuple[int, ...] = _setting((), "adaptive softmax: vocabulary ids at which a new cluster begins")
@@ -49,6 +56,10 @@ class ModelConfig:
     )
     init_std: float = _setting(0.02, "standard deviation of the initial weights")
     proj_init_std: float = _setting(0.01, "standard deviation of the initial embedding projections")
+    activation_reg: float = _setting(0.0, "activation regularisation: adds this times the mean of h^2 to the loss")
+    temporal_reg: float = _setting(
+        0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss"
+    )
     attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
 
 
@@ -81,6 +92,7 @@ class TrainConfig:
     optimizer: Literal["adam", "adamw"] = _setting("adam", "optimiser")
     learning_rate: float = _setting(2.5e-4, "peak learning rate")
     min_learning_rate: float = _setting(0.0, "learning rate at the end of the cosine, floor of inverse_sqrt")
+    embedding_lr_factor: float = _setting(1.0, "the embedding tables' learning rate, relative to the others'")
     schedule: Literal["cosine", "inverse_sqrt", "constant"] = _setting("cosine", "shape after the warm-up")
     warmup_steps: int = _setting(0, "steps of linear warm-up")
     beta1: float = _setting(0.9, "Adam's first-moment decay")
@@ -88,11 +100,23 @@ class TrainConfig:
     eps: float = _setting(1e-8, "Adam's epsilon")
     weight_decay: float = _setting(0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)")
     clip: float = _setting(0.25, "largest norm of the gradient; 0: no clipping")
+    average_from: int | None = _setting(
+        None, "average the weights of all later steps, and use the average; the schedule falls until here; none: never"
+    )
+    average_patience: int | None = _setting(
+        None,
+        "begin to average when an evaluation is worse than the best of more than this many before; none: never",
+    )
+    average_mu: float | None = _setting(
+        None, "weight of the newest weights in the average; none: 1/n at the n-th, which is the plain mean"
+    )
+    average_lr_factor: float = _setting(1.0, "factor of the learning rate while weights are averaged")
     dtype: Literal["float32", "bfloat16"] = _setting("float32", "arithmetic of the matrix products (autocast)")
     seed: int = _setting(1, "seed of weights and dropout")
     log_every: int = _setting(100, "steps between lines of the log")
     eval_every: int = _setting(4000, "steps between evaluations on the validation split; 0: never")
     eval_tokens: int | None = _setting(None, "tokens of the validation split used while training; none: all")
+    eval_batch_size: int | None = _setting(None, "lanes of the evaluations while training; none: eval.batch_size")
     checkpoint_every: int = _setting(4000, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = _setting(2, "how many of the newest checkpoints are kept, beside the best")
 
@@ -106,6 +130,7 @@ class EvalConfig:
     window: int | None = _setting(None, "keys a query sees, itself included; none: all of memory and segment")
     clamp_len: int | None = _setting(None, "distances above this one count as it; none: no clamp")
     batch_size: int = _setting(10, "lanes read in parallel")
+    temperature: float = _setting(1.0, "of the softmax: above 1 flattens the distribution")
 
 
 @dataclass
@@ -219,12 +244,13 @@ def validate_model(model: ModelConfig) -> None:
     _require(model.d_model % 2 == 0, "model.d_model", model.d_model, "an even number (R is half sines, half cosines)")
     if model.d_embed is not None:
         _require(model.d_embed >= 1, "model.d_embed", model.d_embed, "1 or more, or none for d_model")
-    for name in ("dropout", "dropatt", "dropout_r"):
+    rates = [item.name for item in dataclasses.fields(model) if item.name.startswith("drop")]
+    for name in rates:
         rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
-    for name in ("init_std", "proj_init_std"):
-        std = getattr(model, name)
-        _require(0 <= std < math.inf, f"model.{name}", std, "0 or more")
+    for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg"):
+        value = getattr(model, name)
+        _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
 
 
@@ -259,7 +285,9 @@ def validate(run: RunConfig) -> None:
     for name in ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed"):
         _require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
     _require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
-    _require(0 < train.learning_rate < math.inf, "train.learning_rate", train.learning_rate, "a number above 0")
+    for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
+        _require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")
+    _validate_averaging(train)
     _require(train.eps > 0, "train.eps", train.eps, "a number above 0")
     for name in ("beta1", "beta2"):
         _require(
@@ -267,6 +295,8 @@ def validate(run: RunConfig) -> None:
         )
     if train.eval_tokens is not None:
         _require(train.eval_tokens >= 2, "train.eval_tokens", train.eval_tokens, "2 or more tokens, or none for all")
+    if train.eval_batch_size is not None:
+        _require(train.eval_batch_size >= 1, "train.eval_batch_size", train.eval_batch_size, "1 lane or more, or none")
     if train.min_learning_rate > train.learning_rate:
         raise UserError(
             f"train.min_learning_rate is {train.min_learning_rate}; expected at most train.learning_rate, "
@@ -283,6 +313,36 @@ def validate(run: RunConfig) -> None:
     for name in ("segment", "batch_size"):
         _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
+    validate_temperature(run.eval.temperature, "eval.temperature")
+
+
+def validate_temperature(temperature: float, name: str = "temperature") -> None:
+    """A softmax's temperature is a number above 0.
+
+    Raises:
+        UserError: if it is not.
+    """
+    _require(0 < temperature < math.inf, name, temperature, "a number above 0 (1 leaves the distribution as it is)")
+
+
+def _validate_averaging(train: TrainConfig) -> None:
+    """The rules of the average of the weights."""
+    begin, patience, mu = train.average_from, train.average_patience, train.average_mu
+    if begin is not None and patience is not None:
+        raise UserError(
+            f"train.average_from is {begin} and train.average_patience {patience}; expected one of them: an average "
+            f"begins at a step or when the validation stops improving"
+        )
+    if begin is not None:
+        _require(0 <= begin < train.steps, "train.average_from", begin, f"a step below train.steps, {train.steps}")
+    if patience is not None:
+        _require(patience >= 1, "train.average_patience", patience, "1 or more evaluations")
+        if not train.eval_every:
+            raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
+    if mu is not None:
+        _require(0 < mu <= 1, "train.average_mu", mu, "above 0 and at most 1, or none for the plain mean")
+        if begin is None and patience is None:
+            raise UserError("train.average_mu is set, but nothing begins an average; set train.average_from as well")
 
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:

@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
         "max_tokens": arguments.max_tokens,
         "exhaustive": arguments.exhaustive,
+        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
         "dtype": arguments.dtype,
     }
     described = {
@@ -187,6 +189,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
     print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
+    if first["temperature"] != 1:
+        print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:
         print(f"{first['unknown']:,} tokens of the split are <unk>: bits per byte are a lower bound")
 

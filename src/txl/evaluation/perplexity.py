@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.config import validate_lengths
+from txl.config import validate_lengths, validate_temperature
 from txl.errors import UserError
 from txl.models.language_model import LanguageModel, Limit
 
@@ -49,6 +49,7 @@ class EvaluationResult:
     batch_size: int
     exhaustive: bool
     dtype: str
+    temperature: float
 
     @property
     def ppl(self) -> float:
@@ -140,6 +141,7 @@ def evaluate(
     max_tokens: int | None = None,
     exhaustive: bool = False,
     dtype: str = "float32",
+    temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> EvaluationResult:
     """The mean loss of a model over a stream of tokens.
@@ -159,6 +161,8 @@ def evaluate(
         max_tokens: read only this many tokens of the stream.
         exhaustive: score also what the lanes would drop.
         dtype: "float32", or "bfloat16" for autocast.
+        temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
+            than 1 it needs the probabilities of the whole vocabulary: slower, and more memory.
         progress: is told how far the evaluation is.
 
     Raises:
@@ -168,6 +172,7 @@ def evaluate(
         raise UserError(f"segment is {segment}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+    validate_temperature(temperature)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
     if window is None and mem_len:
@@ -188,7 +193,7 @@ def evaluate(
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         for inputs, targets, counts in lanes.segments(ids, segment):
             _check_ids(inputs, targets, model.vocab_size)
-            nll, state = model.nll(inputs.to(device), targets.to(device), state)
+            nll, state = _nll_at(temperature, model, inputs.to(device), targets.to(device), state)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
@@ -204,6 +209,7 @@ def evaluate(
         batch_size=batch_size,
         exhaustive=exhaustive,
         dtype=dtype,
+        temperature=temperature,
         **settings,
     )
 
@@ -251,6 +257,17 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def _nll_at(
+    temperature: float, model: LanguageModel[Any], inputs: Tensor, targets: Tensor, state: Any
+) -> tuple[Tensor, Any]:
+    """The loss of each target with every probability p replaced by p^(1/temperature), normalised: [B,T]."""
+    if temperature == 1:
+        return model.nll(inputs, targets, state)
+    log_probs, state = model.log_probs(inputs, state)
+    flattened = (log_probs / temperature).log_softmax(dim=-1)
+    return -flattened.gather(-1, targets[..., None]).squeeze(-1), state
 
 
 def _check_ids(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from txl.config import ModelConfig
 from txl.errors import UserError
+from txl.models.cross_entropy import at_least_float32, linear_cross_entropy
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -74,12 +75,14 @@ class AdaptiveEmbedding(nn.Module):
         """Whether every cluster has a table of its own."""
         return len(self.tables) > 1
 
-    def table(self, cluster: int) -> Tensor:
-        """The embeddings [V_i, d_i] of a cluster."""
+    def cluster_tables(self) -> list[Tensor]:
+        """The embeddings [V_i, d_i] of every cluster.
+
+        One split of the common table, not a slice a cluster: each slice's gradient would be as large as the table.
+        """
         if self.split:
-            return self.tables[cluster]
-        first, end = self.bounds[cluster]
-        return self.tables[0][first:end]
+            return list(self.tables)
+        return list(self.tables[0].split([end - first for first, end in self.bounds]))
 
     def projection(self, cluster: int) -> Tensor | None:
         """The projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
@@ -131,54 +134,51 @@ class AdaptiveSoftmax(nn.Module):
             if shared is not None and not tied:
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
 
-    def _cluster_logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
-        """Logits of a cluster's tokens; for cluster 0 those of the tail clusters follow: [N,E] -> [N, V_i (+ C)]."""
-        own = str(cluster) in self.own_projections
-        projection = self.own_projections[str(cluster)] if own else embedding.projection(cluster)
-        if projection is not None:
-            hidden = F.linear(hidden, projection.t())
-        first, end = self.bounds[cluster]
-        weight, bias = embedding.table(cluster), self.bias[first:end]
-        if cluster == 0 and len(self.bounds) > 1:
-            weight = torch.cat([weight, self.cluster_weight])
-            bias = torch.cat([bias, self.cluster_bias])
-        return _at_least_float32(F.linear(hidden, weight, bias))
-
     def nll(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Negative log-likelihood in nats, each in its own place: [N,E], int64 [N] -> [N]."""
-        head = self._cluster_logits(hidden, embedding, 0)
+        tables = embedding.cluster_tables()
         if len(self.bounds) == 1:
-            return _cross_entropy(head, targets)
+            return linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
         # In the head a tail token is represented by its cluster's logit.
         edges = torch.tensor([first for first, _ in self.bounds[1:]], device=targets.device)
         cluster = torch.bucketize(targets.contiguous(), edges, right=True)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = _cross_entropy(head, head_target)
+        nll = linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):
             places = (cluster == tail).nonzero().squeeze(1)
             if places.numel():
-                logits = self._cluster_logits(hidden[places], embedding, tail)
-                within = _cross_entropy(logits, targets[places] - first)
+                there = self._projected(hidden[places], embedding, tail)
+                within = linear_cross_entropy(there, *self._layer(tables, tail), targets[places] - first)
                 nll = nll.index_add(0, places, within)
         return nll
 
     def log_probs(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Log-probabilities over the whole vocabulary: [N,E] -> [N,V]."""
-        head = self._cluster_logits(hidden, embedding, 0).log_softmax(dim=-1)
+        tables = embedding.cluster_tables()
+
+        def cluster_log_probs(cluster: int) -> Tensor:
+            logits = F.linear(self._projected(hidden, embedding, cluster), *self._layer(tables, cluster))
+            return at_least_float32(logits).log_softmax(dim=-1)
+
+        head = cluster_log_probs(0)
         shortlist = self.bounds[0][1]
         parts = [head[:, :shortlist]]
         for tail in range(1, len(self.bounds)):
-            within = self._cluster_logits(hidden, embedding, tail).log_softmax(dim=-1)
-            parts.append(head[:, shortlist + tail - 1, None] + within)
+            parts.append(head[:, shortlist + tail - 1, None] + cluster_log_probs(tail))
         return torch.cat(parts, dim=-1)
 
+    def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
+        """Hidden states in the width of a cluster's table: [N,E] -> [N,d_i]."""
+        own = str(cluster) in self.own_projections
+        projection = self.own_projections[str(cluster)] if own else embedding.projection(cluster)
+        return hidden if projection is None else F.linear(hidden, projection.t())
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Loss of each target; none is silently ignored (PyTorch's default gives target -100 a loss of 0)."""
-    return F.cross_entropy(logits, targets, reduction="none", ignore_index=-(2**62))
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    """Logits in float32 even where autocast computed them in bfloat16; float64 stays."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a cluster's logits; those of the tail clusters follow cluster 0: [V_i (+ C), d_i]."""
+        first, end = self.bounds[cluster]
+        weight, bias = tables[cluster], self.bias[first:end]
+        if cluster == 0 and len(self.bounds) > 1:
+            weight = torch.cat([weight, self.cluster_weight])
+            bias = torch.cat([bias, self.cluster_bias])
+        return weight, bias

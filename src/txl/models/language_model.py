@@ -72,7 +72,15 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Log-probabilities of the next token over the whole vocabulary: [B,T] int64 -> [B,T,V]."""
 
-    def training_loss(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Mean loss in nats over all targets, with gradient; the state that comes out is detached."""
+    def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
+        """The mean loss in nats over all targets, and what a model adds to it while training (0 if nothing).
+
+        Two scalars with gradient; the state that comes out is detached.
+        """
         nll, state = self.nll(tokens, targets, state)
-        return nll.mean(), state.detach()
+        return nll.mean(), nll.new_zeros(()), state.detach()
+
+    def training_loss(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """What training minimises: the sum of `training_terms`, a scalar with gradient, and the detached state."""
+        loss, penalty, state = self.training_terms(tokens, targets, state)
+        return loss + penalty, state

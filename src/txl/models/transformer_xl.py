@@ -19,6 +19,8 @@ from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, validate_lengths, validate_model
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from txl.models.cross_entropy import at_least_float32
+from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, Limit
 
 
@@ -40,7 +42,8 @@ class RelativeMultiHeadAttention(nn.Module):
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = make_dropout(config.dropout, config.locked_dropout)
+        self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
 
     def forward(
         self, hidden: Tensor, memory: Tensor, r: Tensor, shared_biases: tuple[Tensor, Tensor] | None, scope: KeyScope
@@ -62,10 +65,10 @@ class RelativeMultiHeadAttention(nn.Module):
         if self.pre_norm:
             context = self.norm(context)
         attended = self.attend(
-            self._heads(self.q_proj(context[:, memory.shape[1] :])),
-            self._heads(self.k_proj(context)),
-            self._heads(self.v_proj(context)),
-            self._heads(self.r_proj(r)),
+            self._heads(self.dropout_qkv(self.q_proj(context[:, memory.shape[1] :]))),
+            self._heads(self.dropout_qkv(self.k_proj(context))),
+            self._heads(self.dropout_qkv(self.v_proj(context))),
+            self._heads(self.dropout_qkv(self.r_proj(r))),
             u,
             v,
             scope,
@@ -88,7 +91,7 @@ class PositionwiseFeedForward(nn.Module):
         self.inner = nn.Linear(config.d_model, config.d_inner)
         self.outer = nn.Linear(config.d_inner, config.d_model)
         self.norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = make_dropout(config.dropout, config.locked_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """One segment."""
@@ -133,9 +136,14 @@ class TransformerXL(LanguageModel[Memory]):
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.softmax = AdaptiveSoftmax(self.embedding, config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.dropout_r = nn.Dropout(config.dropout if config.dropout_r is None else config.dropout_r)
+        self.dropout_embed = self._dropout(config.dropout_embed)
+        self.dropout_out = self._dropout(config.dropout_out)
+        self.dropout_r = self._dropout(config.dropout_r)
         self.init_weights()
+
+    def _dropout(self, p: float | None) -> nn.Module:
+        """Dropout of rate `p`, or of the configuration's general rate."""
+        return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -177,14 +185,22 @@ class TransformerXL(LanguageModel[Memory]):
         return Memory.from_tensors(tensors)
 
     def hidden_states(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """h^N after the final dropout, and the memory for the next segment: [B,T] int64 -> [B,T,E]."""
+        """h^N, and the memory for the next segment: [B,T] int64 -> [B,T,E].
+
+        Raises:
+            UserError: for tokens that do not fit the state, or a state of another model.
+        """
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
             raise UserError("tokens have no positions; expected at least one in each lane")
         if len(state.hidden) != self.config.n_layer or state.hidden[0].shape[-1] != self.config.d_model:
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
-        hidden = self.dropout(self.embedding(tokens))
+        hidden = self.embedding(tokens)
+        if self.training and self.config.dropout_words > 0:
+            mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
+            hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
+        hidden = self.dropout_embed(hidden)
         distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
         r = self.dropout_r(sinusoid(distances, self.config.d_model, hidden.dtype))
         shared_biases = None if self.config.untie_r else (self.u, self.v)
@@ -193,23 +209,47 @@ class TransformerXL(LanguageModel[Memory]):
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             hidden = layer(hidden, memory, r, shared_biases, scope)
-        return self.dropout(hidden), state.extended(layer_inputs)
+        return hidden, state.extended(layer_inputs)
 
     def nll(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
-        if tokens.shape != targets.shape:
-            raise UserError(
-                f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
-            )
+        _check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
-        nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding)
-        return nll.view_as(targets), state
+        return self._nll_of(hidden, targets), state
+
+    def training_terms(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Tensor, Memory]:
+        """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
+
+        alpha * mean(h^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h before their dropout (Merity
+        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither).
+        """
+        _check_targets(tokens, targets)
+        hidden, state = self.hidden_states(tokens, state)
+        final = at_least_float32(hidden)
+        penalty = final.new_zeros(())
+        if self.config.activation_reg > 0:
+            penalty = penalty + self.config.activation_reg * final.square().mean()
+        if self.config.temporal_reg > 0 and tokens.shape[1] > 1:
+            penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
+        return self._nll_of(hidden, targets).mean(), penalty, state.detach()
+
+    def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
+        nll = self.softmax.nll(self.dropout_out(hidden).flatten(0, 1), targets.flatten(), self.embedding)
+        return nll.view_as(targets)
 
     def log_probs(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
         hidden, state = self.hidden_states(tokens, state)
-        log_probs = self.softmax.log_probs(hidden.flatten(0, 1), self.embedding)
+        log_probs = self.softmax.log_probs(self.dropout_out(hidden).flatten(0, 1), self.embedding)
         return log_probs.unflatten(0, tokens.shape), state
+
+
+def _check_targets(tokens: Tensor, targets: Tensor) -> None:
+    if tokens.shape != targets.shape:
+        raise UserError(
+            f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
+        )
 
 
 def _resolve(limit: Limit, configured: int | None) -> int | None:

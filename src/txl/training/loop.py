@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
 from txl.run_directory import RunDirectory, load_weights
+from txl.training.averaging import WeightAverage, average_begins
 from txl.training.checkpoints import (
     MODEL_FILE,
     STATE_TENSORS_FILE,
@@ -31,7 +32,7 @@ from txl.training.checkpoints import (
     write_checkpoint,
 )
 from txl.training.display import Display, Reading
-from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
+from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from txl.training.schedules import learning_rate
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.step import training_step
@@ -51,6 +52,8 @@ class Progress:
     loss_sum: float = 0.0
     """Sum of the nats of all targets since the last line of the log, and their number."""
     loss_count: int = 0
+    validation_losses: list[float] = field(default_factory=list)
+    """Of all evaluations so far, oldest first."""
     validation_due: bool = False
     """Whether the run was stopped in the middle of this step's evaluation."""
 
@@ -76,6 +79,7 @@ class TrainingLoop:
         self.progress = Progress()
         self.position: StreamPosition = self.stream.start()
         self.states: list[Any] = self._empty_memory()
+        self.average: WeightAverage | None = None
         self.saved_step = -1
         self.stop = StopRequest()
 
@@ -93,9 +97,13 @@ class TrainingLoop:
             tokens = self.corpus.tokens("valid")
             limit = self.run.train.eval_tokens
             try:
-                Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), self.run.eval.batch_size)
+                Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), self._eval_lanes)
             except UserError as error:
                 raise UserError(f"validation split: {error} (--eval.batch-size, --train.eval-every 0)") from None
+
+    @property
+    def _eval_lanes(self) -> int:
+        return self.run.train.eval_batch_size or self.run.eval.batch_size
 
     def train(self) -> None:
         """All steps that are left.
@@ -116,7 +124,8 @@ class TrainingLoop:
         began, seconds_before, first_step = time.perf_counter(), progress.seconds, progress.step
         line_seconds, line_tokens = 0.0, progress.tokens
         while progress.step < train.steps:
-            rate = learning_rate(progress.step, train)
+            self._begin_average()
+            rate = learning_rate(progress.step, train) * (train.average_lr_factor if self.average else 1.0)
             step_began = time.perf_counter()
             grad_norm = self._step(rate)
             now = time.perf_counter()
@@ -143,6 +152,19 @@ class TrainingLoop:
                 self._interrupt(self.stop.received)
         progress.seconds = seconds_before + time.perf_counter() - began
 
+    def _begin_average(self) -> None:
+        """From here on the weights of every step are averaged, if it is time."""
+        progress = self.progress
+        if self.average is None and average_begins(progress.step, progress.validation_losses, self.run.train):
+            self.average = WeightAverage(self.model, self.run.train.average_mu)
+            self.directory.append("average", progress.step)
+            self.display.message(f"step {progress.step}: from here on the weights are averaged")
+
+    @property
+    def best_model(self) -> Any:
+        """The model to evaluate and to save: that of the averaged weights, if there is one."""
+        return self.model if self.average is None else self.average.model
+
     def _step(self, rate: float) -> float:
         """One update; returns the norm of its gradient.
 
@@ -155,8 +177,7 @@ class TrainingLoop:
             self.states = self._empty_memory()
         if train.random_segments:
             rate *= segment.tokens.shape[1] / train.segment
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         tokens, targets = segment.tokens.to(self.device), segment.targets.to(self.device)
         result = training_step(self.model, self.optimizer, tokens, targets, self.states, train)
         if not result.updated:
@@ -167,6 +188,8 @@ class TrainingLoop:
                 f"not finite; the weights were not updated and the last checkpoint is "
                 f"{last.name if last else 'none'}; try a lower --train.learning-rate or a longer --train.warmup-steps"
             )
+        if self.average is not None:
+            self.average.update(self.model)
         self.states, self.position = result.states, segment.next
         progress.step += 1
         progress.tokens += segment.tokens.numel()
@@ -196,7 +219,9 @@ class TrainingLoop:
         except _ValidationStopped:
             self.progress.validation_due = True
             self._interrupt(self.stop.received or signal.SIGINT)
-        self.directory.append("valid", step, **result)
+        averaged = None if self.average is None else self.average.count
+        self.directory.append("valid", step, averaged=averaged, **result)
+        self.progress.validation_losses.append(result["nll"])
         best = self.progress.best_nll
         is_best = math.isfinite(result["nll"]) and (best is None or result["nll"] < best)
         self.display.valid(step, result, is_best)
@@ -223,12 +248,12 @@ class TrainingLoop:
                 raise _ValidationStopped
 
         return evaluate(
-            self.model,
+            self.best_model,
             self.corpus.tokens("valid"),
             segment=segment,
             mem_len=model.mem_len + train.segment - segment,
             window=model.window or "none",
-            batch_size=self.run.eval.batch_size,
+            batch_size=self._eval_lanes,
             max_tokens=train.eval_tokens,
             dtype=train.dtype,
             progress=progress,
@@ -242,15 +267,18 @@ class TrainingLoop:
         tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
         if self.device.startswith("cuda"):
             tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, tensor in optimizer_tensors(self.optimizer).items():
+        for name, tensor in optimizer_tensors(self.optimizer, self.model).items():
             tensors[f"optimizer.{name}"] = tensor
         for part, state in enumerate(self.states):
             for name, tensor in state.to_tensors().items():
                 tensors[f"memory.{part}.{name}"] = tensor
-        numbers = {"progress": asdict(self.progress), "position": self.position.to_dict()}
+        numbers: dict[str, Any] = {"progress": asdict(self.progress), "position": self.position.to_dict()}
         numbers["corpus"] = self.corpus.info()["identity"]
+        if self.average is not None:  # the weights that train, beside those that are used
+            numbers["averaged"] = self.average.count
+            tensors |= {f"weights.{name}": tensor for name, tensor in self.model.state_dict().items()}
         folder = self.directory.checkpoints
-        written = write_checkpoint(folder, step, self.model.state_dict(), tensors, numbers)
+        written = write_checkpoint(folder, step, self.best_model.state_dict(), tensors, numbers)
         # The pointers move before anything that they named is deleted.
         self.directory.set_pointer("latest", written.name)
         self._point_at_best()
@@ -283,7 +311,11 @@ class TrainingLoop:
             )
         load_weights(self.model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
         tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
-        load_optimizer_tensors(self.optimizer, _under("optimizer.", tensors))
+        if "averaged" in numbers:
+            self.average = WeightAverage(self.model, self.run.train.average_mu)
+            self.average.count = numbers["averaged"]
+            load_weights(self.model, _under("weights.", tensors), str(checkpoint))
+        load_optimizer_tensors(self.optimizer, self.model, _under("optimizer.", tensors))
         self.states = [
             self.model.state_from_tensors(
                 {name: tensor.to(self.device) for name, tensor in _under(f"memory.{part}.", tensors).items()}

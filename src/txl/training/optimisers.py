@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,37 +10,60 @@ from txl.errors import UserError
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Adam or AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and v."""
-    matrices, others = [], []
+    """Adam or AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and v.
+
+    Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim >= 2 and name.rpartition(".")[2] not in ("u", "v")
-        (matrices if is_matrix else others).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+        decay = config.weight_decay if is_matrix else 0.0
+        factor = config.embedding_lr_factor if name.startswith("embedding.tables.") else 1.0
+        groups.setdefault((decay, factor), []).append(parameter)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return kind(
+        [
+            {"params": parameters, "weight_decay": decay, "lr_factor": factor}
+            for (decay, factor), parameters in groups.items()
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state; `load_optimizer_tensors` is the inverse."""
-    state = optimizer.state_dict()["state"]
-    return {f"{number}.{key}": value for number, values in state.items() for key, value in values.items()}
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of the next update, times each group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put the state back.
 
     Raises:
         UserError: if it belongs to another model.
     """
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in tensors.items():
-        number, _, key = name.partition(".")
-        state.setdefault(int(number), {})[key] = value
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in state.items():
-        if number >= len(parameters) or values["exp_avg"].shape != parameters[number].shape:
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, what = key.rpartition("/")
+        by_name.setdefault(name, {})[what] = value
+    parameters = dict(model.named_parameters())
+    for name, values in by_name.items():
+        if name not in parameters or values["exp_avg"].shape != parameters[name].shape:
             raise UserError("the optimiser's state in the checkpoint belongs to another model")
+    # The optimiser counts parameters group by group; its own loader takes care of devices and types.
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: by_name[name] for number, name in enumerate(ordered) if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -16,6 +16,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
       in the authors' TensorFlow code; their PyTorch code does not shift it and jumps at the warm-up's end),
     - inverse_sqrt: the peak times sqrt(warmup_steps / updates made), not below `min_learning_rate`,
     - constant: the peak.
+
+    The cosine ends where an average of the weights begins (`average_from`), and stays at its end from there on.
     """
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
@@ -24,5 +26,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return peak
     if config.schedule == "inverse_sqrt":
         return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
-    progress = min(1.0, (step - warmup) / max(1, config.steps - warmup))
+    end = config.steps if config.average_from is None else config.average_from
+    progress = min(1.0, (step - warmup) / max(1, end - warmup))
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -21,7 +21,7 @@ class StepResult:
     """What an update leaves behind."""
 
     loss: float
-    """Mean nats over all targets, before the update."""
+    """Mean nats over all targets, before the update and without what a model adds to regularise itself."""
     grad_norm: float
     """Norm of the gradient, before clipping."""
     states: list[Any]
@@ -55,8 +55,8 @@ def training_step(
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     for part_tokens, part_targets, state in zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True):
         with autocast:
-            loss, new_state = model.training_loss(part_tokens, part_targets, state)
-        (loss / parts).backward()
+            loss, penalty, new_state = model.training_terms(part_tokens, part_targets, state)
+        ((loss + penalty) / parts).backward()
         total += loss.item() / parts
         new_states.append(new_state)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip if config.clip > 0 else math.inf).item()

@@ -1,0 +1,194 @@
+"""Configurations by name: the paper's, each with its source and published number, and small ones for a CPU."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from txl.config import RunConfig
+from txl.errors import UserError
+from txl.presets import published, small
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named configuration and where it comes from."""
+
+    name: str
+    description: str
+    source: str
+    published: str
+    """The published result on the corpus's test split, or "none"."""
+    vocab_size: int
+    """Size of the vocabulary that the published parameter count is for."""
+    make: Callable[[], RunConfig]
+
+
+_SCRIPTS = "the authors' PyTorch scripts"
+_OURS = "this project"
+_CPU_HOUR = "about an hour on two CPU cores"
+_LM1B_WORDS = 793_472
+_WT103_WORDS = 267_735
+
+
+def presets() -> dict[str, Preset]:
+    """All presets by name, the paper's first."""
+    every = [
+        Preset(
+            "enwik8-12L",
+            "enwik8, 12 layers",
+            f"Table 2; {_SCRIPTS}",
+            "1.06 bpc",
+            204,
+            lambda: published.characters_12l("enwik8"),
+        ),
+        Preset(
+            "enwik8-18L",
+            "enwik8, 18 layers",
+            "Table 2; shape ours, to 88M",
+            "1.03 bpc",
+            204,
+            published.enwik8_18l,
+        ),
+        Preset(
+            "enwik8-24L",
+            "enwik8, 24 layers",
+            f"Table 2; {_SCRIPTS}",
+            "0.99 bpc",
+            204,
+            lambda: published.characters_24l("enwik8"),
+        ),
+        Preset(
+            "text8-12L",
+            "text8, 12 layers",
+            f"{_SCRIPTS}",
+            "none",
+            27,
+            lambda: published.characters_12l("text8"),
+        ),
+        Preset(
+            "text8-24L",
+            "text8, 24 layers",
+            f"Table 3; {_SCRIPTS}",
+            "1.08 bpc",
+            27,
+            lambda: published.characters_24l("text8"),
+        ),
+        Preset(
+            "wt103-base",
+            "WikiText-103, base",
+            f"Table 1; {_SCRIPTS}",
+            "24.0 ppl",
+            _WT103_WORDS,
+            published.wt103_base,
+        ),
+        Preset(
+            "wt103-large",
+            "WikiText-103, large",
+            f"Table 1; {_SCRIPTS}",
+            "18.3 ppl",
+            _WT103_WORDS,
+            published.wt103_large,
+        ),
+        Preset(
+            "wt103-ablation",
+            "WikiText-103, ablation",
+            "Table 6; shape ours, to 128M",
+            "26.77 ppl",
+            _WT103_WORDS,
+            published.wt103_ablation,
+        ),
+        Preset(
+            "lm1b-base",
+            "One Billion Word, base",
+            f"Table 4; {_SCRIPTS}",
+            "23.5 ppl (0.46B)",
+            _LM1B_WORDS,
+            published.lm1b_base,
+        ),
+        Preset(
+            "lm1b-large",
+            "One Billion Word, large",
+            f"Table 4; {_SCRIPTS}",
+            "21.8 ppl",
+            _LM1B_WORDS,
+            published.lm1b_large,
+        ),
+        Preset(
+            "lm1b-ablation",
+            "One Billion Word, ablation",
+            "Table 7; shape ours, to 0.3B",
+            "25.2 ppl",
+            _LM1B_WORDS,
+            published.lm1b_ablation,
+        ),
+        Preset(
+            "ptb",
+            "Penn Treebank",
+            "Table 5; the authors' later recipe, d_inner ours",
+            "54.52 ppl",
+            10_000,
+            published.ptb,
+        ),
+        Preset("wikitext-2", "WikiText-2, as ptb", _OURS, "none", 33_278, published.wikitext_2),
+        Preset("stdlib-tiny", "the demo: minutes on two CPU cores", _OURS, "none", 256, small.stdlib_tiny),
+        Preset(
+            "stdlib-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            256,
+            lambda: small.characters("stdlib-small", "stdlib", "byte"),
+        ),
+        Preset(
+            "enwik8-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            256,
+            lambda: small.characters("enwik8-small", "enwik8", "byte"),
+        ),
+        Preset(
+            "text8-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            27,
+            lambda: small.characters("text8-small", "text8", "char"),
+        ),
+        Preset("ptb-small", _CPU_HOUR, _OURS, "none", 10_000, lambda: small.words("ptb-small", "ptb", (1000, 4000))),
+        Preset(
+            "wikitext-2-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            33_278,
+            lambda: small.words("wikitext-2-small", "wikitext-2", (2000, 10_000)),
+        ),
+        Preset("wt103-small", _CPU_HOUR, _OURS, "none", _WT103_WORDS, small.wt103),
+    ]
+    return {each.name: each for each in every}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        UserError: with the nearest names, if there is none.
+    """
+    by_name = presets()
+    if name not in by_name:
+        near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(by_name)}"
+        raise UserError(f"unknown preset {name!r}; {hint}")
+    return by_name[name]
+
+
+def preset(name: str) -> RunConfig:
+    """A new configuration of that name, yours to change.
+
+    Raises:
+        UserError: with the nearest names, if there is none.
+    """
+    return find_preset(name).make()

@@ -1,0 +1,119 @@
+"""Small configurations that train on a CPU: the demo's in minutes, the others in about an hour on two cores."""
+
+from __future__ import annotations
+
+from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.presets.published import WT103_CUTOFFS
+
+
+def stdlib_tiny() -> RunConfig:
+    """The demo's."""
+    return RunConfig(
+        name="stdlib-tiny",
+        model=ModelConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
+        data=DataConfig(corpus="stdlib", unit="byte"),
+        train=TrainConfig(
+            steps=1000,
+            batch_size=16,
+            segment=128,
+            learning_rate=2e-3,
+            warmup_steps=100,
+            log_every=20,
+            eval_every=250,
+            eval_tokens=50_000,
+            checkpoint_every=500,
+        ),
+        eval=EvalConfig(segment=128, mem_len=256, window=256),
+    )
+
+
+def characters(name: str, corpus: str, unit: str) -> RunConfig:
+    """Bytes and characters."""
+    return RunConfig(
+        name=name,
+        model=ModelConfig(n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=256, dropout=0.0),
+        data=DataConfig(corpus=corpus, unit="char" if unit == "char" else "byte"),
+        train=TrainConfig(
+            steps=4000,
+            batch_size=16,
+            segment=256,
+            learning_rate=1e-3,
+            warmup_steps=200,
+            log_every=50,
+            eval_every=500,
+            eval_tokens=100_000,
+            checkpoint_every=500,
+        ),
+        eval=EvalConfig(segment=128, mem_len=1024, window=1024),
+    )
+
+
+def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
+    """Penn Treebank and WikiText-2: the paper's Penn Treebank recipe, its rates scaled down with the model."""
+    return RunConfig(
+        name=name,
+        model=ModelConfig(
+            n_layer=4,
+            d_model=160,
+            n_head=5,
+            d_head=32,
+            d_inner=480,
+            mem_len=70,
+            dropout=0.1,
+            dropatt=0.1,
+            dropout_words=0.1,
+            dropout_embed=0.2,
+            dropout_r=0.0,
+            dropout_out=0.3,
+            locked_dropout=True,
+            cutoffs=cutoffs,
+        ),
+        data=DataConfig(corpus=corpus, unit="word"),
+        train=TrainConfig(
+            steps=18_000,
+            batch_size=20,
+            segment=70,
+            random_segments=True,
+            learning_rate=2e-3,
+            min_learning_rate=2e-4,
+            warmup_steps=200,
+            average_from=14_000,
+            log_every=50,
+            eval_every=500,
+            eval_batch_size=10,
+            checkpoint_every=1000,
+        ),
+        eval=EvalConfig(segment=70, mem_len=280, window=280),
+    )
+
+
+def wt103() -> RunConfig:
+    """WikiText-103 with adaptive embeddings and softmax."""
+    return RunConfig(
+        name="wt103-small",
+        model=ModelConfig(
+            n_layer=6,
+            d_model=256,
+            n_head=8,
+            d_head=32,
+            d_inner=768,
+            mem_len=128,
+            dropout=0.0,
+            cutoffs=WT103_CUTOFFS,
+            div_val=4,
+            tie_projections="all_but_first",
+        ),
+        data=DataConfig(corpus="wikitext-103", unit="word"),
+        train=TrainConfig(
+            steps=4000,
+            batch_size=16,
+            segment=128,
+            learning_rate=1e-3,
+            warmup_steps=200,
+            log_every=50,
+            eval_every=500,
+            eval_tokens=100_000,
+            checkpoint_every=500,
+        ),
+        eval=EvalConfig(segment=64, mem_len=512, window=512),
+    )
