@@ -219,3 +219,29 @@ def test_settings_that_make_no_sense_are_refused(model, settings, message):
     with pytest.raises(UserError, match=message):
         evaluate(model, token_stream(60), **settings)
     assert model.training
+
+
+@pytest.mark.parametrize("cutoffs", [(), (4, 9)])
+def test_temperature_flattens_the_whole_distribution(cutoffs):
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, cutoffs=cutoffs)
+    model = build_model(shape, V).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.6)
+    stream = token_stream(60)
+    settings: dict[str, Any] = {"segment": 60, "batch_size": 1}
+    log_probs, _ = model.log_probs(torch.from_numpy(stream[None, :-1].astype(np.int64)), model.init_state(1))
+    probs = log_probs[0].exp() ** (1 / 1.7)
+    picked = (probs / probs.sum(dim=-1, keepdim=True))[torch.arange(59), torch.from_numpy(stream[1:].astype(np.int64))]
+    found = evaluate(model, stream, temperature=1.7, **settings)
+    assert found.nll == pytest.approx(-picked.log().mean().item(), abs=1e-12)
+    assert found.temperature == 1.7
+    assert evaluate(model, stream, temperature=1.0, **settings).nll != pytest.approx(found.nll, abs=1e-3)
+    flat = evaluate(model, stream, temperature=1e9, **settings)
+    assert flat.nll == pytest.approx(math.log(V), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_a_temperature_that_is_none_is_refused(temperature, model):
+    with pytest.raises(UserError, match="temperature is .*expected a number above 0"):
+        evaluate(model, token_stream(60), temperature=temperature)

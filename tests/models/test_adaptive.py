@@ -76,7 +76,7 @@ def test_embedding_is_the_projected_row_times_sqrt_d_model(changes):
     tokens = torch.arange(V).view(1, V)
     for token in range(V):
         cluster = sum(token >= first for first, _ in embedding.bounds[1:])
-        row = embedding.table(cluster)[token - embedding.bounds[cluster][0]]
+        row = embedding.cluster_tables()[cluster][token - embedding.bounds[cluster][0]]
         projection = embedding.projection(cluster)
         expected = (row if projection is None else projection @ row) * math.sqrt(E)
         torch.testing.assert_close(embedding(tokens)[0, token], expected, rtol=0, atol=1e-13)

@@ -78,7 +78,7 @@ def test_memory_is_what_a_run_takes(case):
     assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("enwik8")])
+@pytest.mark.parametrize("name", ["enwik8-12L", "enwik8-24L"])
 def test_parts_add_up_to_the_published_parameter_counts(name):
     costs = estimate(presets()[name].make(), presets()[name].vocab_size)
     assert costs.total_parameters == {"enwik8-12L": 41_055_436, "enwik8-24L": 277_231_820}[name]

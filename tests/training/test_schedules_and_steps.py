@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from txl.config import ModelConfig, TrainConfig
+from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
-from txl.training.optimisers import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from txl.training.optimisers import (
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
 from txl.training.schedules import learning_rate
 from txl.training.step import training_step
 
@@ -67,10 +73,57 @@ def test_an_optimiser_s_state_survives_as_tensors():
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(11, (2, 6))
     training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
-    other = build_optimizer(small_model(), TrainConfig())
-    load_optimizer_tensors(other, optimizer_tensors(optimizer))
-    assert optimizer_tensors(other).keys() == optimizer_tensors(optimizer).keys()
-    assert all(torch.equal(optimizer_tensors(other)[k], v) for k, v in optimizer_tensors(optimizer).items())
+    other_model = small_model()
+    # Other groups, so that the optimiser counts the parameters in another order: it is their names that count.
+    other = build_optimizer(other_model, TrainConfig(embedding_lr_factor=2.0))
+    saved = optimizer_tensors(optimizer, model)
+    load_optimizer_tensors(other, other_model, saved)
+    assert {name.rpartition("/")[0] for name in saved} == {name for name, _ in model.named_parameters()}
+    found = optimizer_tensors(other, other_model)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
+def test_an_optimiser_s_state_of_another_model_is_refused():
+    model = small_model()
+    optimizer = build_optimizer(model, TrainConfig())
+    tokens = torch.randint(11, (2, 6))
+    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    saved = optimizer_tensors(optimizer, model)
+    for changed in ({"foreign/exp_avg": torch.zeros(1)}, {"softmax.bias/exp_avg": torch.zeros(3)}):
+        with pytest.raises(UserError, match="belongs to another model"):
+            load_optimizer_tensors(optimizer, model, saved | changed)
+
+
+def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
+    """Adam's first update is the learning rate, whatever the gradient."""
+    model = small_model()
+    optimizer = build_optimizer(model, TrainConfig(embedding_lr_factor=2.0, eps=1e-30, clip=0))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    set_learning_rate(optimizer, 0.01)
+    tokens = torch.randint(11, (2, 6))
+    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig(clip=0))
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - before[name]).abs().max().item()
+        assert moved == pytest.approx(0.02 if name == "embedding.tables.0" else 0.01, rel=1e-3), name
+
+
+def test_the_cosine_ends_where_weights_begin_to_be_averaged():
+    config = TrainConfig(steps=100, average_from=60, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.2)
+    assert learning_rate(35, config) == pytest.approx(0.6)
+    assert [learning_rate(step, config) for step in (60, 80, 99)] == [0.2, 0.2, 0.2]
+
+
+def test_the_reported_loss_leaves_regularisers_out_but_the_update_does_not():
+    tokens = torch.randint(11, (2, 6))
+    results, weights = [], []
+    for strength in (0.0, 0.5):
+        model = small_model(activation_reg=strength)
+        optimizer = build_optimizer(model, TrainConfig(learning_rate=0.1))
+        results.append(training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig()))
+        weights.append(model.get_parameter("layers.0.feed_forward.outer.weight").detach().clone())
+    assert results[0].loss == results[1].loss
+    assert not torch.equal(*weights)
 
 
 @pytest.mark.parametrize("parts", [2, 4])

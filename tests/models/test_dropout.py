@@ -1,0 +1,104 @@
+"""Locked dropout and word dropout: what is the same along what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from txl.config import ModelConfig
+from txl.models import build_model
+from txl.models.dropout import LockedDropout, word_mask
+
+SHAPE = ModelConfig(
+    n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, dropout=0.5, dropout_qkv=0.5, locked_dropout=True
+)
+
+
+def test_a_locked_mask_is_the_same_along_time_and_another_in_every_lane():
+    torch.manual_seed(0)
+    dropped = LockedDropout(0.25)(torch.ones(40, 9, 50))
+    torch.testing.assert_close(dropped.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert torch.equal(dropped, dropped[:, :1].expand_as(dropped))
+    assert not torch.equal(dropped[0], dropped[1])
+    assert abs((dropped[:, 0] == 0).float().mean().item() - 0.25) < 0.03
+
+
+def test_a_locked_mask_is_drawn_anew_at_each_call_and_off_in_evaluation():
+    layer, ones = LockedDropout(0.5), torch.ones(2, 3, 64)
+    assert not torch.equal(layer(ones), layer(ones))
+    assert layer.eval()(ones) is ones
+    assert LockedDropout(0.0)(ones) is ones
+
+
+def test_every_site_of_a_locked_model_keeps_its_mask_along_time():
+    """Hidden states, queries, keys (of memory too), values, R: where a feature is dropped at one position it is at all."""
+    torch.manual_seed(0)
+    model = build_model(SHAPE, 11).train()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    seen: dict[str, int] = {}
+
+    def check(name: str):
+        def hook(_, inputs, output):
+            # Where the input is not zero already (a ReLU's is, here and there), the output tells the mask.
+            kept = (output / inputs[0]).nan_to_num(posinf=0, neginf=0)
+            highest, lowest = kept.amax(dim=-2), kept.masked_fill(inputs[0] == 0, 2).amin(dim=-2)
+            alive = (inputs[0] != 0).any(dim=-2)
+            torch.testing.assert_close(highest[alive], lowest[alive])
+            assert set(highest[alive].round(decimals=3).unique().tolist()) == {0.0, 2.0}
+            seen[name] = seen.get(name, 0) + 1
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, LockedDropout):
+            module.register_forward_hook(check(name))
+    state = model.init_state(3)
+    for _ in range(2):
+        tokens = torch.randint(11, (3, 7))
+        _, state = model.nll(tokens, tokens, state)
+    layers = {f"layers.{n}.{site}": 2 * k for n in (0, 1) for site, k in SITES_OF_A_LAYER.items()}
+    assert seen == {"dropout_embed": 2, "dropout_r": 2, "dropout_out": 2} | layers
+
+
+SITES_OF_A_LAYER = {"attention.dropout": 1, "attention.dropout_qkv": 4, "feed_forward.dropout": 2}
+
+
+def test_a_dropped_word_is_dropped_wherever_it_stands():
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SHAPE, dropout=0.0, dropout_qkv=0.0, dropout_words=0.5, n_layer=1)
+    model = build_model(shape, 11).train()
+    entered = []
+    model.dropout_embed.register_forward_hook(lambda _, inputs, __: entered.append(inputs[0].detach()))
+    tokens = torch.randint(11, (4, 50))
+    model.nll(tokens, tokens, model.init_state(4))
+    plain = model.embedding(tokens)
+    factors = {}
+    for token in range(11):
+        here = (entered[0] / plain)[tokens == token]
+        assert here.max() == here.min()
+        factors[token] = here.max().item()
+    assert set(factors.values()) == {0.0, 2.0}
+    model.eval().nll(tokens, tokens, model.init_state(4))
+    assert torch.equal(entered[1], plain)
+
+
+def test_words_are_dropped_at_their_rate():
+    torch.manual_seed(0)
+    mask = word_mask(20_000, 0.2, torch.device("cpu"))
+    assert abs((mask == 0).float().mean().item() - 0.2) < 0.01
+    assert mask.max().item() == pytest.approx(1.25)
+
+
+def test_dropped_words_are_still_predicted():
+    """The output's table is the embedding's, but only the input is dropped."""
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SHAPE, dropout=0.0, dropout_qkv=0.0, dropout_words=0.999, n_layer=1)
+    model = build_model(shape, 11).train()
+    tokens = torch.randint(11, (1, 8))
+    hidden, _ = model.hidden_states(tokens, model.init_state(1))
+    log_probs = (hidden @ model.embedding.tables[0].t() + model.softmax.bias).log_softmax(dim=-1)
+    found, _ = model.log_probs(tokens, model.init_state(1))
+    torch.testing.assert_close(found, log_probs)

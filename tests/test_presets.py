@@ -1,0 +1,80 @@
+"""Every preset: its size, and that it is a configuration which can be built, trained and evaluated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import txl
+from txl.config import validate
+from txl.models import build_model
+from txl.models.adaptive import cluster_bounds
+
+EXACT = {
+    "enwik8-12L": (204, 41_055_436),
+    "enwik8-24L": (204, 277_231_820),
+    "text8-12L": (27, 40_964_635),
+    "text8-24L": (27, 277_050_395),
+    "wt103-base": (267_735, 151_107_538),
+    "wt103-large": (267_735, 285_170_506),
+    "ptb": (10_000, 24_038_120),
+}
+"""Vocabulary and parameters, computed elsewhere from the authors' scripts."""
+ROUNDED = {
+    "enwik8-18L": 88e6,
+    "wt103-ablation": 128e6,
+    "lm1b-base": 358e6,
+    "lm1b-large": 841e6,
+    "lm1b-ablation": 300e6,
+    "ptb": 24e6,
+}
+
+
+def parameters(name: str) -> int:
+    each = txl.presets()[name]
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(each.make().model, each.vocab_size).parameters())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parameter_counts_to_the_unit(name):
+    assert (txl.presets()[name].vocab_size, parameters(name)) == EXACT[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_parameter_counts_that_are_only_known_rounded(name):
+    allowed = 0.02 if name == "ptb" else 0.06
+    assert abs(parameters(name) / ROUNDED[name] - 1) < allowed
+
+
+@pytest.mark.parametrize("name", txl.presets())
+def test_every_preset_is_a_valid_configuration_of_its_name(name):
+    run = txl.preset(name)
+    validate(run)
+    assert run.name == name
+    cluster_bounds(txl.presets()[name].vocab_size, run.model.cutoffs)
+    assert run.eval.mem_len > run.train.segment or run.eval.mem_len >= run.model.mem_len
+    assert txl.RunConfig.from_dict(run.to_dict()) == run
+
+
+def test_each_call_gives_a_configuration_of_its_own():
+    txl.preset("ptb").model.n_layer = 1
+    assert txl.preset("ptb").model.n_layer == 16
+
+
+def test_test_settings_are_the_authors():
+    expected = {
+        "enwik8-12L": (80, 2100, 2100, 820),
+        "enwik8-24L": (128, 3800, 3800, 1000),
+        "text8-24L": (128, 3800, 3800, 1000),
+        "wt103-base": (64, 640, 640, 400),
+        "wt103-large": (128, 1600, 1600, 1000),
+        "lm1b-base": (32, 128, 128, None),
+        "lm1b-large": (32, 128, 128, None),
+    }
+    for name, settings in expected.items():
+        found = txl.preset(name).eval
+        assert (found.segment, found.mem_len, found.window, found.clamp_len) == settings, name
+        assert found.batch_size == 10
+    ptb = txl.preset("ptb").eval
+    assert (ptb.batch_size, ptb.segment, ptb.temperature) == (1, 10, 1.08)
