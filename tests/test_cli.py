@@ -162,6 +162,16 @@ def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("wt103-base", 151_107_538), ("lm1b-base", 357_812_099), ("ptb", 24_038_120), ("text8-12L", 40_964_635)],
+)
+def test_dry_run_of_a_public_corpus_needs_no_corpus(preset, parameters, tmp_path, capsys):
+    assert main(["train", preset, "--dry-run", "--json", "--data-dir", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["total_parameters"] == parameters
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoticed():
     """Users' scripts rely on these names: removing one is a change of the contract, and has to be made here too."""
     promised = (

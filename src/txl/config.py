@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from txl.errors import UserError
@@ -251,7 +252,23 @@ def validate_model(model: ModelConfig) -> None:
     for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg"):
         value = getattr(model, name)
         _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
+    _validate_clusters(model)
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
+
+
+def _validate_clusters(model: ModelConfig) -> None:
+    """The rules of an adaptive softmax that hold for every vocabulary."""
+    if any(first >= second for first, second in pairwise((0, *model.cutoffs))):
+        raise UserError(
+            f"model.cutoffs is {list(model.cutoffs)}; expected numbers above 0 that increase strictly, or nothing"
+        )
+    d_embed = model.d_embed or model.d_model
+    for cluster in range(len(model.cutoffs) + 1):
+        if d_embed // model.div_val**cluster < 1:
+            raise UserError(
+                f"model.div_val is {model.div_val}: of {d_embed} embedding features cluster {cluster} would get none; "
+                f"use a smaller div_val or fewer cutoffs"
+            )
 
 
 def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, prefix: str = "") -> None:

@@ -21,27 +21,31 @@ import json, sys
 import torch
 from txl.config import RunConfig, with_options
 from txl.models import build_model
+from txl.training.averaging import WeightAverage
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
 
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 
-def train(run, steps):
+def train(run, steps, vocab_size=256):
     torch.manual_seed(0)
-    model, train = build_model(run.model, 256).train(), run.train
+    model, train = build_model(run.model, vocab_size).train(), run.train
     optimizer = build_optimizer(model, train)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
+    average = None if train.average_from is None else WeightAverage(model)
     for _ in range(steps):
         tokens = torch.randint(256, (train.batch_size, train.segment))
         states = training_step(model, optimizer, tokens, tokens, states, train).states
+        if average is not None:
+            average.update(model)
 
 torch.set_num_threads(1)
 run = with_options(RunConfig(), json.loads(sys.argv[1]))
 small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4", "model.mem_len": "4"}
 train(with_options(run, small), 2)
 before = kilobytes("VmRSS")
-train(run, 4)
+train(run, 4, int(sys.argv[2]))
 print(1024 * (kilobytes("VmHWM") - before))
 """
 SHAPE = {
@@ -60,6 +64,11 @@ CASES = {
         "model.dropout": "0",
     },
     "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
+    "locked dropout": {
+        "model.d_inner": "1024", "model.locked_dropout": "true", "model.dropout_qkv": "0.1", "train.batch_size": "16",
+    },
+    "dropout of queries, keys and values": {"model.dropout_qkv": "0.1", "train.batch_size": "8"},
+    "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
 }  # fmt: skip
 TOLERANCE = 0.15
 
@@ -67,14 +76,14 @@ TOLERANCE = 0.15
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's MALLOC_MMAP_THRESHOLD_")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_what_a_run_takes(case):
-    options = SHAPE | CASES[case]
+    options, vocab_size = SHAPE | CASES[case], 100_000 if case == "large vocabulary" else 256
     # Every tensor is mapped by itself, so that the system's count is that of the live tensors, without fragmentation.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(options)],
+        [sys.executable, "-c", MEASURE, json.dumps(options), str(vocab_size)],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    estimated = estimate(with_options(RunConfig(), options), 256).total_bytes
+    estimated = estimate(with_options(RunConfig(), options), vocab_size).total_bytes
     assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
 
 

@@ -72,14 +72,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
-    from txl.data.corpora import open_corpus
+    from txl.data.corpora import known_vocabulary_size, open_corpus
     from txl.training.estimate import estimate
 
-    if config.data.unit == "byte":
-        vocab_size = 256
-    else:
-        corpus = open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir)
-        vocab_size = len(corpus.vocabulary)
+    vocab_size = known_vocabulary_size(config.data)  # nothing is downloaded only to be counted
+    if vocab_size is None:
+        vocab_size = len(open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir).vocabulary)
     costs = estimate(config, vocab_size)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})

@@ -23,7 +23,7 @@ from txl.data.sources import Pieces, find_files, stdlib_files, stdlib_pieces, us
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 
-__all__ = ["UNITS", "Corpus", "data_directory", "list_corpora", "natural_unit", "open_corpus"]
+__all__ = ["UNITS", "Corpus", "data_directory", "known_vocabulary_size", "list_corpora", "natural_unit", "open_corpus"]
 
 UNITS = ("byte", "char", "word", "bpe")
 STDLIB = "stdlib"
@@ -40,6 +40,18 @@ def list_corpora() -> list[dict[str, str]]:
 def natural_unit(name: str) -> str:
     """The unit in which a corpus is read if nothing else is said: a public one's results are stated in it."""
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
+
+
+def known_vocabulary_size(config: DataConfig) -> int | None:
+    """The size of a corpus's vocabulary where it is known without opening it, else None."""
+    if config.unit == "byte" and not config.like_original:
+        return 256
+    public = BENCHMARKS.get(config.corpus)
+    cut_down = config.min_count > 1 or config.max_words is not None
+    if public is None or config.unit != public.unit or cut_down or not config.verify:
+        return None
+    sizes = public.original_vocabulary if config.like_original and public.original_vocabulary else public.vocabulary
+    return None if sizes is None else sizes[1]
 
 
 def open_corpus(

@@ -38,18 +38,8 @@ def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int,
 
 
 def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
-    """d_i = d_embed / div_val^i, rounded down.
-
-    Raises:
-        UserError: if a cluster is left without features.
-    """
-    widths = [d_embed // div_val**i for i in range(n_cluster)]
-    if widths[-1] < 1:
-        raise UserError(
-            f"model.div_val is {div_val}: of {d_embed} embedding features cluster {widths.index(0)} would get none; "
-            f"use a smaller div_val or fewer cutoffs"
-        )
-    return widths
+    """d_i = d_embed / div_val^i, rounded down (`validate_model` refuses a cluster without features)."""
+    return [d_embed // div_val**i for i in range(n_cluster)]
 
 
 class AdaptiveEmbedding(nn.Module):

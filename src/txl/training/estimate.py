@@ -14,6 +14,7 @@ from torch import nn
 
 from txl.config import RunConfig
 from txl.models import build_model
+from txl.models.cross_entropy import MAX_LOGITS
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,22 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 def estimate(run: RunConfig, vocab_size: int) -> Costs:
     """Parameters, tokens a step, and bytes of all tensors that live at once while training.
 
-    With f = 4 bytes, w = 4 (2 for bfloat16), P parameters, and d = 1 if there is dropout, else 0:
+    With f = 4 bytes, w = 4 (2 for bfloat16), P parameters, d = 1 if there is dropout, else 0, and m = d, but 0 for
+    locked dropout, whose masks are small:
 
-    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments),
+    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P for
+      averaged weights,
     - memory: 2 * f*N*(all lanes)*max(M,T)*E, the states that go into a step and those that come out (which keep their
       layer's whole input alive),
     - activations, kept for the backward pass of one micro-batch:
-      N*B * [ (f*S + (2*d*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
+      N*B * [ (f*S + (2*m*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
               + w * (3*T + 2*S) * A                 q+u, q+v and what attention gives; k and v
+              + w * m * (T + 2*S) * A               masks of queries, keys and values, if they have dropout
               + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
-              + w * (1 + 2*d) * T*F ]               after the ReLU; its dropout mask and the product
-      + f*B*T * ((2*d + 2)*E + 3*V)                 embedding; logits, log-probabilities, their gradient
-      where pre-norm adds N*B * (f*S - w*T) * E, and with cutoffs V is the shortlist,
+              + w * (1 + d + m) * T*F ]             after the ReLU; its dropout mask and the product
+      + f*B*T * ((2*m + 2)*E + 3*V)                 embedding; logits, log-probabilities, their gradient
+      where pre-norm adds N*B * (f*S - w*T) * E, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
+      `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it,
     - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
 
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
@@ -87,18 +92,25 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     carried = shape.mem_len if shape.window is None else min(shape.mem_len, shape.window - 1)
     lanes, n_query, n_key = train.batch_size // train.micro_batches, train.segment, carried + train.segment
     full, low = 4, 2 if train.dtype == "bfloat16" else 4
-    masked = 1 if shape.dropout > 0 else 0
+    dropped = 1 if shape.dropout > 0 else 0
+    masked = 0 if shape.locked_dropout else dropped
     scores = shape.n_head * n_query * n_key
     layer = (
         (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model
         + low * (3 * n_query + 2 * n_key) * shape.n_head * shape.d_head
         + low * scores * (3 if shape.dropatt > 0 else 1)
-        + low * (1 + 2 * masked) * n_query * shape.d_inner
+        + low * (1 + dropped + masked) * n_query * shape.d_inner
     )
+    if shape.dropout_qkv > 0 and not shape.locked_dropout:
+        layer += low * (n_query + 2 * n_key) * shape.n_head * shape.d_head
     if shape.pre_norm:  # the LayerNorm before the attention sees memory and segment
         layer += (full * n_key - low * n_query) * shape.d_model
     head = shape.cutoffs[0] if shape.cutoffs else vocab_size
-    ends = full * lanes * n_query * ((2 * masked + 2) * shape.d_model + 3 * head)
+    n_logit = 3 * lanes * n_query * head
+    if n_logit > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
+        n_logit = 2 * max(MAX_LOGITS, head)
+    ends = full * (lanes * n_query * (2 * masked + 2) * shape.d_model + n_logit)
+    averaged = train.average_from is not None or train.average_patience is not None
     return Costs(
         parameters,
         train.batch_size * n_query,
@@ -106,6 +118,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
             "weights": (full + (2 if low == 2 else 0)) * total,
             "gradients": full * total,
             "optimiser": 2 * full * total,
+            **({"averaged weights": full * total} if averaged else {}),
             "memory": 2 * full * shape.n_layer * train.batch_size * max(carried, n_query) * shape.d_model,
             "activations": shape.n_layer * lanes * layer + ends,
             "scratch": low * lanes * max(3 * scores, 2 * n_query * shape.d_inner),
