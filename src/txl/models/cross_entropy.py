@@ -19,7 +19,7 @@ _NEVER = -(2**62)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, max_logits: int = MAX_LOGITS
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, max_logits: int | None = None
 ) -> Tensor:
     """-log softmax(hidden W^T + b)[target], row by row.
 
@@ -32,12 +32,13 @@ def linear_cross_entropy(
         weight: [V,E].
         bias: [V].
         targets: int64 [N].
-        max_logits: logits that may exist at a time (one row at least).
+        max_logits: logits that may exist at a time (one row at least); None: `MAX_LOGITS`.
 
     Returns:
         [N] nats in float32 (also under autocast), or float64 for float64. The gradient of the chunked form can be taken
         once (no second derivatives).
     """
+    max_logits = MAX_LOGITS if max_logits is None else max_logits
     if hidden.shape[0] * weight.shape[0] <= max_logits:
         return F.cross_entropy(
             at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="none", ignore_index=_NEVER

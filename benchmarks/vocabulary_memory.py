@@ -1,0 +1,76 @@
+"""Peak memory of a training step on WikiText-103's vocabulary, by how its cross-entropy is computed.
+
+    python benchmarks/vocabulary_memory.py results/vocabulary-memory.json
+
+Each way runs in a process of its own; what is told is the most memory it held, over what it held with the model built.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from record import write
+from txl.models import build_model, cross_entropy
+from txl.models.transformer_xl import TransformerXL
+from txl.presets import preset
+
+VOCABULARY = 267_735
+LANES, SEGMENT = 16, 128
+WAYS = {
+    "plain softmax, all logits at once": {"cutoffs": (), "chunked": False},
+    "plain softmax, in chunks": {"cutoffs": (), "chunked": True},
+    "adaptive softmax, in chunks": {"cutoffs": (20_000, 40_000, 200_000), "chunked": True},
+}
+
+
+def measure(way: dict[str, Any]) -> dict[str, Any]:
+    """One way: bytes held at most, over those held before the first step."""
+    if not way["chunked"]:
+        cross_entropy.MAX_LOGITS = 2**62
+    shape = replace(preset("wt103-base").model, n_layer=2, mem_len=SEGMENT, cutoffs=way["cutoffs"])
+    torch.manual_seed(0)
+    model: TransformerXL = build_model(shape, VOCABULARY).train()
+    # Ranks as natural text has them, roughly (Zipf).
+    ranks = torch.rand(LANES, SEGMENT + 1, dtype=torch.float64).mul(torch.tensor(float(VOCABULARY)).log()).exp()
+    tokens = ranks.long().clamp(max=VOCABULARY) - 1
+    before = status("VmRSS")
+    loss, _ = model.training_loss(tokens[:, :-1], tokens[:, 1:], model.init_state(LANES))
+    loss.backward()
+    return {"peak_bytes_over_model": status("VmHWM") - before, "loss": loss.item()}
+
+
+def status(name: str) -> int:
+    """A figure of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def main() -> None:
+    """All ways, one after the other."""
+    if len(sys.argv) == 3:
+        print(json.dumps(measure(WAYS[sys.argv[2]])))
+        return
+    rows = {}
+    for way in WAYS:
+        done = subprocess.run(
+            [sys.executable, __file__, "-", way],
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        rows[way] = json.loads(done.stdout)
+    settings = {"vocabulary": VOCABULARY, "tokens": LANES * SEGMENT, "shape": "wt103-base with 2 layers"}
+    write(Path(sys.argv[1]), " ".join(["python", *sys.argv]), settings | {"ways": rows})
+
+
+if __name__ == "__main__":
+    main()
