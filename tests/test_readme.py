@@ -7,10 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+import txl
 from tests.conftest import small_run
 from tests.test_cli import options_of
 from txl.cli import build_parser, main
+from txl.models import build_model
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 SMALL = [
@@ -18,6 +21,7 @@ SMALL = [
     for option in options_of(small_run("my.txt", **{"train.steps": "4"}))
     if not option.startswith(("--data.corpus", "--model.n-layer", "--train.dtype"))
 ]
+PUBLISHED = [name for name, each in txl.presets().items() if each.source != "this project"] + ["wikitext-2"]
 
 
 def blocks(language: str) -> list[str]:
@@ -36,6 +40,17 @@ def test_every_command_is_one_that_the_program_knows():
         build_parser().parse_args(words)
 
 
+def test_the_table_of_presets_is_true():
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]* \| ([^|]*) \| ([\d,]+) \| `txl train ", README, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == PUBLISHED
+    for name, published, parameters in rows:
+        each = txl.presets()[name]
+        assert published == ("-" if each.published == "none" else each.published), name
+        with torch.device("meta"):
+            model = build_model(each.make().model, each.vocab_size)
+        assert parameters == f"{sum(parameter.numel() for parameter in model.parameters()):,}", name
+
+
 def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXL_DATA", str(data_dir))
@@ -43,7 +58,7 @@ def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, 
         (tmp_path / name).write_bytes(story.read_bytes())
     ran = set()
     for words in commands():
-        if words[0] in ("bench", "demo") or {"prepare", "enwik8-12L", "enwik8-24L"} & set(words):
+        if words[0] in ("bench", "demo") or {"prepare", *PUBLISHED} & set(words):
             continue  # too long for a test, or a download; their parsing is tested above
         small = SMALL if words[0] == "train" else []
         assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
