@@ -55,6 +55,7 @@ class ModelConfig:
     tie_projections: Literal["all", "all_but_first", "none"] = _setting(
         "all", "clusters whose output projection is the embedding's own"
     )
+    tie_embeddings: bool = _setting(True, "the output's tables are the embedding's")
     init_std: float = _setting(0.02, "standard deviation of the initial weights")
     proj_init_std: float = _setting(0.01, "standard deviation of the initial embedding projections")
     activation_reg: float = _setting(0.0, "activation regularisation: adds this times the mean of h^2 to the loss")

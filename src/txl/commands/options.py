@@ -49,6 +49,8 @@ def absolute_path(corpus: str) -> str:
     """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is."""
     from txl.data.sources import find_files
 
+    if not corpus:
+        return corpus  # an imported model has none
     if os.sep not in corpus and not Path(corpus).exists():
         try:
             find_files(corpus)  # a glob

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from txl.commands.options import (
@@ -27,7 +28,7 @@ def add_parser(commands: Any) -> None:
         help="train a model, or go on with a run that was stopped",
         description="Train a model. The same command goes on with a run that was stopped.",
     )
-    parser.add_argument("preset", metavar="PRESET", help="a configuration by name; see txl presets")
+    parser.add_argument("preset", metavar="PRESET", help="a configuration by name (see txl presets), or another run's")
     parser.add_argument("--out", metavar="DIR", help="the run directory; required unless --dry-run")
     parser.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
     parser.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
@@ -41,9 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or show what would be trained."""
-    from txl.presets import preset
-
-    config = with_options(preset(arguments.preset), config_options(arguments))
+    config = with_options(_base(arguments.preset), config_options(arguments))
     config.data.corpus = absolute_path(config.data.corpus)
     validate(config)
     if arguments.dry_run:
@@ -68,6 +67,16 @@ def run(arguments: argparse.Namespace) -> None:
     outcome = trainer.fit()
     if arguments.json:
         print_json(outcome)
+
+
+def _base(name: str) -> RunConfig:
+    """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
+    from txl.presets import preset, presets
+    from txl.run_directory import RunDirectory
+
+    if name not in presets() and (Path(name) / "config.json").is_file():
+        return RunDirectory(name).config()
+    return preset(name)
 
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -89,6 +89,8 @@ def open_corpus(
     Raises:
         UserError: if there is no such corpus, or it cannot be read in this unit, or is not what it should be.
     """
+    if not name:
+        raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
     is_public = name in BENCHMARKS
     if unit is None:
         unit = (config.unit if config is not None else None) or natural_unit(name)

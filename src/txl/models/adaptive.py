@@ -2,8 +2,8 @@
 
 The vocabulary, most frequent tokens first, is cut into clusters: the shortlist (cluster 0) and the tails. Without
 cutoffs there is one cluster, and both modules are the plain ones. With `div_val` f, cluster i is embedded in
-d_embed / f^i features and projected to d_model. The output reuses the embedding's tables (tied weights); its
-projections are the embedding's own, or separate ones, cluster by cluster.
+d_embed / f^i features and projected to d_model. The output reuses the embedding's tables (tied weights) or has its own;
+its projections are the embedding's own, or separate ones, cluster by cluster.
 
 Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluster i, C number of tail clusters.
 """
@@ -11,6 +11,7 @@ Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluste
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -42,6 +43,15 @@ def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
     return [d_embed // div_val**i for i in range(n_cluster)]
 
 
+def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> list[Tensor]:
+    """The table [V_i, d_i] of every cluster, from one table a cluster or one for all.
+
+    One split of a common table, not a slice a cluster: each slice's gradient would be as large as the table.
+    """
+    parts = list(tables)
+    return parts if len(parts) > 1 else list(parts[0].split([end - first for first, end in bounds]))
+
+
 class AdaptiveEmbedding(nn.Module):
     """Token ids to vectors of width d_model, scaled by sqrt(d_model) as in Vaswani et al. (2017)."""
 
@@ -66,13 +76,8 @@ class AdaptiveEmbedding(nn.Module):
         return len(self.tables) > 1
 
     def cluster_tables(self) -> list[Tensor]:
-        """The embeddings [V_i, d_i] of every cluster.
-
-        One split of the common table, not a slice a cluster: each slice's gradient would be as large as the table.
-        """
-        if self.split:
-            return list(self.tables)
-        return list(self.tables[0].split([end - first for first, end in self.bounds]))
+        """The embeddings [V_i, d_i] of every cluster."""
+        return cluster_parts(self.tables, self.bounds)
 
     def projection(self, cluster: int) -> Tensor | None:
         """The projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
@@ -115,6 +120,8 @@ class AdaptiveSoftmax(nn.Module):
         if n_tail:
             self.cluster_weight = nn.Parameter(torch.empty(n_tail, d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(n_tail))
+        if not config.tie_embeddings:
+            self.own_tables = nn.ParameterList(torch.empty_like(table) for table in embedding.tables)
         # One entry for each cluster whose output projection is its own; the others use the embedding's. (With div_val 1
         # the clusters share the embedding's one projection but may still have output projections of their own.)
         self.own_projections = nn.ParameterDict()
@@ -126,7 +133,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def nll(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Negative log-likelihood in nats, each in its own place: [N,E], int64 [N] -> [N]."""
-        tables = embedding.cluster_tables()
+        tables = self._tables(embedding)
         if len(self.bounds) == 1:
             return linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
@@ -145,7 +152,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def log_probs(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Log-probabilities over the whole vocabulary: [N,E] -> [N,V]."""
-        tables = embedding.cluster_tables()
+        tables = self._tables(embedding)
 
         def cluster_log_probs(cluster: int) -> Tensor:
             logits = F.linear(self._projected(hidden, embedding, cluster), *self._layer(tables, cluster))
@@ -157,6 +164,11 @@ class AdaptiveSoftmax(nn.Module):
         for tail in range(1, len(self.bounds)):
             parts.append(head[:, shortlist + tail - 1, None] + cluster_log_probs(tail))
         return torch.cat(parts, dim=-1)
+
+    def _tables(self, embedding: AdaptiveEmbedding) -> list[Tensor]:
+        """The output's table [V_i, d_i] of every cluster."""
+        own = getattr(self, "own_tables", None)
+        return embedding.cluster_tables() if own is None else cluster_parts(own, self.bounds)
 
     def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
         """Hidden states in the width of a cluster's table: [N,E] -> [N,d_i]."""

@@ -41,6 +41,7 @@ WEIGHTS_DEPEND_ON = (
     "cutoffs",
     "div_val",
     "tie_projections",
+    "tie_embeddings",
 )
 """Fields of the model without which weights mean something else; lengths and dropout may change."""
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})

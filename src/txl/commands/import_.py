@@ -1,0 +1,68 @@
+"""`txl import PATH --out DIR`: a checkpoint of an earlier implementation becomes an ordinary run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from txl.commands.options import absolute_path, add_config_options, add_json, config_options, print_json
+from txl.config import leaf_fields
+from txl.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "import",
+        help="bring in a checkpoint of an earlier implementation",
+        description="Bring in a checkpoint of an earlier implementation: the authors' model.pt, a directory of Hugging "
+        "Face's or a model's name on its Hub, NVIDIA's, or the authors' TensorFlow checkpoint. Nothing in it is run.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a file, a directory, or a model's name on the Hugging Face Hub")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the run directory to write")
+    parser.add_argument(
+        "--vocabulary", metavar="FILE", help="vocab.pkl, vocab.bin, cache.pt, vocab.txt or our own JSON"
+    )
+    parser.add_argument(
+        "--corpus", metavar="NAME", default="", help="the corpus that txl eval reads if not told another"
+    )
+    add_config_options(parser, ("model",))
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Import, and show the configuration that was recovered."""
+    from txl.config import RunConfig, with_options
+    from txl.interop.hub import checkpoint_path
+    from txl.interop.import_run import import_run
+    from txl.interop.vocabularies import read_vocabulary
+
+    options = config_options(arguments)
+    base = RunConfig()
+    base.data.corpus = ""
+    stated = with_options(base, options)
+    given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
+    if stated.data.corpus:
+        stated.data.corpus = absolute_path(stated.data.corpus)
+    vocabulary = None if arguments.vocabulary is None else read_vocabulary(Path(arguments.vocabulary))
+    out = Path(arguments.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: not empty; give another directory")
+    config, notes = import_run(
+        checkpoint_path(arguments.path, quiet=arguments.json),
+        out,
+        vocabulary=vocabulary,
+        model_options={name: getattr(stated.model, name) for name in given},
+        data=stated.data,
+    )
+    if arguments.json:
+        print_json({"directory": str(out), "model": config.to_dict()["model"], "notes": notes})
+        return
+    for name, _, _, value in leaf_fields(config):
+        if name.startswith(("model.", "eval.")):
+            print(f"{name:26} {'none' if value is None else value}")
+    for note in notes:
+        print(f"note: {note}")
+    print(f"imported into {out}; next: txl eval {out} --data.corpus ...")

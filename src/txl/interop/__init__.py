@@ -1,0 +1,1 @@
+"""Checkpoints of the earlier implementations: read safely, converted exactly."""

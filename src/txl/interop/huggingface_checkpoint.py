@@ -1,0 +1,118 @@
+"""A directory of Hugging Face's `TransfoXLLMHeadModel`: config.json, safetensors or pytorch_model.bin, vocabulary.
+
+Tensors that are shared in the model may be left out of the file. Cluster i's logit is in row i-1, as here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from txl.errors import UserError
+from txl.interop.names import restore_shared
+from txl.interop.original import refuse_encoding, refuse_extended_context
+from txl.interop.source import Source, length_or_none, window_of
+from txl.interop.torch_files import read_torch_file
+from txl.interop.vocabularies import read_vocabulary
+
+MODEL_TYPE = "transfo-xl"
+VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a directory holds a Transformer-XL of Hugging Face's."""
+    config = _config(folder)
+    return config is not None and (
+        config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
+    )
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def read_huggingface(folder: Path) -> Source:
+    """The checkpoint in a directory.
+
+    Raises:
+        UserError: if something is missing or damaged, or is no model that can be imported.
+    """
+    config = _config(folder)
+    if config is None:
+        raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
+    refuse_encoding(config.get("attn_type"), str(folder))
+    refuse_extended_context(config.get("ext_len"), str(folder))
+    if config.get("sample_softmax", -1) is not None and (config.get("sample_softmax", -1) or 0) > 0:
+        raise UserError(f"{folder}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    tensors = {_authors_name(name): tensor for name, tensor in _weights(folder).items()}
+    untied = bool(config.get("untie_r", True))
+    if not untied:
+        tensors = {name: each for name, each in tensors.items() if not (".dec_attn.r_" in name and "_bias" in name)}
+    all_but_first = bool(config.get("proj_share_all_but_first", True))
+    restore_shared(tensors, all_but_first)
+
+    numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
+    settings: dict[str, Any] = {name: config[name] for name in numbers if isinstance(config.get(name), int)}
+    settings |= {name: float(config[name]) for name in ("dropout", "dropatt") if name in config}
+    settings["cutoffs"] = tuple(config.get("cutoffs") or ())
+    settings["untie_r"] = untied
+    settings["pre_norm"] = bool(config.get("pre_lnorm"))
+    settings["clamp_len"] = length_or_none(config.get("clamp_len"))
+    settings["window"] = window_of(config.get("same_length"), config.get("mem_len"), itself_extra=False)
+    size = config.get("vocab_size")
+    n_token = sum(len(each) for name, each in tensors.items() if name.startswith("crit.out_layers.") and "bias" in name)
+    if isinstance(size, int) and size != n_token:
+        raise UserError(f"{folder}: config.json says {size} tokens, the weights have {n_token}")
+    if config.get("layer_norm_epsilon", 1e-5) != 1e-5:
+        raise UserError(f"{folder}: layer_norm_epsilon is {config['layer_norm_epsilon']}; only 1e-5 can be imported")
+    found = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
+    return Source(
+        "Hugging Face's TransfoXLLMHeadModel",
+        tensors,
+        settings,
+        vocabulary=None if found is None else read_vocabulary(found),
+    )
+
+
+def _authors_name(name: str) -> str:
+    return name.removeprefix("transformer.")
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors, from one file or from several with an index."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return _tensors_of(folder / name)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from None
+            if any("/" in part or "\\" in part or part.startswith(".") for part in parts):
+                raise UserError(f"{index}: names files outside of its directory")
+            return {key: tensor for part in parts for key, tensor in _tensors_of(folder / part).items()}
+    raise UserError(f"{folder}: no weights there; expected model.safetensors or pytorch_model.bin")
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return safetensors.torch.load_file(path)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: damaged or missing ({str(error)[:200]})") from None
+    if not path.is_file():
+        raise UserError(f"{path}: missing")
+    value = read_torch_file(path)
+    if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
+        raise UserError(f"{path}: not a dictionary of tensors")
+    return {str(name): tensor for name, tensor in value.items()}

@@ -1,0 +1,143 @@
+"""A foreign checkpoint as an ordinary run directory: read, converted, verified, written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, validate
+from txl.data.vocabulary import Vocabulary
+from txl.errors import UserError
+from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
+from txl.interop.names import converted
+from txl.interop.original import source_of
+from txl.interop.source import Source
+from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
+from txl.interop.torch_files import is_torch_file, read_torch_file
+from txl.models import build_model
+from txl.run_directory import RunDirectory, load_weights
+from txl.training.checkpoints import write_checkpoint
+
+
+def read_source(path: Path) -> Source:
+    """A checkpoint of any known kind, recognised by what it is.
+
+    Raises:
+        UserError: if it is none, or damaged, or cannot be imported.
+    """
+    if not path.exists() and tensorflow_prefix(path) is None:
+        raise UserError(f"{path}: no such file or directory; expected a checkpoint")
+    if path.is_dir() and is_huggingface(path):
+        return read_huggingface(path)
+    prefix = tensorflow_prefix(path)
+    if prefix is not None:
+        return read_tensorflow(prefix)
+    if path.is_dir():
+        inside = next((path / name for name in ("model.pt", "checkpoint_best.pt") if (path / name).is_file()), None)
+        if inside is None:
+            raise UserError(
+                f"{path}: no checkpoint there; expected model.pt, checkpoint_best.pt, a config.json of Hugging Face's "
+                f"with its weights, or a TensorFlow checkpoint"
+            )
+        path = inside
+    if not is_torch_file(path):
+        raise UserError(
+            f"{path}: not a file that torch.save wrote; expected model.pt, a directory of Hugging Face's, or a "
+            f"TensorFlow checkpoint"
+        )
+    return source_of(read_torch_file(path), str(path))
+
+
+def import_run(
+    path: Path,
+    out: Path,
+    *,
+    vocabulary: Vocabulary | None = None,
+    model_options: dict[str, Any] | None = None,
+    data: DataConfig | None = None,
+) -> tuple[RunConfig, list[str]]:
+    """Bring a foreign checkpoint into a new run directory.
+
+    Args:
+        path: of the checkpoint.
+        out: the directory to write; it must not hold anything.
+        vocabulary: to use instead of what the checkpoint brings.
+        model_options: fields of `ModelConfig` that the file does not say.
+        data: the text that `txl eval` is to read if nothing else is said; None: it has to be said.
+
+    Returns:
+        The run's configuration, and what the user should know.
+
+    Raises:
+        UserError: if the checkpoint cannot be read, contradicts itself or the options, or `out` cannot be written. What
+            was written of `out` is then removed.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: not empty; give another directory")
+    source = read_source(path)
+    model, weights = converted(source, model_options or {})
+    n_token = len(weights["softmax.bias"])
+    vocabulary = vocabulary or source.vocabulary
+    if vocabulary is not None and len(vocabulary) != n_token:
+        raise UserError(f"the vocabulary has {len(vocabulary)} symbols, the checkpoint {n_token}; expected the same")
+    run = _configuration(path, source, model, vocabulary, data)
+    validate(run)
+    with torch.device("meta"):
+        network = build_model(run.model, n_token)
+    load_weights(network, weights, str(path), assign=True)  # every tensor is there, and of the right shape
+    _write(RunDirectory(out), run, vocabulary, network.state_dict(), source)
+    notes = list(source.notes)
+    if vocabulary is None:
+        notes.append("no vocabulary: text cannot be read or printed until --vocabulary FILE gives one")
+    return run, notes
+
+
+def _configuration(
+    path: Path, source: Source, model: ModelConfig, vocabulary: Vocabulary | None, data: DataConfig | None
+) -> RunConfig:
+    run = RunConfig(name=path.resolve().name, model=model)
+    run.data = dataclasses.replace(data or DataConfig(corpus=""))
+    if vocabulary is not None:
+        run.data.unit = vocabulary.kind  # pyright: ignore[reportAttributeAccessIssue]
+    segment = source.segment or min(128, max(1, model.mem_len))
+    run.train = dataclasses.replace(run.train, segment=segment)
+    run.eval = EvalConfig(segment=segment, mem_len=model.mem_len, window=model.window, clamp_len=model.clamp_len)
+    return run
+
+
+def _write(
+    directory: RunDirectory, run: RunConfig, vocabulary: Vocabulary | None, weights: dict[str, Any], source: Source
+) -> None:
+    missing = [each for each in (directory.path, *directory.path.parents) if not each.exists()]
+    try:
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {directory.path}: {error.strerror}; give a directory that can be written") from None
+        if vocabulary is not None:
+            directory.write_vocabulary(vocabulary)
+        written = write_checkpoint(directory.checkpoints, 0, weights, {}, {"imported_from": source.kind})
+        directory.set_pointer("latest", written.name)
+        directory.append(
+            "import",
+            0,
+            source=source.kind,
+            config=run.to_dict(),
+            total_parameters=sum(tensor.numel() for tensor in weights.values()),
+            command=sys.argv,
+        )
+        directory.write_config(run)
+    except BaseException:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        else:
+            for each in directory.path.iterdir():
+                with suppress(OSError):
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+        raise

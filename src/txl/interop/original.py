@@ -1,0 +1,190 @@
+"""The authors' PyTorch checkpoints: `model.pt`, a pickled module, or a dictionary of its weights; and NVIDIA's.
+
+The module's options are read from its attributes. In the authors' code cluster i's logit is in row C-i of the cluster
+weights; NVIDIA's kept that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from txl.errors import UserError
+from txl.interop.names import flip_clusters
+from txl.interop.safe_pickle import StandIn
+from txl.interop.source import Source, length_or_none, window_of
+from txl.interop.vocabularies import vocabulary_from
+
+ENCODINGS = {
+    1: "Shaw et al.'s learned relative vectors",
+    2: "Vaswani et al.'s absolute sinusoid",
+    3: "Al-Rfou et al.'s absolute learned vectors",
+}
+
+
+def source_of(value: Any, path: str) -> Source:
+    """The checkpoint that torch.save was given.
+
+    Raises:
+        UserError: if it is none of the known ones.
+    """
+    if isinstance(value, StandIn):
+        return _from_module(_unwrapped(value), path)
+    if isinstance(value, dict) and "model_state" in value:
+        return _from_nvidia(value, path)
+    if isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values()):
+        names = {_bare(str(name)): tensor for name, tensor in value.items()}
+        return _from_weights(names, path)
+    found = value.origin if isinstance(value, StandIn) else type(value).__name__
+    raise UserError(
+        f"{path}: holds a {found}; expected the authors' pickled model, a dictionary of its weights, or NVIDIA's "
+        f"checkpoint"
+    )
+
+
+def refuse_encoding(kind: Any, path: str) -> None:
+    """Refuse every encoding but type 0, by name.
+
+    Raises:
+        UserError: naming it.
+    """
+    if kind not in (0, None):
+        name = ENCODINGS.get(kind, "unknown")
+        raise UserError(f"{path}: encoding type {kind} ({name}); only type 0, the paper's own, can be imported")
+
+
+def refuse_extended_context(ext_len: Any, path: str) -> None:
+    """Refuse an extended context above 0.
+
+    Raises:
+        UserError: naming it.
+    """
+    if isinstance(ext_len, int) and ext_len > 0:
+        raise UserError(
+            f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
+        )
+
+
+def _unwrapped(module: StandIn) -> StandIn:
+    """The model inside of DataParallel, FP16_Module and the like."""
+    seen = 0
+    while "module" in _modules(module) and seen < 8:
+        module, seen = _modules(module)["module"], seen + 1
+    return module
+
+
+def _modules(module: StandIn) -> dict[str, StandIn]:
+    modules = module.attribute("_modules", {})
+    return {str(name): each for name, each in modules.items() if isinstance(each, StandIn)} if modules else {}
+
+
+def _from_module(module: StandIn, path: str) -> Source:
+    tensors: dict[str, Tensor] = {}
+
+    def walk(each: StandIn, prefix: str, depth: int) -> None:
+        if depth > 16:
+            raise UserError(f"{path}: modules are nested too deeply; expected the authors' pickled model")
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in (each.attribute(kind) or {}).items():
+                if isinstance(tensor, Tensor):
+                    tensors[f"{prefix}{name}"] = tensor
+        for name, child in _modules(each).items():
+            walk(child, f"{prefix}{name}.", depth + 1)
+
+    walk(module, "", 0)
+    if not tensors:
+        raise UserError(f"{path}: holds a {module.origin} without weights; expected the authors' pickled model")
+    read = module.attribute
+    refuse_encoding(read("attn_type"), path)
+    refuse_extended_context(read("ext_len"), path)
+    if (read("sample_softmax") or 0) > 0:
+        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    settings: dict[str, Any] = {}
+    for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):
+        if isinstance(read(name), int):
+            settings[name] = read(name)
+    modules = _modules(module)
+    embedding = modules.get("word_emb")
+    if embedding is not None:
+        cutoffs, div_val = embedding.attribute("cutoffs"), embedding.attribute("div_val")
+        if isinstance(cutoffs, list):
+            settings["cutoffs"] = tuple(cutoffs[:-1])  # the last is the vocabulary's size
+        if isinstance(div_val, int):
+            settings["div_val"] = div_val
+    layer = _modules(modules["layers"]).get("0") if "layers" in modules else None
+    attention = _modules(layer).get("dec_attn") if layer is not None else None
+    if attention is not None:
+        settings["pre_norm"] = bool(attention.attribute("pre_lnorm"))
+        _rate(settings, "dropatt", _modules(attention).get("dropatt"))
+    _rate(settings, "dropout", modules.get("drop"))
+    settings["clamp_len"] = length_or_none(read("clamp_len"))
+    settings["window"] = window_of(read("same_length"), settings.get("mem_len"), itself_extra=False)
+    flip_clusters(tensors)
+    segment = read("tgt_len")
+    return Source(
+        "the authors' model.pt",
+        tensors,
+        settings,
+        segment=segment if isinstance(segment, int) and segment > 0 else None,
+    )
+
+
+def _rate(settings: dict[str, Any], name: str, dropout: StandIn | None) -> None:
+    rate = None if dropout is None else dropout.attribute("p")
+    if isinstance(rate, (int, float)) and 0 <= rate < 1:
+        settings[name] = float(rate)
+
+
+def _from_weights(tensors: dict[str, Tensor], path: str) -> Source:
+    if not any(name.startswith("word_emb.") or ".dec_attn." in name for name in tensors):
+        raise UserError(f"{path}: its first tensor is {next(iter(tensors))}; expected the weights of a Transformer-XL")
+    if "r_emb" in tensors:
+        refuse_encoding(1 if "r_bias" in tensors else 3, path)
+    flip_clusters(tensors)
+    note = "a dictionary of weights says nothing of memory, clamp, window and pre-norm: give them by option"
+    return Source("a dictionary of the authors' weights", tensors, notes=[note])
+
+
+def _from_nvidia(value: dict[str, Any], path: str) -> Source:
+    weights, stated = value["model_state"], value.get("model_config")
+    if not isinstance(weights, dict) or not isinstance(stated, dict):
+        raise UserError(f"{path}: has a model_state, but no model_config; expected NVIDIA's checkpoint")
+    refuse_encoding(stated.get("attn_type"), path)
+    refuse_extended_context(stated.get("ext_len"), path)
+    if (stated.get("sample_softmax") or 0) > 0:
+        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if isinstance(tensor, Tensor):
+            name = _bare(str(name))
+            if name.startswith("crit.shared_out_projs."):
+                continue  # the embedding's own, once more
+            if name.startswith("crit.out_layers_biases."):
+                name = f"crit.out_layers.{name.rpartition('.')[2]}.bias"
+            elif name.startswith("crit.out_layers_weights."):
+                name = f"crit.out_layers.{name.rpartition('.')[2]}.weight"
+            tensors[name] = tensor
+    numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
+    settings: dict[str, Any] = {name: stated[name] for name in numbers if isinstance(stated.get(name), int)}
+    settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
+    settings["cutoffs"] = tuple(stated.get("cutoffs") or ())
+    settings["pre_norm"] = bool(stated.get("pre_lnorm"))
+    settings["clamp_len"] = length_or_none(stated.get("clamp_len"))
+    settings["window"] = window_of(stated.get("same_length"), stated.get("mem_len"), itself_extra=True)
+    flip_clusters(tensors)
+    vocabulary = value.get("vocab")
+    return Source(
+        "NVIDIA's checkpoint",
+        tensors,
+        settings,
+        segment=stated.get("tgt_len"),
+        vocabulary=None if vocabulary is None else vocabulary_from(vocabulary, f"{path}: vocab"),
+    )
+
+
+def _bare(name: str) -> str:
+    """A tensor's name without the prefixes of wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

@@ -1,0 +1,97 @@
+"""The vocabularies of earlier implementations: pickled (`vocab.pkl`, `vocab.bin`, `cache.pt`) or one word a line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.errors import UserError
+from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
+from txl.interop.torch_files import read_torch_file
+
+_ENDS = ("<eos>", "<S>", "</s>")
+_UNKNOWNS = ("<unk>", "<UNK>", "<unknown>")
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """A vocabulary file: ours (JSON), a pickled one of an earlier implementation, or text with one symbol a line.
+
+    Raises:
+        UserError: if it is none of these.
+    """
+    try:
+        head = path.read_bytes()[:64]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; expected a vocabulary") from None
+    if head.lstrip().startswith(b"{"):
+        return _from_json(path)
+    if head[:4] == b"PK\x03\x04" or head[:2] == b"\x80\x02":
+        return vocabulary_from(read_torch_file(path), str(path))
+    if head[:1] in (b"\x80", b"(", b"c"):
+        try:
+            value = SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+        except UnsafePickle as error:
+            if head[:1] == b"\x80":
+                raise UserError(f"{path}: refused: {error}") from None
+        else:
+            return vocabulary_from(value, str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; expected one symbol a line, or a pickle") from None
+    # As the authors' `_build_from_file`: the first word of a line.
+    symbols = [line.split()[0] if line.split() else line for line in text.split("\n")]
+    return vocabulary_of([symbol for symbol in symbols if symbol], str(path))
+
+
+def _from_json(path: Path) -> Vocabulary:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(values, dict) and "kind" in values:
+        return Vocabulary.load(path)
+    if isinstance(values, dict) and all(type(number) is int for number in values.values()):
+        if sorted(values.values()) != list(range(len(values))):
+            raise UserError(f"{path}: its numbers are not 0, 1, 2 ... without gaps; expected a vocabulary")
+        return vocabulary_of(sorted(values, key=values.__getitem__), str(path))
+    raise UserError(f"{path}: JSON, but no vocabulary; expected this project's, or symbols with their numbers")
+
+
+def vocabulary_from(value: Any, where: str) -> Vocabulary:
+    """The vocabulary in a pickled object: a Vocab or its attributes, a corpus that has one, or a list of symbols.
+
+    Raises:
+        UserError: if it has none.
+    """
+    for _ in range(4):
+        attributes = value.__dict__ if isinstance(value, StandIn) else value
+        if isinstance(attributes, list):
+            return vocabulary_of(attributes, where)
+        if not isinstance(attributes, dict):
+            break
+        if isinstance(attributes.get("idx2sym"), list):
+            return vocabulary_of(attributes["idx2sym"], where)
+        value = attributes.get("vocab")
+    raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
+
+
+def vocabulary_of(symbols: list[Any], where: str) -> Vocabulary:
+    """Symbols in the order of their ids, as what they are: bytes (enwik8), characters (text8) or words.
+
+    Raises:
+        UserError: if they are not.
+    """
+    if not symbols or not all(isinstance(symbol, str) for symbol in symbols):
+        raise UserError(f"{where}: expected symbols, in the order of their ids")
+    if all(symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 for symbol in symbols):
+        return ByteVocabulary([int(symbol) for symbol in symbols])
+    if all(len(symbol) == 1 for symbol in symbols):
+        return CharVocabulary([" " if symbol == "_" else symbol for symbol in symbols], unknown=False)
+    known = set(symbols)
+    end = next((symbol for symbol in _ENDS if symbol in known), None)
+    unknown = next((symbol for symbol in _UNKNOWNS if symbol in known), None)
+    if end is None or unknown is None:
+        lacking, expected = ("an end of lines", _ENDS) if end is None else ("an unknown word", _UNKNOWNS)
+        raise UserError(f"{where}: {len(symbols)} words, but none for {lacking}; expected one of {', '.join(expected)}")
+    return WordVocabulary(symbols, eos=end, unk=unknown, boundary="end" if end == "<S>" else None)
