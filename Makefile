@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test lint bench build clean
+.PHONY: setup demo test oracle lint bench build clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Against other implementations, live, in an environment of their time.
+oracle: .venv-oracle/.installed
+	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle
+
+.venv-oracle/.installed: constraints-oracle.txt
+	$(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oracle.txt \
+		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +46,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .venv-oracle build dist

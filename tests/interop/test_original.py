@@ -179,7 +179,9 @@ def test_the_command_shows_the_configuration_and_the_run_can_be_used(tmp_path, c
     assert after.config.window == 8
     assert not torch.equal(before.u, after.u)
     assert torch.allclose(before.u, after.u, atol=0.01)
-    assert len(txl.load(tuned)[1]) == VOCABULARY
+    vocabulary = txl.load(tuned)[1]
+    assert vocabulary is not None
+    assert len(vocabulary) == VOCABULARY
 
 
 def test_without_a_vocabulary_only_text_is_refused(tmp_path, capsys):

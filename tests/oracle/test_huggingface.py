@@ -1,0 +1,202 @@
+"""Against Hugging Face's own implementation, live: forward, memory and greedy generation at random weights.
+
+Runs in an environment of its own (`make oracle`), because transformers 4.37.2, the last version whose Transformer-XL
+works, needs libraries of its time.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import txl
+from txl.errors import UserError
+from txl.generation import Sampling
+from txl.interop.import_run import import_run, read_source
+
+transformers = pytest.importorskip("transformers", reason="make oracle installs transformers 4.37.2 for these tests")
+if transformers.__version__ != "4.37.2":
+    pytest.skip("these tests need transformers 4.37.2 (make oracle)", allow_module_level=True)
+
+from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
+    TransfoXLConfig,
+    TransfoXLLMHeadModel,
+)
+
+VOCABULARY, LANES, SEGMENT, SEGMENTS = 50, 3, 7, 5
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "cutoffs": [], "d_model": 24, "d_embed": 24, "n_head": 3, "d_head": 8, "d_inner": 40,
+    "div_val": 1, "n_layer": 3, "mem_len": 11, "clamp_len": -1, "same_length": True, "untie_r": True,
+    "proj_share_all_but_first": False, "dropout": 0.1, "dropatt": 0.0,
+}  # fmt: skip
+TAILS = {"cutoffs": [10, 20]}
+CASES = {
+    "no cutoffs": {},
+    "no window": {"same_length": False},
+    "div_val 1": TAILS,
+    "div_val 2": TAILS | {"div_val": 2},
+    "div_val 4, shared projections, clamp": TAILS | {"div_val": 4, "proj_share_all_but_first": True, "clamp_len": 6},
+    "narrower embedding": {"d_embed": 12, "clamp_len": 5},
+    "narrower embedding with clusters": TAILS | {"d_embed": 12},
+    "narrower embedding, shared projections": TAILS | {"d_embed": 12, "proj_share_all_but_first": True},
+    "pre-norm": {"pre_lnorm": True, "clamp_len": 4},
+    "shared biases": TAILS | {"div_val": 2, "untie_r": False},
+    "output tables of its own": TAILS | {"div_val": 2, "tie_word_embeddings": False},
+    "output table of its own": {"tie_word_embeddings": False, "clamp_len": 3},
+    "pre-norm, output table of its own": {"tie_word_embeddings": False, "pre_lnorm": True},
+}
+
+
+def make(case: str) -> Any:
+    torch.manual_seed(0)
+    model = TransfoXLLMHeadModel(TransfoXLConfig(**(BASE | CASES[case]))).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.tie_weights()
+    return model
+
+
+def cold(model: Any) -> list[torch.Tensor]:
+    """No memory (by itself the class starts with zeros that are attended to)."""
+    return [torch.zeros(0, LANES, model.config.d_model) for _ in range(model.config.n_layer)]
+
+
+def their_log_probs(model: Any, tokens: torch.Tensor, memory: Any) -> tuple[torch.Tensor, Any]:
+    out = model.transformer(tokens, mems=memory)
+    logp = model.crit(out.last_hidden_state.reshape(-1, model.config.d_model))
+    return logp.view(*tokens.shape, -1), out.mems
+
+
+def save(model: Any, folder: Path, safe: bool) -> Path:
+    model.save_pretrained(folder, safe_serialization=safe)
+    return folder
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_token_has_the_loss_that_transformers_gives_it(case, safe, tmp_path):
+    model = make(case)
+    run, _ = import_run(save(model, tmp_path / "theirs", safe), tmp_path / "ours")
+    options = BASE | CASES[case]
+    assert run.model.window == (11 if options["same_length"] else None)
+    assert run.model.clamp_len == (options["clamp_len"] if options["clamp_len"] > 0 else None)
+    assert run.model.untie_r == options["untie_r"]
+    ours, vocabulary = txl.load(tmp_path / "ours")
+    assert vocabulary is None
+    tokens = torch.randint(VOCABULARY, (LANES, SEGMENT * SEGMENTS + 1))
+    state, memory = ours.init_state(LANES), cold(model)
+    with torch.inference_mode():
+        for start in range(0, SEGMENT * SEGMENTS, SEGMENT):
+            read, targets = tokens[:, start : start + SEGMENT], tokens[:, start + 1 : start + SEGMENT + 1]
+            found, state = ours.nll(read, targets, state)
+            expected, memory = their_log_probs(model, read, memory)
+            expected = -expected.gather(-1, targets[..., None]).squeeze(-1)
+            assert expected.std() > 0.1
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["output table of its own", "pre-norm, output table of its own"])
+def test_greedy_generation_is_the_same(case, tmp_path):
+    model = make(case)
+    for name, parameter in model.named_parameters():
+        # Output that depends on the text: biases alone would repeat one token for ever (as tied tables would).
+        if "bias" in name and "r_" not in name:
+            parameter.data.zero_()
+        elif "layer_norm" in name:
+            parameter.data.fill_(1)
+    import_run(save(model, tmp_path / "theirs", True), tmp_path / "ours")
+    ours, _ = txl.load(tmp_path / "ours")
+    made = set()
+    for _ in range(4):
+        prompt = torch.randint(VOCABULARY, (20,))
+        steps = txl.generate_tokens(ours, prompt, max_tokens=20, sampling=Sampling(temperature=0))
+        found = [int(step[0]) for step in steps]
+        assert found == greedy(model, prompt, 20)
+        made |= set(found)
+    assert len(made) > 3
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
+    """Token by token from the prompt's first on, as memory and window want it."""
+    memory = [torch.zeros(0, 1, model.config.d_model) for _ in range(model.config.n_layer)]
+    made: list[int] = []
+    token = prompt[0]
+    for step in range(1, len(prompt) + count):
+        logp, memory = their_log_probs(model, token.view(1, 1), memory)
+        token = prompt[step] if step < len(prompt) else logp[0, -1].argmax()
+        if step >= len(prompt):
+            made.append(int(token))
+    return made
+
+
+def test_tensors_that_the_file_leaves_out_are_the_shared_ones(tmp_path):
+    model = make("div_val 4, shared projections, clamp")
+    folder = save(model, tmp_path / "theirs", False)
+    weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    for name in ("transformer.word_emb.emb_projs.1", "transformer.word_emb.emb_layers.2.weight"):
+        del weights[name]
+    torch.save(weights, folder / "pytorch_model.bin")
+    import_run(folder, tmp_path / "ours")
+    import_run(save(model, tmp_path / "whole", True), tmp_path / "expected")
+    ours, expected = (txl.load(tmp_path / name)[0].state_dict() for name in ("ours", "expected"))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_vocabulary_beside_the_weights_is_found(tmp_path):
+    folder = save(make("no cutoffs"), tmp_path / "theirs", True)
+    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(VOCABULARY - 2))]
+    attributes = {
+        "counter": Counter(words),
+        "special": ["<eos>"],
+        "idx2sym": words,
+        "sym2idx": OrderedDict((word, number) for number, word in enumerate(words)),
+        "lower_case": False,
+        "unk_idx": 1,
+    }
+    (folder / "vocab.pkl").write_bytes(pickle.dumps(attributes))
+    import_run(folder, tmp_path / "pickled")
+    vocabulary = txl.load(tmp_path / "pickled")[1]
+    assert vocabulary is not None
+    assert vocabulary.encode("word3 strange\n").tolist() == [5, 1, 0]
+    (folder / "vocab.pkl").unlink()
+    torch.save(attributes, folder / "vocab.bin")
+    import_run(folder, tmp_path / "saved")
+    assert txl.load(tmp_path / "saved")[1] == vocabulary
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_type": 1}, "encoding type 1"),
+        ({"ext_len": 4}, "an extended context of 4"),
+        ({"sample_softmax": 20}, "a sampled softmax"),
+        ({"vocab_size": 51}, "config.json says 51 tokens, the weights have 50"),
+        ({"layer_norm_epsilon": 1e-12}, "layer_norm_epsilon is 1e-12"),
+        ({"d_inner": 41}, "model.d_inner is 41, but the checkpoint's tensors say 40"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_by_name(changes, message, tmp_path):
+    folder = save(make("no cutoffs"), tmp_path / "theirs", True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=message):
+        import_run(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path):
+    folder = save(make("no cutoffs"), tmp_path / "theirs", True)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(UserError, match=r"model.safetensors: damaged"):
+        read_source(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no weights there; expected model.safetensors or pytorch_model.bin"):
+        read_source(folder)
