@@ -57,7 +57,7 @@ def today(checkout: Path):
 def losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Nats of every target, [B, T * segments], with memory carried on."""
     model.crit.keep_order = True
-    memory: tuple[torch.Tensor, ...] = ()
+    memory: list[torch.Tensor] = []
     found = []
     with torch.no_grad():
         for start in range(0, SEGMENT * SEGMENTS, SEGMENT):

@@ -50,7 +50,7 @@ def read_tensorflow(prefix: Path) -> Source:
         UserError: if TensorFlow is not installed, or the files are damaged or hold another model.
     """
     try:
-        from tensorflow.train import load_checkpoint  # pyright: ignore[reportMissingImports]
+        from tensorflow.train import load_checkpoint  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     except ImportError:
         raise UserError(
             f"{prefix} is a TensorFlow checkpoint, and TensorFlow is not installed; "
