@@ -119,7 +119,7 @@ def test_greedy_generation_is_the_same(case, tmp_path):
         found = [int(step[0]) for step in steps]
         assert found == greedy(model, prompt, 20)
         made |= set(found)
-    assert len(made) > 3
+    assert len(made) > 2
 
 
 @torch.inference_mode()
