@@ -1,0 +1,292 @@
+"""Files from outside: nothing in them runs, whatever they say, and damage leads to our own errors only."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import random
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl.cli import main
+from txl.errors import UserError
+from txl.interop import import_run as import_module
+from txl.interop.import_run import import_run
+from txl.interop.safe_pickle import UnsafePickle, loads
+from txl.interop.torch_files import read_torch_file
+from txl.interop.vocabularies import read_vocabulary
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Calls:
+    """Pickles as a call of any function with any arguments."""
+
+    def __init__(self, function: Any, *arguments: Any):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+def by_name(module: str, name: str, *arguments: Any, protocol: int = 2) -> bytes:
+    """A pickle that calls a function which need not exist here."""
+    call = f"c{module}\n{name}\n".encode() + pickle.dumps(arguments, protocol=0)[:-1] + b"R."
+    return call if protocol == 0 else b"\x80\x02" + call
+
+
+def mark(tmp_path: Path) -> str:
+    return f"touch {tmp_path / 'ran'}"
+
+
+def programs(tmp_path: Path) -> dict[str, bytes]:
+    """Malicious pickles of the known kinds; each would leave a file `ran` behind."""
+    command = mark(tmp_path)
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    nested = pickle.dumps(Calls(os.system, command))
+    chain = (
+        b"\x80\x02cbuiltins\ngetattr\n(cbuiltins\n__import__\n(X\x02\x00\x00\x00ostRX\x06\x00\x00\x00systemtR"
+        + b"("
+        + b"X"
+        + struct.pack("<I", len(command))
+        + command.encode()
+        + b"tR."
+    )
+    return {
+        "os.system": pickle.dumps(Calls(os.system, command)),
+        "posix.system": by_name("posix", "system", command),
+        "nt.system": by_name("nt", "system", command),
+        "subprocess": by_name("subprocess", "check_call", ["touch", str(tmp_path / "ran")]),
+        "eval": pickle.dumps(Calls(eval, code)),
+        "exec": pickle.dumps(Calls(exec, code)),
+        "eval, protocol 0": by_name("__builtin__", "eval", code, protocol=0),
+        "eval, protocol 4": pickle.dumps(Calls(eval, code), protocol=4),
+        "getattr chain": chain,
+        "__import__": by_name("builtins", "__import__", "this"),
+        "operator.attrgetter": by_name("operator", "attrgetter", "system"),
+        "importlib": by_name("importlib", "import_module", "this"),
+        "runpy": by_name("runpy", "run_path", str(tmp_path / "x.py")),
+        "torch.load inside": by_name("torch.serialization", "load", str(tmp_path / "inner.pt")),
+        "torch.hub": by_name("torch.hub", "load", "x/y", "z"),
+        "pickle inside": by_name("pickle", "loads", nested),
+        "_pickle inside": by_name("_pickle", "loads", nested),
+        "numpy of an allowed name": by_name("numpyx", "load", str(tmp_path / "inner.npy")),
+        "torch.nn like": by_name("torch.nnx", "load", "x"),
+        "attribute of an allowed name": b"\x80\x04\x8c\x0bcollections\x8c\x15OrderedDict.__class__\x93.",
+        "builtins.getattr": b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93.",
+        "INST": b"(S'" + command.encode() + b"'\nios\nsystem\n.",
+        "OBJ": b"(cos\nsystem\nS'" + command.encode() + b"'\no.",
+        "extension registry": b"\x80\x02\x82\x01.",
+        "BUILD of a class": b"\x80\x02ccollections\nOrderedDict\n}X\x01\x00\x00\x00aK\x01sb.",
+        "persistent id": b"\x80\x02X\x01\x00\x00\x00aQ.",
+    }
+
+
+NAMES = list(programs(Path("x")))
+
+
+@pytest.mark.parametrize("wrapping", ["bare", "zip", "stream"])
+@pytest.mark.parametrize("name", NAMES)
+def test_malicious_checkpoints_are_refused_and_nothing_runs(name, wrapping, tmp_path, capsys):
+    program = programs(tmp_path)[name]
+    path = tmp_path / "model.pt"
+    if wrapping == "bare":
+        path.write_bytes(program)
+    elif wrapping == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/data.pkl", program)
+    else:
+        head = b"".join(pickle.dumps(each, 2) for each in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+        path.write_bytes(head + program + pickle.dumps([], 2))
+    assert main(["import", str(path), "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("txl: error: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_malicious_vocabularies_are_refused_and_nothing_runs(name, tmp_path, capsys):
+    (tmp_path / "vocab.pkl").write_bytes(programs(tmp_path)[name])
+    words = ["import", str(GOLDEN / "plain.pt"), "--out", str(tmp_path / "run")]
+    assert main([*words, "--vocabulary", str(tmp_path / "vocab.pkl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_programs_of_these_tests_would_run(tmp_path):
+    """Else the tests above would prove nothing."""
+    for name in ("os.system", "posix.system", "eval", "exec", "getattr chain", "pickle inside", "INST", "OBJ"):
+        pickle.loads(programs(tmp_path)[name])
+        assert (tmp_path / "ran").exists(), name
+        (tmp_path / "ran").unlink()
+
+
+def test_the_command_that_was_asked_for_is_named():
+    with pytest.raises(UnsafePickle, match=r"asks for posix.system"):
+        loads(by_name("posix", "system", "true"))
+
+
+def test_harmless_pickles_are_read():
+    value = {
+        "list": [1, 2.5, None, True, "é"],
+        "set": {1},
+        "bytes": b"ab",
+        "ordered": OrderedDict(a=1),
+        "n": Counter("aab"),
+    }
+    for protocol in range(6):
+        assert loads(pickle.dumps(value, protocol=protocol)) == {**value, "n": {"a": 2, "b": 1}}
+
+
+def test_objects_of_known_modules_become_stand_ins():
+    program = b"\x80\x02cmem_transformer\nMemTransformerLM\n)\x81}X\x01\x00\x00\x00aK\x05sb."
+    value = loads(program)
+    assert value.origin == "mem_transformer.MemTransformerLM"
+    assert value.attribute("a") == 5
+    assert type(value).__mro__[1].__module__ == "txl.interop.safe_pickle"
+
+
+def storage_lies(numel: int, actual: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> bytes:
+    """torch's zip file whose pickle says `numel` elements where `actual` are, and a tensor of any shape."""
+    out = io.BytesIO()
+    torch.save({"x": torch.zeros(actual)}, out)
+    pickled = [
+        b"\x80\x02}X\x01\x00\x00\x00xctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    ]
+    pickled.append(b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + pickle.dumps(numel, 2)[2:-1] + b"tQ")
+    pickled.append(pickle.dumps(offset, 2)[2:-1] + pickle.dumps(size, 2)[2:-1] + pickle.dumps(stride, 2)[2:-1])
+    pickled.append(b"\x89ccollections\nOrderedDict\n)RtRs.")
+    with zipfile.ZipFile(io.BytesIO(out.getvalue())) as theirs:
+        data = theirs.read(next(name for name in theirs.namelist() if name.endswith("/data/0")))
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", b"".join(pickled))
+        archive.writestr("archive/data/0", data)
+    return made.getvalue()
+
+
+def test_a_storage_that_tells_the_truth_is_read(tmp_path):
+    (tmp_path / "x.pt").write_bytes(storage_lies(6, 6, (2, 3), (3, 1), 0))
+    assert torch.equal(read_torch_file(tmp_path / "x.pt")["x"], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("numel", "actual", "size", "stride", "offset"),
+    [
+        (10**12, 6, (2, 3), (3, 1), 0),
+        (6, 6, (2, 3), (10**9, 1), 0),
+        (6, 6, (10**6, 10**6), (0, 1), 0),
+        (6, 6, (7,), (1,), 0),
+        (6, 6, (6,), (1,), 1),
+        (6, 6, (-6,), (1,), 0),
+        (6, 6, (6,), (-1,), 5),
+        (-6, 6, (6,), (1,), 0),
+        (6, 6, (6,), (1, 1), 0),
+        (5, 6, (5,), (1,), 0),
+    ],
+)
+def test_storages_that_lie_about_their_size_are_refused(numel, actual, size, stride, offset, tmp_path):
+    (tmp_path / "x.pt").write_bytes(storage_lies(numel, actual, size, stride, offset))
+    with pytest.raises(UserError, match="refused"):
+        read_torch_file(tmp_path / "x.pt")
+
+
+def test_compressed_records_are_refused_before_they_are_unpacked(tmp_path):
+    """A few kilobytes may stand for gigabytes."""
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x00" * 10**7)
+    with pytest.raises(UserError, match="is compressed"):
+        read_torch_file(tmp_path / "x.pt")
+
+
+def test_archives_inside_of_archives_are_not_opened(tmp_path):
+    inner = tmp_path / "inner.pt"
+    torch.save({"x": Calls(os.system, mark(tmp_path))}, inner)
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("a/data.pkl", inner.read_bytes())
+    with pytest.raises(UserError):
+        read_torch_file(tmp_path / "x.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_archives_without_one_pickle_are_refused(count, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for number in range(count):
+            archive.writestr(f"{number}/data.pkl", pickle.dumps(1))
+        archive.writestr("other", b"")
+    with pytest.raises(UserError, match=f"an archive with {count} data.pkl"):
+        read_torch_file(tmp_path / "x.pt")
+
+
+SMALL = ("plain.pt", "clamp-and-window.legacy.pt")
+
+
+def attempt(content: bytes, path: Path) -> None:
+    """Import must work or refuse; whatever else it raises is a mistake of ours."""
+    path.write_bytes(content)
+    with suppress(UserError):
+        import_module.converted(import_module.read_source(path), {})
+
+
+@pytest.mark.parametrize("file", SMALL)
+def test_truncated_files_are_refused_at_every_hundredth(file, tmp_path):
+    content = (GOLDEN / file).read_bytes()
+    for percent in range(100):
+        path = tmp_path / f"{percent}.pt"
+        path.write_bytes(content[: len(content) * percent // 100])
+        with pytest.raises(UserError):
+            import_run(path, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", SMALL)
+def test_flipped_bytes_lead_to_our_own_errors_only(file, tmp_path):
+    content, generator = (GOLDEN / file).read_bytes(), random.Random(0)
+    for _ in range(300):
+        changed = bytearray(content)
+        for _ in range(generator.choice((1, 1, 3, 20))):
+            # Mostly where the pickle lies: flipped weights are other weights.
+            place = generator.randrange(len(content) if generator.random() < 0.3 else len(content) // 2)
+            changed[place] ^= 1 << generator.randrange(8)
+        attempt(bytes(changed), tmp_path / "x.pt")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_lead_to_our_own_errors_only(tail):
+    for head in (b"", b"\x80\x02", b"\x80\x04", b"PK\x03\x04"):
+        with suppress(UnsafePickle):
+            loads(head + tail)
+
+
+@given(st.lists(st.sampled_from(pickletools.opcodes), max_size=30), st.binary(max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_random_programs_lead_to_our_own_errors_only(opcodes, tail):
+    program = b"\x80\x02" + b"".join(op.code.encode("latin1") + tail[: n % 7] for n, op in enumerate(opcodes)) + b"."
+    with suppress(UnsafePickle):
+        loads(program)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_random_files_are_refused(number, tmp_path):
+    generator = random.Random(number)
+    head = (b"", b"\x80\x02", b"PK\x03\x04")[number % 3]
+    (tmp_path / "x.pt").write_bytes(head + generator.randbytes(generator.randrange(2000)))
+    with pytest.raises(UserError):
+        import_run(tmp_path / "x.pt", tmp_path / "run")
+    with suppress(UserError):
+        read_vocabulary(tmp_path / "x.pt")
