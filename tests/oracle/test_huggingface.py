@@ -49,7 +49,6 @@ CASES = {
     "shared biases": TAILS | {"div_val": 2, "untie_r": False},
     "output tables of its own": TAILS | {"div_val": 2, "tie_word_embeddings": False},
     "output table of its own": {"tie_word_embeddings": False, "clamp_len": 3},
-    "shared biases, output table of its own": {"tie_word_embeddings": False, "untie_r": False},
 }
 
 
@@ -101,9 +100,8 @@ def test_every_token_has_the_loss_that_transformers_gives_it(case, safe, tmp_pat
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["output table of its own", "shared biases, output table of its own"])
-def test_greedy_generation_is_the_same(case, tmp_path):
-    model = make(case)
+def test_greedy_generation_is_the_same(tmp_path):
+    model = make("output table of its own")
     for name, parameter in model.named_parameters():
         # Output that depends on the text: biases alone would repeat one token for ever (as tied tables would).
         if "bias" in name and "r_" not in name:
@@ -113,7 +111,7 @@ def test_greedy_generation_is_the_same(case, tmp_path):
     import_run(save(model, tmp_path / "theirs", True), tmp_path / "ours")
     ours, _ = txl.load(tmp_path / "ours")
     made = set()
-    for _ in range(4):
+    for _ in range(8):
         prompt = torch.randint(VOCABULARY, (20,))
         steps = txl.generate_tokens(ours, prompt, max_tokens=20, sampling=Sampling(temperature=0))
         found = [int(step[0]) for step in steps]
