@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test oracle lint bench build clean
+.PHONY: setup demo test oracle oracle-tensorflow lint bench build clean
 
 setup: $(STAMP)
 
@@ -25,12 +25,22 @@ test: $(STAMP)
 
 # Against other implementations, live, in an environment of their time.
 oracle: .venv-oracle/.installed
-	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle
+	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle/test_huggingface.py
 
 .venv-oracle/.installed: constraints-oracle.txt
 	$(PYTHON) -m venv .venv-oracle
 	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oracle.txt \
 		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs
+	@touch $@
+
+# Checkpoints that TensorFlow wrote; not part of .ci/run, because of its size.
+oracle-tensorflow: .venv-tensorflow/.installed
+	PYTHONPATH=src .venv-tensorflow/bin/python -m pytest tests/oracle/test_tensorflow.py
+
+.venv-tensorflow/.installed: constraints-tensorflow.txt
+	$(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-tensorflow.txt \
+		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs
 	@touch $@
 
 lint: $(STAMP)
@@ -46,4 +56,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oracle build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow build dist

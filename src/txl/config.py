@@ -49,6 +49,7 @@ class ModelConfig:
         False, "one dropout mask for all positions of a segment (variational), but for attention probabilities"
     )
     pre_norm: bool = _setting(False, "LayerNorm before each sub-layer instead of after it")
+    layer_norm_eps: float = _setting(1e-5, "epsilon of LayerNorm (the authors' TensorFlow code: 1e-12)")
     untie_r: bool = _setting(False, "one pair of biases u and v a layer instead of one pair for all")
     cutoffs: tuple[int, ...] = _setting((), "adaptive softmax: vocabulary ids at which a new cluster begins")
     div_val: int = _setting(1, "adaptive embedding: each cluster is this many times narrower than the one before")
@@ -250,7 +251,7 @@ def validate_model(model: ModelConfig) -> None:
     for name in rates:
         rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
-    for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg"):
+    for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg", "layer_norm_eps"):
         value = getattr(model, name)
         _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
     _validate_clusters(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -249,3 +251,34 @@ def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         import_run(path, tmp_path / "run")
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from txl.interop.import_run import import_run
+
+def status(name):
+    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+path = Path(sys.argv[1])
+before = status("VmRSS")
+import_run(path, path.with_suffix(".run"), model_options={"mem_len": 8})
+print((status("VmHWM") - before) / path.stat().st_size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_importing_takes_less_than_twice_the_checkpoint_s_size(is_zip, tmp_path):
+    tensors = dict(read_source(GOLDEN / "plain.pt").tensors)
+    rows = 2_000_000  # 96 MB of embeddings, so that what the import itself takes does not count
+    tensors["word_emb.emb_layers.0.weight"] = torch.zeros(rows, 12)
+    tensors["crit.out_layers.0.weight"] = tensors["word_emb.emb_layers.0.weight"]
+    tensors["crit.out_layers.0.bias"] = torch.zeros(rows)
+    torch.save(tensors, tmp_path / "big.pt", _use_new_zipfile_serialization=is_zip)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "big.pt")], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 2

@@ -46,6 +46,7 @@ CASES = {
     "narrower embedding with clusters": TAILS | {"d_embed": 12},
     "narrower embedding, shared projections": TAILS | {"d_embed": 12, "proj_share_all_but_first": True},
     "pre-norm": {"pre_lnorm": True, "clamp_len": 4},
+    "another epsilon": {"layer_norm_epsilon": 0.1},
     "shared biases": TAILS | {"div_val": 2, "untie_r": False},
     "output tables of its own": TAILS | {"div_val": 2, "tie_word_embeddings": False},
     "output table of its own": {"tie_word_embeddings": False, "clamp_len": 3},
@@ -176,7 +177,6 @@ def test_a_vocabulary_beside_the_weights_is_found(tmp_path):
         ({"ext_len": 4}, "an extended context of 4"),
         ({"sample_softmax": 20}, "a sampled softmax"),
         ({"vocab_size": 51}, "config.json says 51 tokens, the weights have 50"),
-        ({"layer_norm_epsilon": 1e-12}, "layer_norm_epsilon is 1e-12"),
         ({"d_inner": 41}, "model.d_inner is 41, but the checkpoint's tensors say 40"),
     ],
 )

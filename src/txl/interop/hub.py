@@ -19,15 +19,10 @@ def checkpoint_path(given: str, quiet: bool = False) -> Path:
     path = Path(given).expanduser()
     if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) or path.with_name(path.name + ".index").exists():
         return path
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-    except ImportError:
-        raise UserError(
-            f"{given}: no such file or directory, and names on the Hugging Face Hub need its client: "
-            f"pip install huggingface_hub"
-        ) from None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
     (disable_progress_bars if quiet else enable_progress_bars)()
     try:
         folder = snapshot_download(given, allow_patterns=list(_PATTERNS))

@@ -72,8 +72,7 @@ def read_huggingface(folder: Path) -> Source:
     n_token = sum(len(each) for name, each in tensors.items() if name.startswith("crit.out_layers.") and "bias" in name)
     if isinstance(size, int) and size != n_token:
         raise UserError(f"{folder}: config.json says {size} tokens, the weights have {n_token}")
-    if config.get("layer_norm_epsilon", 1e-5) != 1e-5:
-        raise UserError(f"{folder}: layer_norm_epsilon is {config['layer_norm_epsilon']}; only 1e-5 can be imported")
+    settings["layer_norm_eps"] = float(config.get("layer_norm_epsilon", 1e-5))
     found = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
     return Source(
         "Hugging Face's TransfoXLLMHeadModel",

@@ -15,7 +15,7 @@ from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.interop.source import Source
 
-FREE = frozenset({"mem_len", "window", "clamp_len", "attention"}) | {
+FREE = frozenset({"mem_len", "window", "clamp_len", "attention", "layer_norm_eps"}) | {
     item.name for item in dataclasses.fields(ModelConfig) if item.name.startswith("drop")
 }
 """Fields that do not change what the weights mean: an option may say otherwise than the file."""

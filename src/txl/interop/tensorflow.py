@@ -113,7 +113,7 @@ def source_of(arrays: dict[str, Any], path: str) -> Source:
         raise UserError(f"{path}: no transformer/layer_0/rel_attn/qkv/kernel; expected encoding type 0")
     d_model = tensors["layers.0.dec_attn.qkv_net.weight"].shape[1]
     _take_embeddings(arrays, tensors, take, d_model)
-    settings = _take_softmax(arrays, tensors, take)
+    settings = _take_softmax(arrays, tensors, take) | {"layer_norm_eps": 1e-12}  # tf.contrib.layers.layer_norm's
     left = sorted(arrays)
     if left:
         raise UserError(f"{path}: the variable {left[0]} has no place in a Transformer-XL of encoding type 0")

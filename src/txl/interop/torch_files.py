@@ -1,8 +1,7 @@
 """Files that torch.save wrote: today's zip archives and the stream of 2019 and before. No code of theirs is run.
 
-Tensors are views of the memory-mapped file: reading a checkpoint costs no memory of its own.
-
-Zip: NAME/data.pkl refers to storages by key, each an uncompressed record NAME/data/KEY.
+Zip: NAME/data.pkl refers to storages by key, each an uncompressed record NAME/data/KEY. Tensors are views of the
+memory-mapped file: reading costs no memory of its own.
 Stream: pickles of a magic number, a protocol, the writer's system, the value, and the list of storage keys; then for
 each key an int64 with its number of elements, and these.
 """
@@ -15,6 +14,7 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,11 +133,12 @@ def read_torch_file(path: Path) -> Any:
         size = path.stat().st_size
         if size == 0:
             raise UserError(f"{path}: empty; expected a checkpoint")
+        with open(path, "rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+        if not is_zip:
+            return _resolved(_read_stream(path, size))
         # Copy on write: tensors may be changed without the file changing.
-        mapped = np.memmap(path, dtype=np.uint8, mode="c")
-        if bytes(mapped[:4]) == b"PK\x03\x04":
-            return _resolved(_read_zip(path, mapped))
-        return _resolved(_read_stream(path, mapped))
+        return _resolved(_read_zip(path, np.memmap(path, dtype=np.uint8, mode="c")))
     except UnsafePickle as error:
         raise UserError(f"{path}: refused: {error}") from None
     except OSError as error:
@@ -214,19 +215,10 @@ def _as_tensor(data: np.ndarray, storage: _Storage) -> Tensor:
         raise UnsafePickle(f"the storage {storage.key} says {storage.numel} elements, but has {len(data)} bytes")
     if len(data) == 0:
         return torch.empty(0, dtype=storage.dtype)
-    return torch.frombuffer(data, dtype=storage.dtype) if _aligned(data, width) else _copied(data, storage.dtype)
+    return torch.frombuffer(data, dtype=storage.dtype)
 
 
-def _aligned(data: np.ndarray, width: int) -> bool:
-    return data.ctypes.data % width == 0
-
-
-def _copied(data: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A stream's storages lie where they happen to lie."""
-    return torch.frombuffer(bytearray(data.tobytes()), dtype=dtype)
-
-
-def _read_stream(path: Path, mapped: np.ndarray) -> Any:
+def _read_stream(path: Path, size: int) -> Any:
     storages: dict[str, _Storage] = {}
     views: list[tuple[_Storage, _Storage, int]] = []
 
@@ -258,25 +250,34 @@ def _read_stream(path: Path, mapped: np.ndarray) -> Any:
         if not isinstance(keys, list):
             raise UnsafePickle("the list of storages is missing")
         place = stream.tell()
-    for key in keys:
-        storage = storages.get(str(key))
-        if storage is None:
-            raise UnsafePickle(f"a storage {key} that nothing refers to")
-        if place + 8 > len(mapped):
-            raise UnsafePickle(f"truncated: the storage {key} is missing")
-        (numel,) = struct.unpack("<q", mapped[place : place + 8].tobytes())
-        if numel != storage.numel:
-            raise UnsafePickle(f"the storage {key} says {storage.numel} elements, the file {numel}")
-        end = place + 8 + numel * torch.empty((), dtype=storage.dtype).element_size()
-        if end > len(mapped):
-            raise UnsafePickle(f"truncated: the storage {key} ends at byte {end}, the file at {len(mapped)}")
-        storage.data = _as_tensor(mapped[place + 8 : end], storage)
-        place = end
+    with open(path, "rb") as file:
+        _read_storages(file, place, size, keys, storages)
     for storage, part, offset in views:
         if storage.data is None or offset < 0 or part.numel < 0 or offset + part.numel > storage.numel:
             raise UnsafePickle(f"a view that does not lie in its storage {storage.key}")
         part.data = storage.data[offset : offset + part.numel]
     return value
+
+
+def _read_storages(file: BufferedReader, place: int, size: int, keys: list[Any], storages: dict[str, _Storage]) -> None:
+    """The storages at the end of a stream. They lie where they happen to lie, so they are copied to where they may."""
+    for key in keys:
+        storage = storages.get(str(key))
+        if storage is None:
+            raise UnsafePickle(f"a storage {key} that nothing refers to")
+        if place + 8 > size:
+            raise UnsafePickle(f"truncated: the storage {key} is missing")
+        file.seek(place)
+        (numel,) = struct.unpack("<q", file.read(8))
+        if numel != storage.numel:
+            raise UnsafePickle(f"the storage {key} says {storage.numel} elements, the file {numel}")
+        end = place + 8 + numel * torch.empty((), dtype=storage.dtype).element_size()
+        if end > size:
+            raise UnsafePickle(f"truncated: the storage {key} ends at byte {end}, the file at {size}")
+        data = np.empty(end - place - 8, dtype=np.uint8)
+        file.readinto(data.data)
+        storage.data = _as_tensor(data, storage)
+        place = end
 
 
 def _resolved(value: Any) -> Any:

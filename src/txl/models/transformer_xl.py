@@ -41,7 +41,7 @@ class RelativeMultiHeadAttention(nn.Module):
         if config.untie_r:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
         self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
 
@@ -90,7 +90,7 @@ class PositionwiseFeedForward(nn.Module):
         self.pre_norm = config.pre_norm
         self.inner = nn.Linear(config.d_model, config.d_inner)
         self.outer = nn.Linear(config.d_inner, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:

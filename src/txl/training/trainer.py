@@ -37,6 +37,7 @@ WEIGHTS_DEPEND_ON = (
     "d_inner",
     "d_embed",
     "pre_norm",
+    "layer_norm_eps",
     "untie_r",
     "cutoffs",
     "div_val",
