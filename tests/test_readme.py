@@ -15,6 +15,7 @@ from tests.test_cli import options_of
 from txl.cli import build_parser, main
 from txl.models import build_model
 
+GOLDEN = Path(__file__).parent / "interop" / "golden"
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 SMALL = [
     option
@@ -40,6 +41,19 @@ def test_every_command_is_one_that_the_program_knows():
         build_parser().parse_args(words)
 
 
+@pytest.mark.parametrize(
+    "page", sorted((Path(__file__).parent.parent / "docs").glob("*.md")), ids=lambda page: page.name
+)
+def test_commands_of_the_other_pages_are_ones_that_the_program_knows(page):
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("txl "):
+                build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+
+
 def test_the_table_of_presets_is_true():
     rows = re.findall(r"^\| `([^`]+)` \| [^|]* \| ([^|]*) \| ([\d,]+) \| `txl train ", README, flags=re.MULTILINE)
     assert [name for name, _, _ in rows] == PUBLISHED
@@ -56,6 +70,8 @@ def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, 
     monkeypatch.setenv("TXL_DATA", str(data_dir))
     for name in ("my.txt", "other.txt"):
         (tmp_path / name).write_bytes(story.read_bytes())
+    (tmp_path / "model.pt").write_bytes((GOLDEN / "plain.pt").read_bytes())
+    (tmp_path / "vocab.txt").write_text("\n".join(["<eos>", "<unk>", *(f"w{number}" for number in range(27))]))
     ran = set()
     for words in commands():
         if words[0] in ("bench", "demo") or {"prepare", *PUBLISHED} & set(words):
@@ -63,7 +79,7 @@ def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, 
         small = SMALL if words[0] == "train" else []
         assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
         ran.add(words[0])
-    assert ran == {"train", "eval", "generate", "report", "data"}
+    assert ran == {"train", "eval", "generate", "report", "data", "import"}
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     assert (tmp_path / "runs" / "mine" / "memory-curve.svg").is_file()
 
