@@ -186,7 +186,8 @@ class RunDirectory:
             )
         with torch.device("meta"):  # no time and no random numbers spent on weights that are replaced
             model = build_model(self.config().model, len(bias))
-        load_weights(model, tensors, str(checkpoint), assign=True)
+        # Copies lie aligned in memory: a product's last bit must not depend on where in its file a tensor was.
+        load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
         return model.to(device).eval(), vocabulary
 
     @contextmanager

@@ -93,6 +93,14 @@ class Memory:
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
         return replace(self, filled=emptied)._trimmed()
 
+    def with_mem_len(self, mem_len: int) -> Memory:
+        """The memory with another length from here on; positions beyond it are dropped, the oldest first."""
+        changed = replace(self, mem_len=mem_len)
+        keep = min(changed.capacity, self.length)
+        hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
+        filled = None if self.filled is None else tuple(min(count, keep) for count in self.filled)
+        return replace(changed, hidden=hidden, filled=_none_if_full(filled, keep))._trimmed()
+
     def _trimmed(self) -> Memory:
         """Without the oldest positions that no lane uses."""
         if self.filled is None:

@@ -311,7 +311,7 @@ class BpeVocabulary(Vocabulary):
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        byte_of = {symbol: value for value, symbol in enumerate(_byte_symbols())}
+        byte_of = {symbol: value for value, symbol in enumerate(byte_symbols())}
         ids = tokenizer.get_vocab()
         if sorted(ids.values()) != list(range(len(ids))):
             raise UserError("a bpe vocabulary whose ids are not 0, 1, 2 ... without gaps")
@@ -354,7 +354,7 @@ class BpeVocabulary(Vocabulary):
         return {"format": _FORMAT, "kind": self.kind, "tokenizer": json.loads(self.tokenizer.to_str())}
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The printable character that byte-level BPE writes for each byte: its own, or the next free one from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     symbols, free = [], 0x100

@@ -17,6 +17,7 @@ from txl.errors import UserError
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
 from txl.interop.names import converted
 from txl.interop.original import source_of
+from txl.interop.own_export import is_own_export, read_own_export
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
@@ -80,8 +81,12 @@ def import_run(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: not empty; give another directory")
-    source = read_source(path)
-    model, weights = converted(source, model_options or {})
+    if path.is_dir() and is_own_export(path):
+        model, weights, brought = read_own_export(path, model_options or {})
+        source = Source("an export of this project", {}, vocabulary=brought)
+    else:
+        source = read_source(path)
+        model, weights = converted(source, model_options or {})
     n_token = len(weights["softmax.bias"])
     vocabulary = vocabulary or source.vocabulary
     if vocabulary is not None and len(vocabulary) != n_token:

@@ -241,8 +241,12 @@ class TransformerXL(LanguageModel[Memory]):
     def log_probs(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
         hidden, state = self.hidden_states(tokens, state)
+        return self.log_probs_of(hidden), state
+
+    def log_probs_of(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the next token from h^N: [B,T,E] -> [B,T,V]."""
         log_probs = self.softmax.log_probs(self.dropout_out(hidden).flatten(0, 1), self.embedding)
-        return log_probs.unflatten(0, tokens.shape), state
+        return log_probs.unflatten(0, hidden.shape[:2])
 
 
 def _check_targets(tokens: Tensor, targets: Tensor) -> None:

@@ -1,0 +1,37 @@
+"""`txl export DIR --format F --out DIR2`: a run for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from txl.commands.options import add_checkpoint, add_json, existing_run, print_json
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("export", help="write a run's model for other programs")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("--format", metavar="F", default="huggingface", help="huggingface (default) or safetensors")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write")
+    add_checkpoint(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Export, and say what can be done with it."""
+    from txl.interop.export_run import export_run
+
+    out = Path(arguments.out)
+    notes = export_run(existing_run(arguments.directory), out, arguments.format, arguments.checkpoint)
+    if arguments.json:
+        print_json({"directory": str(out), "format": arguments.format, "notes": notes})
+        return
+    for note in notes:
+        print(f"note: {note}")
+    if arguments.format == "huggingface":
+        print(f"exported; next: import txl.huggingface; AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    else:
+        print(f"exported into {out}")

@@ -1,0 +1,205 @@
+"""The model as transformers 5 knows models: `import txl.huggingface`, then `AutoModelForCausalLM.from_pretrained(DIR)`.
+
+DIR is what `txl export --format huggingface` writes. It also holds a copy of this file and of all that it needs, so
+that `trust_remote_code=True` opens it where this package is not installed.
+
+Shapes: B lanes, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (  # pyright: ignore[reportMissingImports]
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+
+from txl.config import ModelConfig
+from txl.models.transformer_xl import TransformerXL
+
+MODEL_TYPE = "txl-transformer-xl"
+
+
+class TransformerXLConfig(PreTrainedConfig):
+    """The fields of `txl.config.ModelConfig`, by the same names, and the vocabulary's size.
+
+    `mem_len`, `window` and `clamp_len` are those that the run is tested with.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # noqa: RUF012
+
+    def __init__(self, vocab_size: int = 256, **values: Any):
+        self.vocab_size = vocab_size
+        for item in dataclasses.fields(ModelConfig):
+            setattr(self, item.name, values.pop(item.name, item.default))  # none of the defaults is mutable
+        values.setdefault("tie_word_embeddings", False)  # the model ties what it ties by itself
+        super().__init__(**values)
+
+    def to_model_config(self) -> ModelConfig:
+        """The configuration of the model inside."""
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(ModelConfig)}
+        values["cutoffs"] = tuple(values["cutoffs"])
+        return ModelConfig(**values)
+
+
+class TransformerXLCache:
+    """Memory, and how many tokens it has seen; what transformers passes on as `past_key_values`."""
+
+    is_compileable = False
+
+    def __init__(self, state: Any, n_seen: int):
+        self.state, self.n_seen = state, n_seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read so far, padding included (not only those that memory still holds)."""
+        return self.n_seen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the lanes that a beam search goes on with."""
+        self.state = self.state.select(beam_idx)
+
+
+class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
+    """`txl`'s Transformer-XL behind transformers' interface."""
+
+    config_class = TransformerXLConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ("TransformerXLLayer",)
+
+    def __init__(self, config: TransformerXLConfig):
+        super().__init__(config)
+        self.model = TransformerXL(config.to_model_config(), config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        """The model inside has drawn its own."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # memory is a cache of its own kind
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: TransformerXLCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """One segment.
+
+        Args:
+            input_ids: int64 [B,T].
+            attention_mask: [B,S] of ones, and zeros for padding on the left (or, without a cache to go on with, on the
+                right); S is T and what `past_key_values` has seen.
+            past_key_values: memory to go on from; None: empty memory.
+            labels: int64 [B,T], not shifted: the label of a position is its own token, as everywhere in transformers.
+                Those of -100 do not count.
+            use_cache: False to return no memory.
+            logits_to_keep: of how many positions, from the end, logits are returned; 0: of all.
+            return_dict: False for a tuple.
+            unused: what this model has no use for (position ids, say).
+
+        Returns:
+            loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
+
+        Raises:
+            ValueError: for a mask with gaps, or padding after what memory already holds.
+        """
+        n_seen = 0 if past_key_values is None else past_key_values.n_seen
+        padding = _left_padding(attention_mask, input_ids, n_seen)
+        state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
+        if padding is None:
+            hidden, state = self.model.hidden_states(input_ids, state)
+        else:
+            hidden, state = self._read_padded(input_ids, padding, state)
+        keep = hidden if logits_to_keep == 0 or labels is not None else hidden[:, -logits_to_keep:]
+        logits = self.model.log_probs_of(keep)
+        loss = None
+        if labels is not None:
+            targets = labels[:, 1:]
+            counts = targets != -100
+            nll = -logits[:, :-1].gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+            loss = nll[counts].mean()
+        cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
+        if return_dict is False:
+            return tuple(each for each in (loss, logits, cache) if each is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _read_padded(self, input_ids: Tensor, padding: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """A first segment whose lanes begin at different places: each lane's memory is emptied where its text begins.
+
+        Between the places where lanes begin, all read together; what a lane reads before its own is forgotten there.
+        Memory is as long as the segment meanwhile, so that nothing depends on where it was cut.
+        """
+        mem_len, n_token = state.mem_len, input_ids.shape[1]
+        state = state.with_mem_len(max(mem_len, n_token))
+        places = sorted({0, *padding.tolist(), n_token})
+        parts = []
+        for start, end in pairwise(places):
+            state = state.reset(padding == start)
+            hidden, state = self.model.hidden_states(input_ids[:, start:end], state)
+            parts.append(hidden)
+        return torch.cat(parts, dim=1), state.with_mem_len(mem_len)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: TransformerXLCache | None = None,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """Only the tokens that memory has not seen: the prompt once, then one token a step."""
+        n_seen = 0 if past_key_values is None else past_key_values.n_seen
+        return {
+            "input_ids": input_ids[:, n_seen:],
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+            "use_cache": settings.get("use_cache"),
+            "logits_to_keep": 1,
+        }
+
+
+def _left_padding(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> Tensor | None:
+    """Padded positions at each lane's left, int64 [B]; None if there are none that matter.
+
+    Raises:
+        ValueError: for a mask that cannot be honoured.
+    """
+    if mask is None:
+        return None
+    n_token = input_ids.shape[1]
+    if mask.ndim != 2 or mask.shape[1] not in (n_token, n_seen + n_token):
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; expected [B, {n_seen + n_token}]")
+    if bool(mask.all()):
+        return None
+    if n_seen > 0:
+        if not bool(mask[:, -n_token:].all()):
+            raise ValueError("attention_mask hides tokens after those that memory holds; pad the first segment instead")
+        return None
+    ones = mask.bool()
+    first = ones.int().argmax(dim=1)
+    last = n_token - ones.flip(1).int().argmax(dim=1)
+    if not bool(ones.any(dim=1).all()) or bool((ones.sum(dim=1) != last - first).any()):
+        raise ValueError("attention_mask has a lane without tokens, or gaps in it; expected padding at one side")
+    # Padding on the right comes after all that counts: causality hides it.
+    return first if bool(first.any()) else None
+
+
+AutoConfig.register(MODEL_TYPE, TransformerXLConfig, exist_ok=True)
+AutoModelForCausalLM.register(TransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)

@@ -1,0 +1,65 @@
+"""A vocabulary as the tokenizer files that transformers' AutoTokenizer opens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary, byte_symbols
+from txl.errors import UserError
+
+
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
+
+    Decoded words are joined by spaces, line ends too.
+
+    Raises:
+        UserError: for a vocabulary that the library cannot represent.
+    """
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_max_length": 10**9,
+    }
+    tokenizer = _tokenizer(vocabulary)
+    if isinstance(vocabulary, WordVocabulary):
+        config |= {"unk_token": vocabulary.unk, "pad_token": vocabulary.eos, "eos_token": vocabulary.eos}
+    return {
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
+    }
+
+
+def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    if isinstance(vocabulary, BpeVocabulary):
+        return vocabulary.tokenizer
+    if isinstance(vocabulary, ByteVocabulary):
+        if not vocabulary.is_complete:
+            raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
+        tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+    if isinstance(vocabulary, CharVocabulary):
+        unknown = {} if vocabulary.unk_id is None else {"<unk>": vocabulary.unk_id}
+        first = len(unknown)
+        ids = unknown | {character: first + number for number, character in enumerate(vocabulary.characters)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>") if unknown else models.WordLevel(ids))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return tokenizer
+    assert isinstance(vocabulary, WordVocabulary)
+    if vocabulary.boundary == "both":
+        raise UserError("the vocabulary marks both ends of a sentence, which a tokenizer of the library cannot")
+    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
+    tokenizer.normalizer = normalizers.Replace("\n", f" {vocabulary.eos} ")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if vocabulary.boundary is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{vocabulary.eos} $A", special_tokens=[(vocabulary.eos, vocabulary.eos_id)]
+        )
+    return tokenizer

@@ -1,0 +1,276 @@
+"""Exports, driven through transformers 5 by its own pipeline. Runs in an environment of its own (`make huggingface`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import txl
+from tests.conftest import small_run
+
+transformers = pytest.importorskip("transformers", reason="make huggingface installs transformers 5 for these tests")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("these tests need transformers 5 (make huggingface)", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # pyright: ignore[reportMissingImports]
+
+import txl.huggingface as module
+from txl.data.vocabulary import Vocabulary
+from txl.interop.export_run import export_run
+from txl.interop.import_run import import_run
+
+VARIANTS = {
+    "byte": {},
+    "window and clamp": {"eval.mem_len": "12", "eval.window": "9", "eval.clamp_len": "5"},
+    "no window, short memory": {"eval.mem_len": "6", "eval.window": "none"},
+    "words, adaptive": {
+        "data.unit": "word", "model.cutoffs": "10,20", "model.div_val": "2", "model.tie_projections": "all_but_first",
+        "model.pre_norm": "true", "model.untie_r": "true",
+    },
+    "char": {"data.unit": "char"},
+    "bpe": {"data.unit": "bpe", "data.vocab_size": "300"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def exported(request, story, data_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    run = small_run(str(story), **{"train.learning_rate": "0.05", "model.dropout": "0.1"} | VARIANTS[request.param])
+    txl.Trainer(run, folder / "run", data_dir=data_dir, quiet=True).fit()
+    export_run(folder / "run", folder / "hf", "huggingface")
+    return folder
+
+
+def ours(folder: Path) -> tuple[txl.TransformerXL, Vocabulary, dict[str, Any]]:
+    model, vocabulary = txl.load(folder / "run")
+    assert vocabulary is not None
+    lengths = json.loads((folder / "run" / "config.json").read_text())["eval"]
+    settings = {"mem_len": lengths["mem_len"], "window": lengths["window"] or "none"}
+    return model, vocabulary, settings | {"clamp_len": lengths["clamp_len"] or "none"}
+
+
+def theirs(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+
+
+@torch.inference_mode()
+def log_probs(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model, _, settings = ours(folder)
+    return model.log_probs(tokens, model.init_state(len(tokens), **settings))[0]
+
+
+def test_forward_with_labels_is_ours(exported):
+    model = theirs(exported)
+    tokens = torch.randint(model.config.vocab_size, (3, 17))
+    labels = tokens.clone()
+    labels[1, 4:9] = -100
+    with torch.inference_mode():
+        out = model(tokens, labels=labels)
+    expected = log_probs(exported, tokens)
+    torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-5)
+    nll = -out.logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert torch.equal(out.loss, nll[labels[:, 1:] != -100].mean())
+
+
+def test_memory_goes_on_where_it_was(exported):
+    model, (reference, _, settings) = theirs(exported), ours(exported)
+    tokens = torch.randint(model.config.vocab_size, (2, 30))
+    state, cache = reference.init_state(2, **settings), None
+    with torch.inference_mode():
+        for start in range(0, 30, 7):
+            out = model(tokens[:, start : start + 7], past_key_values=cache)
+            expected, state = reference.log_probs(tokens[:, start : start + 7], state)
+            torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-5)
+            cache = out.past_key_values
+    assert cache is not None
+    assert cache.get_seq_length() == 30
+
+
+def test_greedy_generation_reads_the_prompt_once_and_takes_one_step_a_token(exported, monkeypatch):
+    model, (reference, _, settings) = theirs(exported), ours(exported)
+    prompt = torch.randint(model.config.vocab_size, (1, 20))
+    read = []
+    real = model.model.hidden_states
+    monkeypatch.setattr(
+        model.model, "hidden_states", lambda ids, state: (read.append(ids.shape[1]), real(ids, state))[1]
+    )
+    found = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 20:].tolist()
+    assert read == [20] + [1] * 11
+    with torch.inference_mode():
+        state = reference.init_state(1, **settings)
+        logp, state = reference.log_probs(prompt, state)
+        expected = [int(logp[0, -1].argmax())]
+        while len(expected) < 12:
+            logp, state = reference.log_probs(torch.tensor([[expected[-1]]]), state)
+            expected.append(int(logp[0, -1].argmax()))
+    assert found == expected
+
+
+def test_sampling_is_reproducible_and_draws(exported):
+    model = theirs(exported)
+    prompt = torch.randint(model.config.vocab_size, (1, 5))
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(prompt, max_new_tokens=30, do_sample=True, top_k=0)[0].tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_beams_find_what_an_exhaustive_search_with_beams_finds(exported):
+    """Beam search written out, every hypothesis scored from scratch: memory must follow the beams."""
+    model, (reference, _, settings) = theirs(exported), ours(exported)
+    prompt = torch.randint(model.config.vocab_size, (1, 6))
+    found = model.generate(prompt, max_new_tokens=5, num_beams=4, do_sample=False, length_penalty=0.0)[0, 6:].tolist()
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    with torch.inference_mode():
+        for _ in range(5):
+            grown = []
+            for score, made in beams:
+                state = reference.init_state(1, **settings)
+                logp, state = reference.log_probs(prompt, state)
+                for token in made:
+                    logp, state = reference.log_probs(torch.tensor([[token]]), state)
+                best = logp[0, -1].topk(4)
+                grown += [(score + float(v), [*made, int(i)]) for v, i in zip(best.values, best.indices, strict=True)]
+            beams = sorted(grown, reverse=True)[:4]
+    assert found == beams[0][1]
+
+
+def test_left_padded_rows_have_the_result_that_they_have_alone(exported):
+    model = theirs(exported)
+    size, lengths, width = model.config.vocab_size, (11, 4, 7, 11, 1), 11
+    tokens, mask = torch.randint(size, (5, width)), torch.zeros(5, width, dtype=torch.int64)
+    for lane, length in enumerate(lengths):
+        mask[lane, width - length :] = 1
+    more = torch.randint(size, (5, 6))
+    with torch.inference_mode():
+        together = model(tokens, attention_mask=mask)
+        mask_after = torch.cat([mask, torch.ones(5, 6, dtype=torch.int64)], dim=1)
+        after = model(more, attention_mask=mask_after, past_key_values=together.past_key_values)
+        for lane, length in enumerate(lengths):
+            alone = model(tokens[lane : lane + 1, width - length :])
+            torch.testing.assert_close(together.logits[lane, width - length :], alone.logits[0], rtol=0, atol=1e-5)
+            going_on = model(more[lane : lane + 1], past_key_values=alone.past_key_values)
+            torch.testing.assert_close(after.logits[lane], going_on.logits[0], rtol=0, atol=1e-5)
+
+
+def test_padded_batches_generate_what_each_row_generates_alone(exported):
+    model = theirs(exported)
+    tokens, mask = torch.randint(model.config.vocab_size, (3, 9)), torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :5] = mask[2, :2] = 0
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(tokens, attention_mask=mask, **settings)
+    for lane in range(3):
+        first = int((mask[lane] == 0).sum())
+        alone = model.generate(tokens[lane : lane + 1, first:], **settings)
+        assert together[lane, 9:].tolist() == alone[0, 9 - first :].tolist()
+
+
+def test_right_padding_does_not_matter_to_what_comes_before(exported):
+    model = theirs(exported)
+    tokens, mask = torch.randint(model.config.vocab_size, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    with torch.inference_mode():
+        found = model(tokens, attention_mask=mask).logits[1, :5]
+        expected = model(tokens[1:, :5]).logits[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [[[1, 0, 1]], [[0, 0, 0]], [[1, 1]]])
+def test_masks_that_cannot_be_honoured_are_refused(bad, exported):
+    with pytest.raises(ValueError, match="attention_mask"):
+        theirs(exported)(torch.zeros(1, 3, dtype=torch.int64), attention_mask=torch.tensor(bad))
+
+
+def test_saved_and_loaded_it_is_the_same_bit_for_bit(exported, tmp_path):
+    model = theirs(exported)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.config.to_model_config() == model.config.to_model_config()
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    import_run(tmp_path / "again", tmp_path / "run")
+    assert_same_losses(exported, tmp_path / "run")
+
+
+def assert_same_losses(exported: Path, again: Path) -> None:
+    (model, _, settings), (other, _) = ours(exported), txl.load(again)
+    tokens = torch.randint(model.vocab_size, (2, 40))
+    with torch.inference_mode():
+        expected, _ = model.nll(tokens[:, :-1], tokens[:, 1:], model.init_state(2, **settings))
+        found, _ = other.nll(tokens[:, :-1], tokens[:, 1:], other.init_state(2))
+    assert torch.equal(found, expected)
+
+
+def test_training_through_the_library_s_interface_learns(exported):
+    model = theirs(exported).train()
+    tokens = torch.randint(model.config.vocab_size, (2, 12))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(15):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+TEXT = "The river rose in the night,\n\nand   “nobody” knew — 3. éü\x00\t"
+
+
+def test_the_tokenizer_gives_our_ids(exported):
+    tokenizer, (_, vocabulary, _) = AutoTokenizer.from_pretrained(exported / "hf"), ours(exported)
+    text = TEXT if vocabulary.kind in ("byte", "bpe", "word") else "The river rose in the night"
+    assert tokenizer(text)["input_ids"] == vocabulary.encode(text).tolist()
+    if vocabulary.kind in ("byte", "char"):
+        assert tokenizer.decode(vocabulary.encode(text)) == text
+    if vocabulary.kind == "bpe":
+        assert tokenizer.decode(vocabulary.encode("rose in the night")) == "rose in the night"
+    if vocabulary.kind == "word":
+        batch = tokenizer(["the river rose", "morning"], padding=True, return_tensors="pt")
+        assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_the_library_s_own_pipeline_runs(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported / "hf")
+    make = pipeline("text-generation", model=theirs(exported), tokenizer=tokenizer)
+    (made,) = make("The river", max_new_tokens=8, do_sample=False)
+    assert len(made["generated_text"]) > len("The river")
+
+
+ALONE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+assert not any(name.split(".")[0] == "txl" for name in sys.modules)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = torch.arange(20)[None] % model.config.vocab_size
+torch.save((model(tokens).logits.detach(), model.generate(tokens, max_new_tokens=5, do_sample=False)), sys.argv[2])
+assert not any(name.split(".")[0] == "txl" for name in sys.modules)
+"""
+
+
+def test_the_directory_alone_is_enough(exported, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path)}
+    words = [sys.executable, "-c", ALONE, str(exported / "hf"), str(tmp_path / "out.pt")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    logits, made = torch.load(tmp_path / "out.pt")
+    model = theirs(exported)
+    tokens = torch.arange(20)[None] % model.config.vocab_size
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
+    assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), made)
+
+
+def test_registration_is_ours():
+    assert transformers.AutoConfig.for_model(module.MODEL_TYPE, vocab_size=7).vocab_size == 7

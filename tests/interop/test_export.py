@@ -1,0 +1,189 @@
+"""Exports as files: what they hold, that they come back the same, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import txl
+from tests.conftest import small_run
+from tests.interop.test_original import GOLDEN
+from txl.cli import main
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.errors import UserError
+from txl.interop.export_run import export_run, flat_modules
+from txl.interop.import_run import import_run
+from txl.interop.tokenizer_files import tokenizer_files
+
+
+@pytest.fixture(scope="module", params=["byte", "word, adaptive"])
+def run(request, story, data_dir, tmp_path_factory) -> Path:
+    changes = {"eval.clamp_len": "9"}
+    if request.param != "byte":
+        changes |= {"data.unit": "word", "model.cutoffs": "10,20", "model.div_val": "2", "train.average_from": "6"}
+    path = tmp_path_factory.mktemp("export") / "run"
+    txl.Trainer(small_run(str(story), **changes), path, data_dir=data_dir, quiet=True).fit()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "safetensors"])
+def test_exported_and_imported_again_losses_are_the_same_to_the_last_bit(kind, run, tmp_path):
+    assert main(["export", str(run), "--format", kind, "--out", str(tmp_path / "out")]) == 0
+    assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 0
+    (model, vocabulary), (again, its_vocabulary) = txl.load(run), txl.load(tmp_path / "again")
+    assert its_vocabulary == vocabulary
+    tokens = torch.randint(model.vocab_size, (3, 50))
+    with torch.inference_mode():
+        state = model.init_state(3, mem_len=16, window=16, clamp_len=9)
+        expected, _ = model.nll(tokens[:, :-1], tokens[:, 1:], state)
+        found, _ = again.nll(tokens[:, :-1], tokens[:, 1:], again.init_state(3))
+    assert torch.equal(found, expected)
+
+
+def test_txl_eval_of_the_run_and_of_its_reimport_print_the_same(run, data_dir, tmp_path, capsys):
+    export_run(run, tmp_path / "out", "huggingface")
+    import_run(tmp_path / "out", tmp_path / "again")
+    corpus = txl.RunConfig.from_dict(json.loads((run / "config.json").read_text())).data.corpus
+    rows = []
+    for path in (run, tmp_path / "again"):
+        capsys.readouterr()
+        words = [
+            "eval",
+            str(path),
+            "--data.corpus",
+            corpus,
+            "--data-dir",
+            str(data_dir),
+            "--batch",
+            "4",
+            "--segment",
+            "8",
+        ]
+        assert main([*words, "--json"]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0]["nll"] == rows[1]["nll"]
+    assert (rows[0]["mem_len"], rows[0]["window"], rows[0]["clamp_len"]) == (16, 16, 9)
+    assert (rows[1]["mem_len"], rows[1]["window"], rows[1]["clamp_len"]) == (16, 16, 9)
+
+
+def test_plain_safetensors_are_weights_and_plain_json(run, tmp_path):
+    export_run(run, tmp_path / "out", "safetensors")
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "vocabulary.json",
+    }
+    model, vocabulary = txl.load(run)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert vocabulary is not None
+    assert config["vocab_size"] == len(vocabulary)
+    assert config["model"]["d_model"] == 16
+
+
+def test_the_code_beside_the_weights_is_this_package_s_own_and_complete():
+    files = flat_modules("txl.huggingface")
+    assert {"txl_huggingface.py", "txl_models_transformer_xl.py", "txl_attention.py", "txl_config.py"} <= files.keys()
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                assert f"{node.module}.py" in files, (name, node.module)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                assert not any(each.split(".")[0] == "txl" for each in names), name
+                outside = {each.split(".")[0] for each in names} - set(sys.stdlib_module_names)
+                assert outside <= {"torch", "transformers"}, (name, outside)
+
+
+TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— “é” \x00 ü"]
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        ByteVocabulary(),
+        CharVocabulary("abcdefghijklmnopqrstuvwxyz ."),
+        WordVocabulary(["<eos>", "the", "<unk>", "night."]),
+        WordVocabulary(["<S>", "the", "<UNK>"], eos="<S>", unk="<UNK>", boundary="end"),
+        BpeVocabulary.train(["the river rose in the night, in the night"] * 5, 262),
+    ],
+    ids=["byte", "char", "word", "sentences", "bpe"],
+)
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_files_encode_as_the_vocabulary_does(vocabulary, text):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_files(vocabulary)["tokenizer.json"])
+    if vocabulary.kind == "char":
+        expected = vocabulary.encode_text(text)
+    else:
+        expected = vocabulary.encode(text)
+    assert tokenizer.encode(text).ids == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (ByteVocabulary([1, 2, 3]), "has 3 of the 256 bytes"),
+        (WordVocabulary(["<S>", "<UNK>"], eos="<S>", unk="<UNK>", boundary="both"), "marks both ends of a sentence"),
+    ],
+)
+def test_vocabularies_that_no_tokenizer_can_represent_are_refused(vocabulary, message):
+    with pytest.raises(UserError, match=message):
+        tokenizer_files(vocabulary)
+
+
+def test_a_run_without_a_vocabulary_is_exported_without_tokenizer(tmp_path, capsys):
+    import_run(GOLDEN / "div-val-2.pt", tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "no vocabulary: no tokenizer was written" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    import_run(tmp_path / "out", tmp_path / "again")
+    (model, _), (again, _) = txl.load(tmp_path / "run"), txl.load(tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    out = str(tmp_path / "out")
+    for words, message in (
+        ([str(tmp_path / "nothing"), "--out", out], "no such directory"),
+        ([str(tmp_path / "full"), "--out", out], "not a run directory"),
+        ([str(run), "--out", out, "--format", "onnx"], "--format is 'onnx'; expected one of huggingface, safetensors"),
+        ([str(run), "--out", str(tmp_path / "full")], "not empty"),
+        ([str(run), "--out", str(tmp_path / "file")], "not empty"),
+        ([str(run), "--out", str(tmp_path / "file" / "below")], "cannot be written"),
+        ([str(run), "--out", out, "--checkpoint", "77"], "no checkpoint 77"),
+        ([str(run)], "--out"),
+    ):
+        assert main(["export", *words]) == 2, words
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "full"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "contradiction"])
+def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
+    export_run(run, tmp_path / "out", "safetensors")
+    weights = tmp_path / "out" / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    words = ["import", str(tmp_path / "out"), "--out", str(tmp_path / "again")]
+    words += ["--model.n-layer", "7"] if damage == "contradiction" else []
+    assert main(words) == 2
+    message = {"missing": "missing", "truncated": "damaged", "contradiction": "model.n_layer is 7, but"}[damage]
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
