@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test oracle oracle-tensorflow lint bench build clean
+.PHONY: setup demo test oracle oracle-tensorflow huggingface lint bench build clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,16 @@ oracle-tensorflow: .venv-tensorflow/.installed
 		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs
 	@touch $@
 
+# What `txl export` writes, driven through transformers 5.
+huggingface: .venv-huggingface/.installed
+	PYTHONPATH=src .venv-huggingface/bin/python -m pytest tests/huggingface
+
+.venv-huggingface/.installed: constraints-huggingface.txt
+	$(PYTHON) -m venv .venv-huggingface
+	.venv-huggingface/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-huggingface.txt \
+		torch transformers safetensors tokenizers numpy pytest rich platformdirs zstandard pooch matplotlib
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +66,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oracle .venv-tensorflow build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface build dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -274,3 +275,14 @@ def test_the_directory_alone_is_enough(exported, tmp_path):
 
 def test_registration_is_ours():
     assert transformers.AutoConfig.for_model(module.MODEL_TYPE, vocab_size=7).vocab_size == 7
+
+
+def test_the_python_of_the_documentation_runs(exported, monkeypatch):
+    if (exported / "hf" / "tokenizer.json").is_file():
+        page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+        monkeypatch.chdir(exported)
+        found: dict[str, Any] = {}
+        exec(compile(code.replace('"exported"', '"hf"'), "migrating.md", "exec"), found)
+        assert len(found["text"]) > len("It was")
+        assert found["state"].get_seq_length() == found["prompt"]["input_ids"].shape[1]
