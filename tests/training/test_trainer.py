@@ -72,7 +72,9 @@ def test_a_run_leaves_what_the_contract_says(trained):
         verify_file(checkpoint, name)
     events = RunDirectory(trained).events()
     assert events[0]["event"] == "start"
-    assert events[-1]["event"] == "end"
+    assert [event["event"] for event in events if event["event"] != "sample"][
+        -1
+    ] == "end"  # others may generate from it
     assert [event["step"] for event in events if event["event"] == "train"] == [3, 6, 9, 12]
     assert [event["step"] for event in events if event["event"] == "valid"] == [6, 12]
     for event in events:

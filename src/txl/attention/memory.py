@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from txl.attention.projections import FrozenSegment, Projections
 from txl.attention.scope import KeyScope
 
 
@@ -30,6 +31,8 @@ class Memory:
     """Keys a query sees, itself included; None: no limit."""
     clamp_len: int | None
     """Distances above this one count as it; None: no clamp."""
+    projections: Projections | None = None
+    """Keys and values of the positions held, if they were read without gradients; a cache of what `hidden` says."""
 
     @classmethod
     def empty(
@@ -70,10 +73,19 @@ class Memory:
         n_new = layer_inputs[0].shape[1]
         keep = min(self.capacity, self.length + n_new)
         hidden = tuple(_newest(old, new.detach(), keep) for old, new in zip(self.hidden, layer_inputs, strict=True))
-        filled = self.filled
+        return self._followed_by(n_new, hidden, None)
+
+    def _followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None) -> Memory:
+        """The memory of what is held after `n_new` more positions."""
+        keep, filled = hidden[0].shape[1], self.filled
         if filled is not None:
             filled = tuple(min(keep, count + n_new) for count in filled)
-        return replace(self, hidden=hidden, filled=_none_if_full(filled, keep))
+        return replace(self, hidden=hidden, filled=_none_if_full(filled, keep), projections=projections)
+
+    def extended_by(self, segment: FrozenSegment) -> Memory:
+        """The memory after a segment that was read without gradients."""
+        keep = min(self.capacity, self.length + segment.n_new)
+        return self._followed_by(segment.n_new, *segment.finish(keep))
 
     def detach(self) -> Memory:
         """Itself: memory never carries a gradient."""
@@ -85,7 +97,8 @@ class Memory:
         if filled is not None:
             filled = tuple(filled[lane] for lane in lanes.tolist())
         hidden = tuple(states.index_select(0, lanes.to(states.device)) for states in self.hidden)
-        return replace(self, hidden=hidden, filled=filled)._trimmed()
+        projections = self.projections and self.projections.select(lanes)
+        return replace(self, hidden=hidden, filled=filled, projections=projections)._trimmed()
 
     def reset(self, mask: Tensor) -> Memory:
         """The memory with nothing in the lanes where the boolean `mask` [B] is true."""
@@ -97,17 +110,20 @@ class Memory:
         """The memory with another length from here on; positions beyond it are dropped, the oldest first."""
         changed = replace(self, mem_len=mem_len)
         keep = min(changed.capacity, self.length)
-        hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
         filled = None if self.filled is None else tuple(min(count, keep) for count in self.filled)
-        return replace(changed, hidden=hidden, filled=_none_if_full(filled, keep))._trimmed()
+        return replace(changed._newest(keep), filled=_none_if_full(filled, keep))._trimmed()
 
     def _trimmed(self) -> Memory:
         """Without the oldest positions that no lane uses."""
         if self.filled is None:
             return self
         keep = max(self.filled, default=0)
+        return replace(self._newest(keep), filled=_none_if_full(self.filled, keep))
+
+    def _newest(self, keep: int) -> Memory:
+        """Only the newest `keep` positions; which of them lanes have filled is the caller's to say."""
         hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
-        return replace(self, hidden=hidden, filled=_none_if_full(self.filled, keep))
+        return replace(self, hidden=hidden, projections=self.projections and self.projections.newest(keep))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Everything as named tensors, to be saved; `from_tensors` is the inverse."""

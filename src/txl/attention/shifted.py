@@ -130,6 +130,15 @@ class _ShiftedAttention(torch.autograd.Function):
         return grad_query_u, grad_query_v, grad_key, grad_value, grad_position, None, None
 
 
+def _batched(matrices: Tensor) -> Tensor:
+    """Matrices [...,S,D] that a batched product reads without a copy of its own.
+
+    As they are, if their rows lie behind one another. Keys and values of a memory's buffers do; those of a training
+    step are copied here, once for all their products.
+    """
+    return matrices if matrices.stride()[-2:] == (matrices.shape[-1], 1) else matrices.contiguous()
+
+
 def shifted_attention(
     query: Tensor,
     key: Tensor,
@@ -159,9 +168,9 @@ def shifted_attention(
         output = _ShiftedAttention.apply(
             ((query + u.to(query.dtype)) * scale).permute(heads_first).contiguous(),
             ((query + v.to(query.dtype)) * scale).permute(heads_first).contiguous(),
-            key.permute(heads_first).contiguous(),
-            value.permute(heads_first).contiguous(),
-            position.transpose(0, 1).contiguous(),
+            _batched(key.permute(heads_first)),
+            _batched(value.permute(heads_first)),
+            _batched(position.transpose(0, 1)),
             scope,
             dropout,
         )

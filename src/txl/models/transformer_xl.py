@@ -7,6 +7,8 @@ E d_model, F d_inner, V vocabulary, N tokens of all lanes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from txl.attention import RelativeAttention, attention_backend
 from txl.attention.memory import Memory
 from txl.attention.positions import distances_farthest_first, sinusoid
+from txl.attention.projections import FrozenSegment, Projections
 from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, validate_lengths, validate_model
 from txl.errors import UserError
@@ -60,20 +63,51 @@ class RelativeMultiHeadAttention(nn.Module):
         Returns:
             [B,T,E]: LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
-        u, v = (self.u, self.v) if shared_biases is None else shared_biases
         context = torch.cat([memory.detach(), hidden], dim=1)  # [SG(m) o h], [B,S,E]
         if self.pre_norm:
             context = self.norm(context)
-        attended = self.attend(
-            self._heads(self.dropout_qkv(self.q_proj(context[:, memory.shape[1] :]))),
-            self._heads(self.dropout_qkv(self.k_proj(context))),
-            self._heads(self.dropout_qkv(self.v_proj(context))),
-            self._heads(self.dropout_qkv(self.r_proj(r))),
-            u,
-            v,
-            scope,
-            self.dropatt if self.training else 0.0,
-        )
+        query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
+        return self._attended(hidden, query, key, value, self.position(r), shared_biases, scope)
+
+    def read(
+        self,
+        hidden: Tensor,
+        segment: FrozenSegment,
+        layer: int,
+        position: Tensor,
+        shared_biases: tuple[Tensor, Tensor] | None,
+        scope: KeyScope,
+    ) -> Tensor:
+        """The same without gradients, with memory's keys and values and `position` [S,H,D] projected beforehand."""
+        context = self.norm(hidden) if self.pre_norm else hidden
+        key, value = segment.append(layer, hidden, *self.keys_and_values(context))
+        return self._attended(hidden, self.query(context), key, value, position, shared_biases, scope)
+
+    def query(self, context: Tensor) -> Tensor:
+        """[B,T,E] -> [B,T,H,D]; what comes in is normalised already, with pre-norm."""
+        return self._heads(self.dropout_qkv(self.q_proj(context)))
+
+    def keys_and_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,S,E] -> [B,S,H,D] twice."""
+        key, value = self.k_proj(context), self.v_proj(context)
+        return self._heads(self.dropout_qkv(key)), self._heads(self.dropout_qkv(value))
+
+    def position(self, r: Tensor) -> Tensor:
+        """W_{k,R} R: [S,E] -> [S,H,D]."""
+        return self._heads(self.dropout_qkv(self.r_proj(r)))
+
+    def _attended(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        shared_biases: tuple[Tensor, Tensor] | None,
+        scope: KeyScope,
+    ) -> Tensor:
+        u, v = (self.u, self.v) if shared_biases is None else shared_biases
+        attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -113,6 +147,18 @@ class TransformerXLLayer(nn.Module):
     ) -> Tensor:
         """h^{n-1} [B,T,E] -> h^n [B,T,E]; arguments as in `RelativeMultiHeadAttention`."""
         return self.feed_forward(self.attention(hidden, memory, r, shared_biases, scope))
+
+    def read(
+        self,
+        hidden: Tensor,
+        segment: FrozenSegment,
+        layer: int,
+        position: Tensor,
+        shared_biases: tuple[Tensor, Tensor] | None,
+        scope: KeyScope,
+    ) -> Tensor:
+        """The same without gradients; arguments as in `RelativeMultiHeadAttention.read`."""
+        return self.feed_forward(self.attention.read(hidden, segment, layer, position, shared_biases, scope))
 
 
 class TransformerXL(LanguageModel[Memory]):
@@ -201,6 +247,8 @@ class TransformerXL(LanguageModel[Memory]):
             mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
             hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
         hidden = self.dropout_embed(hidden)
+        if not self.training and not torch.is_grad_enabled():
+            return self._read_frozen(hidden, state)
         distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
         r = self.dropout_r(sinusoid(distances, self.config.d_model, hidden.dtype))
         shared_biases = None if self.config.untie_r else (self.u, self.v)
@@ -210,6 +258,40 @@ class TransformerXL(LanguageModel[Memory]):
             layer_inputs.append(hidden)
             hidden = layer(hidden, memory, r, shared_biases, scope)
         return hidden, state.extended(layer_inputs)
+
+    def _read_frozen(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
+        n_new = hidden.shape[1]
+        held = self._projections(hidden, state, n_new)
+        segment = FrozenSegment(state.hidden, held, n_new)
+        shared_biases = None if self.config.untie_r else (self.u, self.v)
+        scope, n_key = state.scope(), state.length + n_new
+        for number, layer in enumerate(self.layers):
+            position = held.positions[number]
+            position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
+            hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
+        return hidden, state.extended_by(segment)
+
+    def _projections(self, hidden: Tensor, state: Memory, n_new: int) -> Projections:
+        """Those that the state has, where the weights are still theirs, else new ones; long enough for the segment."""
+        attentions = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
+        held, weights = state.projections, _identity(attentions, hidden.device.type)
+        if held is None or held.weights != weights:
+            both = [
+                attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
+                for attention, memory in zip(attentions, state.hidden, strict=True)
+            ]
+            keys, values = (tuple(each.permute(2, 0, 1, 3) for each in kind) for kind in zip(*both, strict=True))
+            held = Projections(weights, keys, values, ())
+        n_key, n_known = state.length + n_new, held.positions[0].shape[1] if held.positions else 0
+        if n_known < n_key:
+            # Not at once for all of a memory that may never fill: twice as many as before.
+            n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
+            distances = distances_farthest_first(n_distance, state.clamp_len, hidden.device)
+            r = sinusoid(distances, self.config.d_model, hidden.dtype)
+            positions = tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
+            held = dataclasses.replace(held, positions=positions)
+        return held
 
     def nll(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
@@ -254,6 +336,24 @@ def _check_targets(tokens: Tensor, targets: Tensor) -> None:
         raise UserError(
             f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
         )
+
+
+def _identity(attentions: list[RelativeMultiHeadAttention], device: str) -> Hashable:
+    """What changes whenever keys, values or positions projected by the weights would.
+
+    A change through `parameter.data`, which PyTorch does not count, is not seen.
+    """
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    weights: list[Tensor] = []
+    for attention in attentions:
+        weights += [attention.k_proj.weight, attention.v_proj.weight, attention.r_proj.weight]
+        if attention.pre_norm:
+            weights += [attention.norm.weight, attention.norm.bias]
+    # An inference tensor has no version, and nothing but inference mode can change it.
+    versions = [
+        (id(each), each.data_ptr(), each.dtype, 0 if each.is_inference() else each._version) for each in weights
+    ]
+    return autocast, tuple(versions)
 
 
 def _resolve(limit: Limit, configured: int | None) -> int | None:

@@ -1,0 +1,237 @@
+"""Memory read without gradients: keys, values and positions projected once, and the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_contract import EXACT, LENGTH, VARIANTS, B, V, lively, stream
+from torch import Tensor
+
+from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
+
+QUIET = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def read(model: TransformerXL, tokens: Tensor, segment: int, state: Any) -> tuple[Tensor, Any]:
+    parts = []
+    for start in range(0, tokens.shape[1], segment):
+        part, state = model.log_probs(tokens[:, start : start + segment], state)
+        parts.append(part)
+    return torch.cat(parts, dim=1), state
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def model(request) -> TransformerXL:
+    return lively(VARIANTS[request.param])
+
+
+@pytest.mark.parametrize("quiet", QUIET.values(), ids=QUIET)
+@pytest.mark.parametrize("lengths", [*EXACT, pytest.param({"mem_len": 5, "window": "none"}, id="short-memory")])
+@pytest.mark.parametrize("segment", [1, 4, LENGTH])
+def test_the_same_as_through_hidden_states(model, lengths, segment, quiet):
+    tokens = torch.cat([stream(seed=seed)[0] for seed in range(4)], dim=1)
+    expected, _ = read(model, tokens, segment, model.init_state(B, **lengths))
+    with quiet():
+        found, state = read(model, tokens, segment, model.init_state(B, **lengths))
+    assert (state.projections is not None, expected.requires_grad) == (True, True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_the_same_in_float32_over_many_segments():
+    model = lively(VARIANTS["untied biases"], torch.float32)
+    lengths = {"mem_len": 40, "window": 41, "clamp_len": 30}
+    tokens = torch.randint(V, (1, 2000))
+    expected, _ = read(model, tokens, 50, model.init_state(1, **lengths))
+    for segment in (1, 7, 128):
+        with torch.inference_mode():
+            found, _ = read(model, tokens, segment, model.init_state(1, **lengths))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def projected_positions(monkeypatch) -> list[int]:
+    """How many positions keys and values are projected for, call by call."""
+    seen = []
+    real = RelativeMultiHeadAttention.keys_and_values
+
+    def counting(self, context):
+        seen.append(context.shape[1])
+        return real(self, context)
+
+    monkeypatch.setattr(RelativeMultiHeadAttention, "keys_and_values", counting)
+    return seen
+
+
+def test_each_position_is_projected_once(monkeypatch):
+    model = lively(VARIANTS["post-norm"])
+    n_layer = model.config.n_layer
+    rows = projected_positions(monkeypatch)
+    tables = []
+    real = RelativeMultiHeadAttention.position
+    monkeypatch.setattr(
+        RelativeMultiHeadAttention, "position", lambda self, r: (tables.append(len(r)), real(self, r))[1]
+    )
+    with torch.no_grad():
+        read(model, stream(200)[0], 1, model.init_state(B, mem_len=9))
+    # The first call also looks at an empty memory.
+    assert sum(rows) == n_layer * 200
+    assert tables == [length for length in (1, 2, 4, 8, 10) for _ in range(n_layer)]
+
+
+def test_buffers_do_not_grow_and_are_rarely_copied():
+    model = lively(VARIANTS["post-norm"])
+    with torch.inference_mode():
+        _, state = read(model, stream(100)[0], 1, model.init_state(B, mem_len=64))
+        sizes, seen = set(), []
+        for token in torch.randint(V, (1000, B, 1)):
+            _, state = model.log_probs(token, state)
+            assert state.projections is not None
+            buffers = state.projections.buffers
+            assert buffers is not None
+            sizes.add(sum(each.numel() for layer in buffers.layers for each in layer))
+            if not any(buffers is each for each in seen):
+                seen.append(buffers)
+    assert len(sizes) == 1
+    width = model.config.d_model + 2 * model.config.n_head * model.config.d_head
+    assert sizes.pop() <= 2 * model.config.n_layer * B * 64 * width
+    assert len(seen) <= 1000 / 30
+
+
+@pytest.mark.parametrize("quiet", QUIET.values(), ids=QUIET)
+def test_old_states_stay_valid_whoever_goes_on_with_them(quiet):
+    model = lively(VARIANTS["pre-norm"])
+    tokens, others = stream(60, seed=2)[0], stream(60, seed=3)[0]
+    with quiet():
+        _, state = read(model, tokens[:, :20], 3, model.init_state(B, mem_len=8, window=9))
+        kept = [each.clone() for each in (*state.hidden, *state.projections.keys, *state.projections.values)]
+        first, middle = read(model, tokens[:, 20:40], 1, state)
+        second, _ = read(model, others[:, 20:40], 1, state)
+        again, _ = read(model, tokens[:, 20:40], 1, state)
+        end, _ = read(model, tokens[:, 40:], 1, middle)
+        whole, _ = read(model, tokens[:, 20:], 1, state)
+        fresh, _ = read(
+            model, torch.cat([tokens[:, :20], others[:, 20:40]], dim=1), 1, model.init_state(B, mem_len=8, window=9)
+        )
+    assert torch.equal(first, again)
+    assert torch.equal(torch.cat([first, end], dim=1), whole)
+    torch.testing.assert_close(second, fresh[:, 20:], rtol=0, atol=1e-10)
+    now = [*state.hidden, *state.projections.keys, *state.projections.values]
+    assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
+
+
+def test_a_step_broken_off_half_way_leaves_the_state_as_it_was(monkeypatch):
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+    with torch.no_grad():
+        _, state = read(model, tokens[:, :9], 3, model.init_state(B, mem_len=8))
+        expected, _ = read(model, tokens[:, 9:], 3, state)
+        feed_forward = model.layers[1].feed_forward
+        with monkeypatch.context() as patch:
+            patch.setattr(feed_forward, "forward", lambda hidden: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model.log_probs(tokens[:, 5:9], state)
+        found, _ = read(model, tokens[:, 9:], 3, state)
+    assert torch.equal(found, expected)
+
+
+def test_train_evaluate_train_evaluate():
+    """A change of the weights reaches the states that were carried across it, as with hidden states alone."""
+    model = lively(VARIANTS["post-norm"])
+    tokens, targets = stream()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    carried, plain = model.init_state(B), model.init_state(B)
+    for round_ in range(3):
+        _, plain = read(model, tokens[:, :9], 3, plain)
+        with torch.no_grad():
+            _, carried = read(model, tokens[:, :9], 3, carried)
+            before, _ = model.nll(tokens[:, 9:], targets[:, 9:], carried)
+        loss, _ = model.training_loss(tokens, targets, model.init_state(B))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected, _ = model.nll(tokens[:, 9:], targets[:, 9:], plain)
+        with torch.no_grad():
+            found, _ = model.nll(tokens[:, 9:], targets[:, 9:], carried)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        assert (found - before).abs().max() > 1e-3, round_
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "half", "other weights"])
+def test_every_change_of_the_weights_is_noticed(change, monkeypatch):
+    model = lively(VARIANTS["pre-norm"])
+    tokens = stream()[0]
+    with torch.no_grad():
+        _, state = read(model, tokens[:, :9], 3, model.init_state(B))
+        rows = projected_positions(monkeypatch)
+        if change == "load_state_dict":
+            model.load_state_dict({name: 1.1 * each for name, each in model.state_dict().items()})
+        elif change == "half":
+            model.to(torch.bfloat16)
+            state = dataclasses.replace(state, hidden=tuple(each.bfloat16() for each in state.hidden))
+        else:
+            norm = model.get_submodule("layers.0.attention.norm")
+            norm.weight = torch.nn.Parameter(torch.ones(10, dtype=torch.float64))
+        model.log_probs(tokens[:, 9:12], state)
+    assert rows.count(7) == model.config.n_layer
+
+
+def test_gradients_flow_through_a_memory_that_was_read_without():
+    model = lively(VARIANTS["post-norm"])
+    tokens, targets = stream()
+    states = []
+    for quiet in (torch.no_grad, torch.inference_mode, nullcontext):
+        with quiet():
+            states.append(read(model, tokens[:, :9], 3, model.init_state(B))[1])
+    gradients = [
+        torch.autograd.grad(model.nll(tokens[:, 9:], targets[:, 9:], state)[0].sum(), list(model.parameters()))
+        for state in states
+    ]
+    for other in gradients[:2]:
+        torch.testing.assert_close(other, gradients[2], rtol=0, atol=1e-9)
+
+
+def test_a_state_goes_from_inference_mode_to_no_grad_and_back():
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+    expected, _ = read(model, tokens, 3, model.init_state(B))
+    state, parts = model.init_state(B), []
+    for number, start in enumerate(range(0, LENGTH, 3)):
+        with (torch.no_grad, torch.inference_mode)[number % 2]():
+            part, state = model.log_probs(tokens[:, start : start + 3], state)
+            parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
+
+
+def test_lanes_are_selected_reset_and_shortened_with_their_projections(monkeypatch):
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+
+    def through(state, quiet):
+        with quiet():
+            _, state = read(model, tokens[:, :9], 3, state)
+            state = state.select(torch.tensor([2, 0, 1])).reset(torch.tensor([False, True, False]))
+            _, state = read(model, tokens[:, 9:12], 1, state)
+            state = state.with_mem_len(4).select(torch.tensor([1, 1, 2]))
+            return read(model, tokens[:, 12:], 2, state)[0]
+
+    expected = through(model.init_state(B), nullcontext)
+    rows = projected_positions(monkeypatch)
+    found = through(model.init_state(B), torch.no_grad)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert sum(rows) == model.config.n_layer * LENGTH
+
+
+def test_autocast_s_projections_are_not_taken_for_float32_s():
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    tokens = stream()[0]
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            _, state = read(model, tokens[:, :9], 3, model.init_state(B))
+        assert state.projections is not None
+        assert state.projections.keys[0].dtype == torch.bfloat16
+        found, _ = read(model, tokens[:, 9:], 3, state)
+        expected, _ = read(model, tokens[:, 9:], 3, dataclasses.replace(state, projections=None))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
