@@ -46,6 +46,7 @@ def record_run(path: Path, directory: Path, command: str) -> None:
     last = [event for event in events if event["event"] == "train"][-1]
     for event in (start, last, *kept):
         event.pop("time", None)
+    start["command"][0] = "txl"  # not where the program lies on this machine
     for one_elsewhere in ("hardware", "software"):
         start.pop(one_elsewhere, None)
     write(path, command, {"start": start, "last_training_line": last, "measurements": kept})
