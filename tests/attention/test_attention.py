@@ -135,7 +135,7 @@ def test_hidden_keys_score_minus_infinity_and_seen_ones_do_not():
     H, B, T, M, D = 2, 3, 5, 7, 3
     scope = KeyScope(M, 6, (0, 3, 7))
     query, key = torch.randn(H, B, T, D), torch.randn(H, B, M + T, D)
-    scores = masked_scores(query, query, key, torch.randn(H, M + T, D), scope).view(H, B, T, M + T)
+    scores = masked_scores(query, query, key, torch.randn(H, M + T + 1, D), scope).view(H, B, T, M + T)
     assert torch.equal(scores.isfinite(), scope.mask(T).expand(H, B, T, M + T))
 
 

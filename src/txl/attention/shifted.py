@@ -1,15 +1,15 @@
 """Relative attention in time linear in the number of distances, without a copy for the shift or the mask.
 
 Appendix B of the paper computes the position terms for all distances with one matrix product and then shifts row i of
-the result to the left by T-1-i. Here the shift is a change of stride. The product goes into a buffer P [T,W] whose
-column c means distance S-1-c; its pitch W = S + 1 leaves one column of padding. Entry (i,j) of the shifted matrix is
-P[i, T-1-i+j], which lies at flat offset i*W + T-1-i+j = (T-1) + i*(W-1) + j: a view with row stride W-1 = S.
+the result to the left by T-1-i. Here the shift is a change of stride. The product goes into a buffer P [T,W] of pitch
+W = S + 1: column 0 is padding, column c + 1 means distance S-1-c. Entry (i,j) of the shifted matrix is P[i, T-i+j],
+which lies at flat offset i*W + T-i+j = T + i*(W-1) + j: a view with row stride W-1 = S, that is dense.
 
-The entries of P that row i does not use (c < T-1-i) and its padding are set to -inf. Through the view they are just
-the keys that causality hides: key j > M+i runs past the end of row i into its padding and on into the unused corner of
-row i+1, which is exactly as long as needed. No two entries of the view share a place, so the scores are accumulated
-in the same buffer, and in the backward pass the gradient of the scores is written once and read twice: through the
-view as the gradient of the content terms, and row by row as the gradient of P.
+The entries of P that row i does not use (its columns below T-i, padding included) are set to -inf. Through the view
+they are just the keys that causality hides: key j > M+i runs past the end of row i into the unused corner of row i+1,
+which is exactly as long as needed. No two entries of the view share a place, so in the backward pass the gradient of
+the scores is written once and read twice: through the view as the gradient of the content terms, and row by row as the
+gradient of P. All products are dense, which is what a CPU's library is fast at.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, W = S + 1 pitch.
 """
@@ -29,12 +29,15 @@ from txl.attention.scope import KeyScope
 def shifted_view(buffer: Tensor, n_lane: int, n_query: int) -> Tensor:
     """The shifted view [H*B,T,S] of a buffer [H,B*T,W]."""
     n_head, _, pitch = buffer.shape
-    return buffer.as_strided((n_head * n_lane, n_query, pitch - 1), (n_query * pitch, pitch - 1, 1), n_query - 1)
+    return buffer.as_strided((n_head * n_lane, n_query, pitch - 1), (n_query * pitch, pitch - 1, 1), n_query)
 
 
-def _first_visible_column(n_key: int, window: int | None) -> int:
-    """The first column of P whose distance a query may see."""
-    return 0 if window is None else max(0, n_key - window)
+def _padded(position: Tensor) -> Tensor:
+    """[S,H,D] -> [H,W,D] with nothing in front."""
+    n_key, n_head, d_head = position.shape
+    padded = position.new_zeros(n_head, n_key + 1, d_head)
+    padded[:, 1:] = position.transpose(0, 1)
+    return padded
 
 
 def masked_scores(query_u: Tensor, query_v: Tensor, key: Tensor, position: Tensor, scope: KeyScope) -> Tensor:
@@ -43,32 +46,53 @@ def masked_scores(query_u: Tensor, query_v: Tensor, key: Tensor, position: Tenso
     Args:
         query_u, query_v: (q + u) and (q + v), both times the scale: [H,B,T,D].
         key: [H,B,S,D].
-        position: [H,S,D], farthest distance first.
+        position: [H,W,D], farthest distance first behind one row of padding.
         scope: which keys a query sees.
 
     Returns:
-        The shifted view [H*B,T,S] of a new buffer.
+        [H*B,T,S].
     """
-    n_head, n_lane, n_query, d_head = query_u.shape
+    n_head, n_lane, n_query, _ = query_u.shape
     n_key = key.shape[2]
-    first = _first_visible_column(n_key, scope.window)
-
-    buffer = query_v.new_empty(n_head, n_lane * n_query, n_key + 1)
-    flat_query = query_v.reshape(n_head, n_lane * n_query, d_head)
-    torch.bmm(flat_query, position[:, first:].transpose(1, 2), out=buffer[:, :, first:n_key])  # terms (b) and (d)
-    buffer[:, :, :first] = -math.inf
-    buffer[:, :, n_key] = -math.inf
+    buffer = torch.bmm(query_v.reshape(n_head, n_lane * n_query, -1), position.transpose(1, 2))  # terms (b) and (d)
     rows = buffer.view(n_head, n_lane, n_query, n_key + 1)
-    unused = n_query - 1 - torch.arange(n_query, device=buffer.device)
-    corner = torch.arange(n_query - 1, device=buffer.device) < unused[:, None]
-    rows[..., : n_query - 1].masked_fill_(corner, -math.inf)
+    column = torch.arange(n_query, device=buffer.device)
+    rows[..., :n_query].masked_fill_(column < n_query - column[:, None], -math.inf)
+    if scope.window is not None and scope.window < n_key:
+        buffer[:, :, : n_key + 1 - scope.window] = -math.inf
 
-    scores = shifted_view(buffer, n_lane, n_query)
+    scores = torch.bmm(query_u.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # terms (a) and (c)
+    scores += shifted_view(buffer, n_lane, n_query)
+    _hide_unfilled(scores.view(n_head, n_lane, n_query, n_key), scope)
+    return scores
+
+
+def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
+    """-inf in [H,B,T,S] where a lane's memory holds nothing."""
     if scope.filled is not None:
-        by_lane = scores.view(n_head, n_lane, n_query, n_key)
         for lane, filled in enumerate(scope.filled):
-            by_lane[:, lane, :, : scope.memory - filled] = -math.inf
-    return scores.baddbmm_(query_u.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # terms (a) and (c)
+            scores[:, lane, :, : scope.memory - filled] = -math.inf
+
+
+def _one_query(
+    query_u: Tensor, query_v: Tensor, key: Tensor, value: Tensor, position: Tensor, scope: KeyScope
+) -> Tensor:
+    """What a single query a lane attends to, T = 1: no shift, no causality, and no copy of `position` [H,S,D].
+
+    Products are written with the long matrix first, which a CPU's library reads about as fast as memory allows.
+    """
+    n_head, n_lane, _, d_head = query_u.shape
+    n_key = key.shape[2]
+    # The vectors go in as transposed rows: as columns of stride 1 they would take a path four times slower.
+    by_distance = torch.bmm(position, query_v.view(n_head, n_lane, d_head).transpose(1, 2))  # [H,S,B]
+    content = torch.bmm(key.flatten(0, 1), query_u.flatten(0, 1).transpose(1, 2))  # [H*B,S,1]
+    scores = content.view(n_head, n_lane, n_key)
+    scores += by_distance.transpose(1, 2)
+    if scope.window is not None and scope.window < n_key:
+        scores[:, :, : n_key - scope.window] = -math.inf
+    _hide_unfilled(scores[:, :, None], scope)
+    weights = scores.view(-1, 1, n_key).softmax(dim=-1)
+    return torch.bmm(weights, value.flatten(0, 1)).view_as(query_u)
 
 
 class _ShiftedAttention(torch.autograd.Function):
@@ -85,7 +109,9 @@ class _ShiftedAttention(torch.autograd.Function):
         scope: KeyScope,
         dropout: float,
     ) -> Tensor:
-        weights = masked_scores(query_u, query_v, key, position, scope).softmax(dim=-1)
+        position = _padded(position)
+        weights = masked_scores(query_u, query_v, key, position, scope)
+        torch.softmax(weights, dim=-1, out=weights)
         if dropout > 0:
             # The factor 1/(1-p) is folded into the mask, so forward and backward multiply once.
             keep = torch.empty_like(weights).bernoulli_(1 - dropout).div_(1 - dropout)
@@ -93,7 +119,6 @@ class _ShiftedAttention(torch.autograd.Function):
         else:
             keep, applied = None, weights
         output = torch.bmm(applied, value.flatten(0, 1)).view_as(query_u)
-        ctx.scope = scope
         ctx.save_for_backward(query_u, query_v, key, value, position, weights, keep, applied)
         return output
 
@@ -103,17 +128,14 @@ class _ShiftedAttention(torch.autograd.Function):
         query_u, query_v, key, value, position, weights, keep, applied = ctx.saved_tensors
         n_head, n_lane, n_query, d_head = query_u.shape
         n_key = key.shape[2]
-        first = _first_visible_column(n_key, ctx.scope.window)
         grad_output = grads[0].reshape(n_head * n_lane, n_query, d_head)
 
         grad_value = torch.bmm(applied.transpose(1, 2), grad_output).view_as(value)
 
         # The gradient of the scores, written through the shifted view of a buffer. Hidden keys get zeros (their weight
-        # is zero), which fill the padding and the unused corners of rows 1..T-1; the rest is cleared here.
+        # is zero), which fill the unused corners of rows 1..T-1; that of row 0 is cleared here.
         buffer = weights.new_empty(n_head, n_lane * n_query, n_key + 1)
-        blocks = buffer.view(n_head * n_lane, -1)
-        blocks[:, : n_query - 1] = 0
-        blocks[:, -1] = 0
+        buffer.view(n_head * n_lane, -1)[:, :n_query] = 0
         grad_scores = shifted_view(buffer, n_lane, n_query)
         grad_weights = torch.bmm(grad_output, value.flatten(0, 1).transpose(1, 2))
         if keep is not None:
@@ -123,10 +145,8 @@ class _ShiftedAttention(torch.autograd.Function):
         grad_query_u = torch.bmm(grad_scores, key.flatten(0, 1)).view_as(query_u)
         grad_key = torch.bmm(grad_scores.transpose(1, 2), query_u.flatten(0, 1)).view_as(key)
         flat_query = query_v.reshape(n_head, n_lane * n_query, d_head)
-        by_distance = buffer[:, :, first:n_key]
-        grad_query_v = torch.bmm(by_distance, position[:, first:]).view_as(query_v)
-        grad_position = torch.zeros_like(position)
-        torch.bmm(by_distance.transpose(1, 2), flat_query, out=grad_position[:, first:])
+        grad_query_v = torch.bmm(buffer, position).view_as(query_v)
+        grad_position = torch.bmm(buffer.transpose(1, 2), flat_query)[:, 1:].transpose(0, 1)
         return grad_query_u, grad_query_v, grad_key, grad_value, grad_position, None, None
 
 
@@ -164,14 +184,11 @@ def shifted_attention(
     """
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
+    query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))
+    key, value = (_batched(each.permute(heads_first)) for each in (key, value))
     with torch.autocast(query.device.type, enabled=False):  # the products below are already in the dtype of the query
-        output = _ShiftedAttention.apply(
-            ((query + u.to(query.dtype)) * scale).permute(heads_first).contiguous(),
-            ((query + v.to(query.dtype)) * scale).permute(heads_first).contiguous(),
-            _batched(key.permute(heads_first)),
-            _batched(value.permute(heads_first)),
-            _batched(position.transpose(0, 1)),
-            scope,
-            dropout,
-        )
+        if query.shape[1] == 1 and not torch.is_grad_enabled() and dropout == 0:
+            output = _one_query(query_u, query_v, key, value, _batched(position.transpose(0, 1)), scope)
+        else:
+            output = _ShiftedAttention.apply(query_u, query_v, key, value, position, scope, dropout)
     return output.permute(1, 2, 0, 3)  # pyright: ignore[reportOptionalMemberAccess]

@@ -25,6 +25,7 @@ from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.cross_entropy import at_least_float32
 from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, Limit
+from txl.models.linear import Linear
 
 
 class RelativeMultiHeadAttention(nn.Module):
@@ -36,11 +37,11 @@ class RelativeMultiHeadAttention(nn.Module):
         self.n_head, self.d_head = config.n_head, config.d_head
         self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
         self.attend = attend
-        self.q_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_q
-        self.k_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_{k,E}
-        self.v_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_v
-        self.r_proj = nn.Linear(config.d_model, d_attention, bias=False)  # W_{k,R}
-        self.o_proj = nn.Linear(d_attention, config.d_model, bias=False)
+        self.q_proj = Linear(config.d_model, d_attention, bias=False)  # W_q
+        self.k_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,E}
+        self.v_proj = Linear(config.d_model, d_attention, bias=False)  # W_v
+        self.r_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,R}
+        self.o_proj = Linear(d_attention, config.d_model, bias=False)
         if config.untie_r:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
@@ -122,8 +123,8 @@ class PositionwiseFeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.pre_norm = config.pre_norm
-        self.inner = nn.Linear(config.d_model, config.d_inner)
-        self.outer = nn.Linear(config.d_inner, config.d_model)
+        self.inner = Linear(config.d_model, config.d_inner)
+        self.outer = Linear(config.d_inner, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
 
