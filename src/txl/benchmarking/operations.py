@@ -12,7 +12,9 @@ S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layer
         + 2*B*T*E*F * 2 )     feed-forward
     + 2*B*T*E*V               softmax
 
-and a training step three times as much (the backward pass has two products for each of the forward's).
+and a training step three times as much (the backward pass has two products for each of the forward's). Where weights
+are frozen (evaluation, generation), the keys and values of memory and W_kR R are there already: keys and values take
+2*B*T*E*A * 2, and W_kR R nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +28,16 @@ from txl.errors import UserError
 
 
 def forward_operations(
-    model: ModelConfig, vocab_size: int, batch_size: int, segment: int, memory: int, window: int | None = None
+    model: ModelConfig,
+    vocab_size: int,
+    batch_size: int,
+    segment: int,
+    memory: int,
+    window: int | None = None,
+    *,
+    frozen: bool = False,
 ) -> int:
-    """Operations of one forward pass, by the formula at the top of this file.
+    """Operations of one forward pass, by the formula at the top of this file; `frozen` for one without gradients.
 
     Raises:
         UserError: for an adaptive softmax or a projected embedding, which the formula does not describe.
@@ -36,11 +45,12 @@ def forward_operations(
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
-    rows, key_rows = batch_size * segment, batch_size * keys
+    rows = batch_size * segment
+    key_rows, distances = (rows, 0) if frozen else (batch_size * keys, keys)
     layer = (
         2 * rows * model.d_model * width
         + 2 * key_rows * model.d_model * width * 2
-        + 2 * keys * model.d_model * width
+        + 2 * distances * model.d_model * width
         + 2 * rows * keys * width * 2
         + 2 * rows * min(keys, window or keys) * width
         + 2 * rows * width * model.d_model

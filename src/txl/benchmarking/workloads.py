@@ -110,7 +110,7 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = _timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window)
+    operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds
     return Speed(
         "evaluation", dtype, *shape, state.length, seconds, tokens_per_second, operations, rate, model.attention_name
