@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from record import write
-from txl.models import build_model, cross_entropy
+from txl.models import cross_entropy
 from txl.models.transformer_xl import TransformerXL
 from txl.presets import preset
 
@@ -37,7 +37,7 @@ def measure(way: dict[str, Any]) -> dict[str, Any]:
         cross_entropy.MAX_LOGITS = 2**62
     shape = replace(preset("wt103-base").model, n_layer=2, mem_len=SEGMENT, cutoffs=way["cutoffs"])
     torch.manual_seed(0)
-    model: TransformerXL = build_model(shape, VOCABULARY).train()
+    model = TransformerXL(shape, VOCABULARY).train()
     # Ranks as natural text has them, roughly (Zipf).
     ranks = torch.rand(LANES, SEGMENT + 1, dtype=torch.float64).mul(torch.tensor(float(VOCABULARY)).log()).exp()
     tokens = ranks.long().clamp(max=VOCABULARY) - 1

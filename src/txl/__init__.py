@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from txl.data.corpora import open_corpus
     from txl.errors import RunInterrupted, UserError
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
+    from txl.evaluation.sliding import evaluate_sliding
     from txl.generation import generate, generate_samples, generate_tokens
     from txl.models import build_model
     from txl.models.language_model import LanguageModel
@@ -35,6 +36,7 @@ _HOMES = {
     "build_model": "txl.models",
     "evaluate": "txl.evaluation.perplexity",
     "evaluate_memory_lengths": "txl.evaluation.perplexity",
+    "evaluate_sliding": "txl.evaluation.sliding",
     "generate": "txl.generation",
     "generate_samples": "txl.generation",
     "generate_tokens": "txl.generation",
@@ -55,6 +57,7 @@ __all__ = [
     "build_model",
     "evaluate",
     "evaluate_memory_lengths",
+    "evaluate_sliding",
     "generate",
     "generate_samples",
     "generate_tokens",

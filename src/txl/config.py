@@ -18,6 +18,7 @@ from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
+Encoding = Literal["relative", "learned", "sinusoid"]
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -27,7 +28,13 @@ def _setting(default: Any, help: str) -> Any:
 
 @dataclass
 class ModelConfig:
-    """A Transformer-XL (Section 3 of the paper). Lengths count tokens, widths count features."""
+    """A Transformer-XL (Section 3 of the paper), or a vanilla Transformer. Lengths count tokens, widths features."""
+
+    encoding: Encoding = _setting(
+        "relative",
+        "of positions. relative: the paper's. Without memory: learned at every layer (Al-Rfou et al.), or sinusoid",
+    )
+    max_segment: int = _setting(512, "without memory: tokens of the longest segment")
 
     n_layer: int = _setting(12, "number of layers N")
     d_model: int = _setting(512, "width of the hidden states (even: R is half sines, half cosines)")
@@ -256,6 +263,20 @@ def validate_model(model: ModelConfig) -> None:
         _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
     _validate_clusters(model)
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
+    _require(model.max_segment >= 1, "model.max_segment", model.max_segment, "1 token or more")
+    if model.encoding != "relative":
+        _require_no_memory(model, model, "model.")
+
+
+def _require_no_memory(model: ModelConfig, lengths: ModelConfig | EvalConfig, prefix: str) -> None:
+    """Absolute positions of two segments cannot be told apart (Section 3.3)."""
+    for name, nothing in (("mem_len", 0), ("window", None), ("clamp_len", None)):
+        if getattr(lengths, name) != nothing:
+            raise UserError(
+                f"{prefix}{name} is {getattr(lengths, name)}, but model.encoding is {model.encoding}: its positions "
+                f"are absolute, and those of two segments could not be told apart (Section 3.3); expected "
+                f"{_shown(nothing)}"
+            )
 
 
 def _validate_clusters(model: ModelConfig) -> None:
@@ -333,6 +354,12 @@ def validate(run: RunConfig) -> None:
         _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
     validate_temperature(run.eval.temperature, "eval.temperature")
+    if run.model.encoding != "relative":
+        _require_no_memory(run.model, run.eval, "eval.")
+        for name, segment in (("train.segment", train.segment), ("eval.segment", run.eval.segment)):
+            _require(
+                segment <= run.model.max_segment, name, segment, f"at most model.max_segment, {run.model.max_segment}"
+            )
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:

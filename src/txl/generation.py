@@ -120,21 +120,27 @@ def _continue(
     generators = [torch.Generator(device).manual_seed((first_seed + lane) % 2**63) for lane in range(samples)]
     with evaluation_mode(model):
         ids = ids.to(device)[None]
-        # All but the prompt's last token only fill the memory; `nll` does that without a [T,V] matrix of probabilities
-        # where the softmax is adaptive.
-        for start in range(0, ids.shape[1] - 1, PROMPT_SEGMENT):
-            end = min(start + PROMPT_SEGMENT, ids.shape[1] - 1)
-            _, state = model.nll(ids[:, start:end], ids[:, start + 1 : end + 1], state)
+        if model.context is None:
+            # All but the prompt's last token only fill the memory; `nll` does that without a [T,V] matrix of
+            # probabilities where the softmax is adaptive.
+            for start in range(0, ids.shape[1] - 1, PROMPT_SEGMENT):
+                end = min(start + PROMPT_SEGMENT, ids.shape[1] - 1)
+                _, state = model.nll(ids[:, start:end], ids[:, start + 1 : end + 1], state)
+            ids = ids[:, -1:]
         state = state.select(torch.zeros(samples, dtype=torch.int64))
-        token = ids[0, -1].expand(samples)
+        read = ids.expand(samples, -1)
     for _ in range(max_tokens):
         # Entered anew at each step, so that a caller who stops half-way does not leave the model in evaluation mode.
         with evaluation_mode(model):
-            log_probs, state = model.log_probs(token[:, None], state)
+            if model.context is not None:
+                read = read[:, -model.context :]
+            log_probs, state = model.log_probs(read, state)
             log_probs = log_probs[:, -1]
             if forbidden:
                 log_probs = log_probs.index_fill(-1, torch.tensor(forbidden, device=device), float("-inf"))
             token = sampling.draw(log_probs, generators)
+            # Without memory, all that fits is read anew for every token.
+            read = token[:, None] if model.context is None else torch.cat([read, token[:, None]], dim=1)
         yield token.clone()
 
 

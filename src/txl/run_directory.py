@@ -25,7 +25,7 @@ from txl.config import RunConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.transformer_xl import TransformerXL
+from txl.models.decoder import Decoder
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
 
 
@@ -167,7 +167,7 @@ class RunDirectory:
             raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
         return found
 
-    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[TransformerXL, Vocabulary | None]:
+    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[Decoder[Any], Vocabulary | None]:
         """The model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Raises:
@@ -216,7 +216,7 @@ class RunDirectory:
 
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
-) -> tuple[TransformerXL, Vocabulary | None]:
+) -> tuple[Decoder[Any], Vocabulary | None]:
     """The model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
 
     Args:

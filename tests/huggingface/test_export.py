@@ -52,6 +52,7 @@ def exported(request, story, data_dir, tmp_path_factory):
 def ours(folder: Path) -> tuple[txl.TransformerXL, Vocabulary, dict[str, Any]]:
     model, vocabulary = txl.load(folder / "run")
     assert vocabulary is not None
+    assert isinstance(model, txl.TransformerXL)
     lengths = json.loads((folder / "run" / "config.json").read_text())["eval"]
     settings = {"mem_len": lengths["mem_len"], "window": lengths["window"] or "none"}
     return model, vocabulary, settings | {"clamp_len": lengths["clamp_len"] or "none"}

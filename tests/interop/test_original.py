@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 FILES = [f"{name}.pt" for name in CASES] + [f"{name}.legacy.pt" for name in LEGACY]
 
 
-def losses(model: txl.TransformerXL, tokens: torch.Tensor) -> torch.Tensor:
+def losses(model: txl.LanguageModel[Any], tokens: torch.Tensor) -> torch.Tensor:
     state, found = model.init_state(len(tokens)), []
     with torch.inference_mode():
         for start in range(0, tokens.shape[1] - 1, SEGMENT):
@@ -178,6 +179,8 @@ def test_the_command_shows_the_configuration_and_the_run_can_be_used(tmp_path, c
     words = ["train", out, "--out", tuned, "--init-from", out, "--data.corpus", str(text), "--train.steps", "2"]
     assert main([*words, "--train.batch-size", "2", "--train.eval-every", "0", "--quiet", *data]) == 0
     before, after = (txl.load(each)[0] for each in (out, tuned))
+    assert isinstance(before, txl.TransformerXL)
+    assert isinstance(after, txl.TransformerXL)
     assert after.config.window == 8
     assert not torch.equal(before.u, after.u)
     assert torch.allclose(before.u, after.u, atol=0.01)

@@ -29,7 +29,7 @@ VARIANTS = {
 def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> TransformerXL:
     """A model in evaluation mode whose weights are large enough for every term to matter."""
     torch.manual_seed(0)
-    model = build_model(config, V).to(dtype).eval()
+    model = TransformerXL(config, V).to(dtype).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.3)
     return model

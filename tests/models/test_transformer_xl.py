@@ -11,7 +11,7 @@ from torch import nn
 from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.transformer_xl import TransformerXLLayer
+from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 
 
 def count(config: ModelConfig, vocab_size: int) -> int:
@@ -54,7 +54,7 @@ def test_untied_biases_add_one_pair_a_layer():
 
 def test_initial_weights_follow_the_authors():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
+    model = TransformerXL(ModelConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
     for name, parameter in model.named_parameters():
         mean, std = parameter.mean().item(), parameter.std().item()
         if name.endswith("norm.weight"):
@@ -99,7 +99,7 @@ def test_dropout_sites_are_those_of_the_original():
 )
 def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0), 11)
+    model = TransformerXL(ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0), 11)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.5)
     layer = model.layers[0]

@@ -8,7 +8,6 @@ import torch
 
 from txl.config import ModelConfig, TrainConfig
 from txl.errors import UserError
-from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
     build_optimizer,
@@ -52,7 +51,7 @@ def test_without_warm_up_the_first_update_has_the_peak():
 def small_model(**changes) -> TransformerXL:
     torch.manual_seed(0)
     shape = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
-    return build_model(dataclasses.replace(shape, **changes), 11)
+    return TransformerXL(dataclasses.replace(shape, **changes), 11)
 
 
 def test_weight_decay_acts_on_matrices_only():

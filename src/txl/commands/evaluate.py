@@ -44,6 +44,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument(
+        "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
+    )
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
@@ -60,8 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
+    for name in ("mem_len", "mem_lens", "window", "clamp_len", "segment", "temperature"):
+        if arguments.sliding is not None and getattr(arguments, name) is not None:
+            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     from txl.allocator import keep_freed_memory
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
+    from txl.evaluation.sliding import evaluate_sliding
     from txl.run_directory import RunDirectory
 
     keep_freed_memory()
@@ -91,7 +98,11 @@ def run(arguments: argparse.Namespace) -> None:
     }
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
-        if arguments.mem_lens is None:
+        if arguments.sliding is not None:
+            batch = {} if arguments.batch is None else {"batch_size": arguments.batch}
+            common = {name: common[name] for name in ("max_tokens", "dtype")} | batch
+            results = [evaluate_sliding(model, tokens, context=arguments.sliding, **common, progress=move)]
+        elif arguments.mem_lens is None:
             results = [evaluate(model, tokens, **settings, **common, progress=move)]
         else:
             common |= {"clamp_len": settings["clamp_len"], "window": arguments.window}

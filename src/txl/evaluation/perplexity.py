@@ -50,6 +50,8 @@ class EvaluationResult:
     exhaustive: bool
     dtype: str
     temperature: float
+    sliding: bool = False
+    """Whether each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
 
     @property
     def ppl(self) -> float:
@@ -192,7 +194,8 @@ def evaluate(
     start = time.perf_counter()
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         for inputs, targets, counts in lanes.segments(ids, segment):
-            _check_ids(inputs, targets, model.vocab_size)
+            check_ids(inputs, model.vocab_size)
+            check_ids(targets, model.vocab_size)
             nll, state = _nll_at(temperature, model, inputs.to(device), targets.to(device), state)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
@@ -203,7 +206,7 @@ def evaluate(
         nll=mean,
         tokens=done,
         dropped=len(ids) - 1 - done,
-        bytes_per_token=_bytes_per_token(tokens, len(ids)),
+        bytes_per_token=bytes_per_token(tokens, len(ids)),
         seconds=time.perf_counter() - start,
         segment=segment,
         batch_size=batch_size,
@@ -270,8 +273,13 @@ def _nll_at(
     return -flattened.gather(-1, targets[..., None]).squeeze(-1), state
 
 
-def _check_ids(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
-    lowest, highest = int(min(inputs.min(), targets.min())), int(max(inputs.max(), targets.max()))
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Token ids are those of the vocabulary.
+
+    Raises:
+        UserError: if one is not.
+    """
+    lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise UserError(
             f"the tokens hold id {lowest if lowest < 0 else highest}, the model's vocabulary ends at {vocab_size - 1}; "
@@ -279,7 +287,7 @@ def _check_ids(inputs: Tensor, targets: Tensor, vocab_size: int) -> None:
         )
 
 
-def _bytes_per_token(tokens: Any, n_read: int) -> float | None:
+def bytes_per_token(tokens: Any, n_read: int) -> float | None:
     """Bytes of text a token of the whole split stands for, if the split knows.
 
     A prefix need not be like the whole: of one it is only known where every token is a byte.

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from typing import Any
 
 from txl.config import ModelConfig
+from txl.models.decoder import Decoder
 from txl.models.transformer_xl import TransformerXL
+from txl.models.vanilla import VanillaTransformer
 
 
-def build_model(config: ModelConfig, vocabulary: Sized | int) -> TransformerXL:
+def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
     """A model with fresh weights, drawn from torch's default generator.
 
     Args:
-        config: its shape.
+        config: its shape; `encoding` says which model it is.
         vocabulary: a vocabulary, or the number of tokens in one.
 
     Raises:
         UserError: for a configuration that cannot be built.
     """
-    return TransformerXL(config, vocabulary if isinstance(vocabulary, int) else len(vocabulary))
+    vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
+    return (TransformerXL if config.encoding == "relative" else VanillaTransformer)(config, vocab_size)

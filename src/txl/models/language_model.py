@@ -47,6 +47,8 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     """
 
     vocab_size: int
+    context: int | None = None
+    """Most tokens that a model without memory reads at once; None for a model whose state carries what it has read."""
 
     @abstractmethod
     def init_state(

@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention import RelativeAttention, attention_backend
@@ -19,12 +18,11 @@ from txl.attention.memory import Memory
 from txl.attention.positions import distances_farthest_first, sinusoid
 from txl.attention.projections import FrozenSegment, Projections
 from txl.attention.scope import KeyScope
-from txl.config import ModelConfig, validate_lengths, validate_model
+from txl.config import ModelConfig, validate_lengths
 from txl.errors import UserError
-from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl.models.cross_entropy import at_least_float32
-from txl.models.dropout import make_dropout, word_mask
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.decoder import Decoder, PositionwiseFeedForward
+from txl.models.dropout import make_dropout
+from txl.models.language_model import Limit
 from txl.models.linear import Linear
 
 
@@ -117,24 +115,6 @@ class RelativeMultiHeadAttention(nn.Module):
         return projected.unflatten(-1, (self.n_head, self.d_head))
 
 
-class PositionwiseFeedForward(nn.Module):
-    """Linear, ReLU, Linear, with residual and LayerNorm: [B,T,E] -> [B,T,E]."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.pre_norm = config.pre_norm
-        self.inner = Linear(config.d_model, config.d_inner)
-        self.outer = Linear(config.d_inner, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.dropout = make_dropout(config.dropout, config.locked_dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """One segment."""
-        inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
-        output = self.dropout(self.outer(self.dropout(F.relu(inner))))
-        return hidden + output if self.pre_norm else self.norm(hidden + output)
-
-
 class TransformerXLLayer(nn.Module):
     """Attention and feed-forward."""
 
@@ -162,7 +142,7 @@ class TransformerXLLayer(nn.Module):
         return self.feed_forward(self.attention.read(hidden, segment, layer, position, shared_biases, scope))
 
 
-class TransformerXL(LanguageModel[Memory]):
+class TransformerXL(Decoder[Memory]):
     """The language model. Its state is a `Memory`.
 
     Raises:
@@ -170,42 +150,14 @@ class TransformerXL(LanguageModel[Memory]):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int):
-        super().__init__()
-        validate_model(config)
-        if vocab_size < 1:
-            raise UserError(f"the vocabulary has {vocab_size} tokens; a model needs at least 1")
-        self.config = dataclasses.replace(config)
-        self.vocab_size = vocab_size
+        super().__init__(config, vocab_size)
         self.attention_name, attend = attention_backend(config.attention)
-        self.embedding = AdaptiveEmbedding(vocab_size, config)
         self.layers = nn.ModuleList(TransformerXLLayer(config, attend) for _ in range(config.n_layer))
         if not config.untie_r:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
-        self.softmax = AdaptiveSoftmax(self.embedding, config)
-        self.dropout_embed = self._dropout(config.dropout_embed)
-        self.dropout_out = self._dropout(config.dropout_out)
         self.dropout_r = self._dropout(config.dropout_r)
-        self.init_weights()
-
-    def _dropout(self, p: float | None) -> nn.Module:
-        """Dropout of rate `p`, or of the configuration's general rate."""
-        return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """The authors' initialisation: everything normal, biases 0, LayerNorm around 1."""
-        std, proj_std = self.config.init_std, self.config.proj_init_std
-        for name, parameter in self.named_parameters():
-            parent = self.get_submodule(name.rpartition(".")[0])
-            if isinstance(parent, nn.LayerNorm) and name.endswith("weight"):
-                parameter.normal_(1.0, std)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            elif "projections" in name:
-                parameter.normal_(0.0, proj_std)
-            else:
-                parameter.normal_(0.0, std)
+        self._finish()
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
@@ -232,22 +184,14 @@ class TransformerXL(LanguageModel[Memory]):
         return Memory.from_tensors(tensors)
 
     def hidden_states(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """h^N, and the memory for the next segment: [B,T] int64 -> [B,T,E].
-
-        Raises:
-            UserError: for tokens that do not fit the state, or a state of another model.
-        """
-        if tokens.shape[0] != state.batch_size:
-            raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
-        if tokens.shape[1] == 0:
-            raise UserError("tokens have no positions; expected at least one in each lane")
-        if len(state.hidden) != self.config.n_layer or state.hidden[0].shape[-1] != self.config.d_model:
+        """h^N, and the memory for the next segment; see `Decoder.hidden_states`."""
+        if (
+            not isinstance(state, Memory)
+            or len(state.hidden) != self.config.n_layer
+            or state.hidden[0].shape[-1] != self.config.d_model
+        ):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
-        hidden = self.embedding(tokens)
-        if self.training and self.config.dropout_words > 0:
-            mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
-            hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
-        hidden = self.dropout_embed(hidden)
+        hidden = self._embedded(tokens, state)
         if not self.training and not torch.is_grad_enabled():
             return self._read_frozen(hidden, state)
         distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
@@ -293,50 +237,6 @@ class TransformerXL(LanguageModel[Memory]):
             positions = tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
             held = dataclasses.replace(held, positions=positions)
         return held
-
-    def nll(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Negative log-likelihood of each target; see `LanguageModel.nll`."""
-        _check_targets(tokens, targets)
-        hidden, state = self.hidden_states(tokens, state)
-        return self._nll_of(hidden, targets), state
-
-    def training_terms(self, tokens: Tensor, targets: Tensor, state: Memory) -> tuple[Tensor, Tensor, Memory]:
-        """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
-
-        alpha * mean(h^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h before their dropout (Merity
-        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither).
-        """
-        _check_targets(tokens, targets)
-        hidden, state = self.hidden_states(tokens, state)
-        final = at_least_float32(hidden)
-        penalty = final.new_zeros(())
-        if self.config.activation_reg > 0:
-            penalty = penalty + self.config.activation_reg * final.square().mean()
-        if self.config.temporal_reg > 0 and tokens.shape[1] > 1:
-            penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
-        return self._nll_of(hidden, targets).mean(), penalty, state.detach()
-
-    def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
-        nll = self.softmax.nll(self.dropout_out(hidden).flatten(0, 1), targets.flatten(), self.embedding)
-        return nll.view_as(targets)
-
-    def log_probs(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
-        hidden, state = self.hidden_states(tokens, state)
-        return self.log_probs_of(hidden), state
-
-    def log_probs_of(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the next token from h^N: [B,T,E] -> [B,T,V]."""
-        log_probs = self.softmax.log_probs(self.dropout_out(hidden).flatten(0, 1), self.embedding)
-        return log_probs.unflatten(0, hidden.shape[:2])
-
-
-def _check_targets(tokens: Tensor, targets: Tensor) -> None:
-    if tokens.shape != targets.shape:
-        raise UserError(
-            f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
-        )
 
 
 def _identity(attentions: list[RelativeMultiHeadAttention], device: str) -> Hashable:

@@ -60,6 +60,22 @@ def presets() -> dict[str, Preset]:
             lambda: published.characters_24l("enwik8"),
         ),
         Preset(
+            "enwik8-vanilla-12L",
+            "enwik8, vanilla Transformer, 12 layers",
+            "Table 2 (Al-Rfou et al.); no auxiliary losses",
+            "1.11 bpc (44M)",
+            204,
+            lambda: published.vanilla("enwik8", 12),
+        ),
+        Preset(
+            "enwik8-vanilla-64L",
+            "enwik8, vanilla Transformer, 64 layers",
+            "Table 2 (Al-Rfou et al.); no auxiliary losses",
+            "1.06 bpc (235M)",
+            204,
+            lambda: published.vanilla("enwik8", 64),
+        ),
+        Preset(
             "text8-12L",
             "text8, 12 layers",
             f"{_SCRIPTS}",

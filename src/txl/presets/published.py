@@ -51,6 +51,20 @@ def characters_24l(corpus: str) -> RunConfig:
     )
 
 
+def vanilla(corpus: str, n_layer: int) -> RunConfig:
+    """The Transformer of Al-Rfou et al. (2018) as the paper compares with it: no auxiliary losses.
+
+    Widths, segment and dropout (0.2 for 12 layers, 0.55 for 64) are theirs; heads, optimiser and schedule are those of
+    enwik8-12L. They test with a window that slides by one: `txl eval --sliding 512`.
+    """
+    run = characters_12l(corpus)
+    run.name = f"{corpus}-vanilla-{n_layer}L"
+    run.model.encoding, run.model.n_layer, run.model.mem_len, run.model.max_segment = "learned", n_layer, 0, 512
+    run.model.dropout = 0.2 if n_layer <= 12 else 0.55
+    run.eval = EvalConfig(segment=512, mem_len=0)
+    return run
+
+
 def wt103_base() -> RunConfig:
     """WikiText-103, 151M parameters."""
     return RunConfig(

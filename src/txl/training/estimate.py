@@ -41,8 +41,9 @@ class Costs:
 
 
 def parameters_by_part(model: nn.Module) -> dict[str, int]:
-    """Number of parameters of embedding, attention, feed-forward, LayerNorms, the biases u and v, and softmax."""
-    parts = {"embedding": 0, "attention": 0, "u and v": 0, "feed-forward": 0, "layer norm": 0, "softmax": 0}
+    """Number of parameters of the embedding, positions, attention and so on, as far as the model has them."""
+    names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm", "softmax")
+    parts = dict.fromkeys(names_of_parts, 0)
     for name, parameter in model.named_parameters():
         names = name.split(".")
         if names[-1] in ("u", "v"):
@@ -91,10 +92,12 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     shape, train = run.model, run.train
     carried = shape.mem_len if shape.window is None else min(shape.mem_len, shape.window - 1)
     lanes, n_query, n_key = train.batch_size // train.micro_batches, train.segment, carried + train.segment
+    memory = 2 * 4 * shape.n_layer * train.batch_size * max(carried, n_query) * shape.d_model
     full, low = 4, 2 if train.dtype == "bfloat16" else 4
     dropped = 1 if shape.dropout > 0 else 0
     masked = 0 if shape.locked_dropout else dropped
-    scores = shape.n_head * n_query * n_key
+    with_memory = shape.encoding == "relative"  # without, the fused attention keeps no probabilities
+    scores = shape.n_head * n_query * n_key if with_memory or shape.dropatt > 0 else 0
     layer = (
         (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model
         + low * (3 * n_query + 2 * n_key) * shape.n_head * shape.d_head
@@ -119,7 +122,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
             "gradients": full * total,
             "optimiser": 2 * full * total,
             **({"averaged weights": full * total} if averaged else {}),
-            "memory": 2 * full * shape.n_layer * train.batch_size * max(carried, n_query) * shape.d_model,
+            **({"memory": memory} if with_memory else {}),
             "activations": shape.n_layer * lanes * layer + ends,
             "scratch": low * lanes * max(3 * scores, 2 * n_query * shape.d_inner),
         },

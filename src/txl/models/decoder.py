@@ -1,0 +1,150 @@
+"""What all models of this project share but their layers: embedding, softmax, losses, initialisation, feed-forward.
+
+Shapes: B lanes, T tokens of a segment, E d_model, V vocabulary, N tokens of all lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl.config import ModelConfig, validate_model
+from txl.errors import UserError
+from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from txl.models.cross_entropy import at_least_float32
+from txl.models.dropout import make_dropout, word_mask
+from txl.models.language_model import LanguageModel, StateT
+from txl.models.linear import Linear
+
+
+class Decoder(LanguageModel[StateT]):
+    """A language model that is given by its hidden states.
+
+    A subclass builds its layers and then calls `_finish`.
+
+    Raises:
+        UserError: for a configuration that cannot be built.
+    """
+
+    attention_name: str
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        validate_model(config)
+        if vocab_size < 1:
+            raise UserError(f"the vocabulary has {vocab_size} tokens; a model needs at least 1")
+        self.config = dataclasses.replace(config)
+        self.vocab_size = vocab_size
+        self.embedding = AdaptiveEmbedding(vocab_size, config)
+
+    def _finish(self) -> None:
+        """What comes after the layers, and the first weights of everything."""
+        self.softmax = AdaptiveSoftmax(self.embedding, self.config)
+        self.dropout_embed = self._dropout(self.config.dropout_embed)
+        self.dropout_out = self._dropout(self.config.dropout_out)
+        self.init_weights()
+
+    def _dropout(self, p: float | None) -> nn.Module:
+        """Dropout of rate `p`, or of the configuration's general rate."""
+        return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The authors' initialisation: everything normal, biases 0, LayerNorm around 1."""
+        std, proj_std = self.config.init_std, self.config.proj_init_std
+        for name, parameter in self.named_parameters():
+            parent = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(parent, nn.LayerNorm) and name.endswith("weight"):
+                parameter.normal_(1.0, std)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif "projections" in name:
+                parameter.normal_(0.0, proj_std)
+            else:
+                parameter.normal_(0.0, std)
+
+    @abstractmethod
+    def hidden_states(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """h^N, and the state for the next segment: [B,T] int64 -> [B,T,E].
+
+        Raises:
+            UserError: for tokens that do not fit the state, or a state of another model.
+        """
+
+    def _embedded(self, tokens: Tensor, state: StateT) -> Tensor:
+        """h^0: [B,T] -> [B,T,E]."""
+        if tokens.shape[0] != state.batch_size:
+            raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
+        if tokens.shape[1] == 0:
+            raise UserError("tokens have no positions; expected at least one in each lane")
+        hidden = self.embedding(tokens)
+        if self.training and self.config.dropout_words > 0:
+            mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
+            hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
+        return self.dropout_embed(hidden)
+
+    def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Negative log-likelihood of each target; see `LanguageModel.nll`."""
+        _check_targets(tokens, targets)
+        hidden, state = self.hidden_states(tokens, state)
+        return self._nll_of(hidden, targets), state
+
+    def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
+        """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
+
+        alpha * mean(h^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h before their dropout (Merity
+        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither).
+        """
+        _check_targets(tokens, targets)
+        hidden, state = self.hidden_states(tokens, state)
+        final = at_least_float32(hidden)
+        penalty = final.new_zeros(())
+        if self.config.activation_reg > 0:
+            penalty = penalty + self.config.activation_reg * final.square().mean()
+        if self.config.temporal_reg > 0 and tokens.shape[1] > 1:
+            penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
+        return self._nll_of(hidden, targets).mean(), penalty, state.detach()
+
+    def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
+        nll = self.softmax.nll(self.dropout_out(hidden).flatten(0, 1), targets.flatten(), self.embedding)
+        return nll.view_as(targets)
+
+    def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
+        hidden, state = self.hidden_states(tokens, state)
+        return self.log_probs_of(hidden), state
+
+    def log_probs_of(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the next token from h^N: [B,T,E] -> [B,T,V]."""
+        log_probs = self.softmax.log_probs(self.dropout_out(hidden).flatten(0, 1), self.embedding)
+        return log_probs.unflatten(0, hidden.shape[:2])
+
+
+class PositionwiseFeedForward(nn.Module):
+    """Linear, ReLU, Linear, with residual and LayerNorm: [B,T,E] -> [B,T,E]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.inner = Linear(config.d_model, config.d_inner)
+        self.outer = Linear(config.d_inner, config.d_model)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.dropout = make_dropout(config.dropout, config.locked_dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """One segment."""
+        inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
+        output = self.dropout(self.outer(self.dropout(F.relu(inner))))
+        return hidden + output if self.pre_norm else self.norm(hidden + output)
+
+
+def _check_targets(tokens: Tensor, targets: Tensor) -> None:
+    if tokens.shape != targets.shape:
+        raise UserError(
+            f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
+        )

@@ -1,0 +1,150 @@
+"""The vanilla Transformer that the paper compares with: every segment on its own, absolute positions.
+
+Al-Rfou et al. (2018) add a learned vector for each position at the input of every layer; Vaswani et al. (2017) add
+sinusoids to the embedding alone. As in the paper's own baselines, auxiliary losses are left out. Al-Rfou et al. predict
+all positions of a training segment and, when they test, only the last one of a window that slides by one
+(`txl.evaluate_sliding`): what a position can see is never cut short there, at the price of recomputing everything.
+
+Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl.attention.positions import sinusoid
+from txl.config import ModelConfig
+from txl.errors import UserError
+from txl.models.decoder import Decoder, PositionwiseFeedForward
+from txl.models.dropout import make_dropout
+from txl.models.language_model import Limit
+from txl.models.linear import Linear
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """The state of a model that carries nothing from segment to segment: its number of lanes."""
+
+    batch_size: int
+
+    def detach(self) -> NoMemory:
+        """Itself."""
+        return self
+
+    def select(self, lanes: Tensor) -> NoMemory:
+        """As many lanes as `lanes` [B'] has."""
+        chosen = lanes.tolist()
+        if any(not -self.batch_size <= lane < self.batch_size for lane in chosen):
+            raise IndexError(f"lanes {chosen} of a state with {self.batch_size}")
+        return NoMemory(len(chosen))
+
+    def reset(self, mask: Tensor) -> NoMemory:
+        """Itself: nothing to forget."""
+        return self
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Everything as named tensors, to be saved."""
+        return {"batch_size": torch.tensor(self.batch_size)}
+
+
+class CausalSelfAttention(nn.Module):
+    """Scaled dot-product attention within the segment, output projection, residual, LayerNorm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        d_attention = config.n_head * config.d_head
+        self.n_head, self.d_head = config.n_head, config.d_head
+        self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
+        self.q_proj = Linear(config.d_model, d_attention, bias=False)
+        self.k_proj = Linear(config.d_model, d_attention, bias=False)
+        self.v_proj = Linear(config.d_model, d_attention, bias=False)
+        self.o_proj = Linear(d_attention, config.d_model, bias=False)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.dropout = make_dropout(config.dropout, config.locked_dropout)
+        self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B,T,E] -> [B,T,E]."""
+        context = self.norm(hidden) if self.pre_norm else hidden
+        query, key, value = (
+            self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        dropout = self.dropatt if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        output = self.dropout(self.o_proj(attended.transpose(1, 2).flatten(-2)))
+        return hidden + output if self.pre_norm else self.norm(hidden + output)
+
+
+class VanillaLayer(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = CausalSelfAttention(config)
+        self.feed_forward = PositionwiseFeedForward(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B,T,E] -> [B,T,E]."""
+        return self.feed_forward(self.attention(hidden))
+
+
+class VanillaTransformer(Decoder[NoMemory]):
+    """The language model. Its state holds nothing; each call of `nll` or `log_probs` is a segment of its own.
+
+    Raises:
+        UserError: for a configuration that cannot be built.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__(config, vocab_size)
+        if config.attention != "auto":
+            raise UserError(f"model.attention is {config.attention!r}; a model without memory has auto alone")
+        self.attention_name = "scaled_dot_product_attention"
+        self.context = config.max_segment
+        self.layers = nn.ModuleList(VanillaLayer(config) for _ in range(config.n_layer))
+        if config.encoding == "learned":
+            self.positions = nn.Parameter(torch.empty(config.n_layer, config.max_segment, config.d_model))
+        self._finish()
+
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> NoMemory:
+        """Nothing, for `batch_size` lanes; see `LanguageModel.init_state`."""
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
+        for name, value in (("mem_len", mem_len or None), ("window", window), ("clamp_len", clamp_len)):
+            if value not in (None, "none"):
+                raise UserError(
+                    f"{name} is {value}, but this model has no memory (model.encoding is {self.config.encoding}): its "
+                    f"positions are absolute, and those of two segments could not be told apart (Section 3.3)"
+                )
+        return NoMemory(batch_size)
+
+    def state_from_tensors(self, tensors: dict[str, Tensor]) -> NoMemory:
+        """The state that `NoMemory.to_tensors` described."""
+        return NoMemory(int(tensors["batch_size"]))
+
+    def hidden_states(self, tokens: Tensor, state: NoMemory) -> tuple[Tensor, NoMemory]:
+        """h^N of a segment on its own; see `Decoder.hidden_states`."""
+        if not isinstance(state, NoMemory):
+            raise UserError("the state belongs to another model; expected one that this model's init_state made")
+        n_token = tokens.shape[1]
+        if n_token > self.config.max_segment:
+            raise UserError(
+                f"the segment has {n_token} tokens, but this model's positions end at model.max_segment, "
+                f"{self.config.max_segment}; use segments of at most that"
+            )
+        hidden = self._embedded(tokens, state)
+        if self.config.encoding == "sinusoid":
+            rows = sinusoid(torch.arange(n_token, device=tokens.device), self.config.d_model, hidden.dtype)
+            hidden = hidden + self.dropout_embed(rows)
+        for number, layer in enumerate(self.layers):
+            if self.config.encoding == "learned":
+                hidden = hidden + self.positions[number, :n_token]
+            hidden = layer(hidden)
+        return hidden, state
