@@ -122,3 +122,25 @@ print(int(kept), sum(faults[6:]))
 def test_keep_freed_memory_says_no_elsewhere(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     assert keep_freed_memory() is False
+
+
+def test_table9_measures_both_models_at_every_length(capsys):
+    small = ["--model.n-layer", "2", "--model.d-model", "16", "--model.n-head", "2", "--model.d-head", "8"]
+    words = ["bench", "table9", "--lengths", "800,60", "--segment", "16", "--steps", "1", *small]
+    assert main([*words, "--model.d-inner", "32", "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["attention_length"] for row in found["results"]] == [800, 60]
+    assert [row["published"] for row in found["results"]] == [363, None]
+    for row in found["results"]:
+        assert row["ratio"] == pytest.approx(row["vanilla_seconds"] / row["transformer_xl_seconds"])
+        assert row["ratio"] > 1
+    assert main([*words, "--model.d-inner", "32", "--device", "cpu"]) == 0
+    assert "363 in the paper" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--lengths", "0"], ["--segment", "0"], ["--steps", "0"], ["enwik8-vanilla-12L"], ["--lengths", "x"]]
+)
+def test_table9_refuses_what_cannot_be_measured(words, capsys):
+    assert main(["bench", "table9", *words]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -45,7 +45,7 @@ class Speed:
         return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
 
 
-def _timed(step: Callable[[], None], steps: int, device: str) -> float:
+def timed(step: Callable[[], None], steps: int, device: str) -> float:
     """Median seconds of a step, after two that do not count."""
     times = []
     for number in range(steps + 2):
@@ -80,7 +80,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
 
     states = [full_of_noise(state) for state in states]
     rate = matmul_rate(getattr(torch, dtype), device)
-    seconds = _timed(step, steps, device)
+    seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     memory = states[0].length
     # Each part of the lanes projects R for itself.
@@ -108,7 +108,7 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
             _, state = model.nll(tokens, tokens, state)
 
     rate = matmul_rate(getattr(torch, dtype), device)
-    seconds = _timed(step, steps, device)
+    seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds

@@ -1,4 +1,4 @@
-"""`txl bench train | eval`: speed beside the machine's own matrix-multiplication rate."""
+"""`txl bench train | eval | table9`: speed beside the machine's own matrix rate, or the vanilla Transformer's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import argparse
 import dataclasses
 from typing import Any
 
-from txl.commands.options import add_config_options, add_device, add_json, config_options, pick_device, print_json
-from txl.config import validate, with_options
+from txl.commands.options import (
+    add_config_options,
+    add_device,
+    add_json,
+    config_options,
+    numbers,
+    pick_device,
+    print_json,
+)
+from txl.config import validate, validate_model, with_options
 from txl.errors import UserError
+
+_LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
 
 
 def add_parser(commands: Any) -> None:
     """Add the command and its workloads to the command line."""
     parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
-    workloads = parser.add_subparsers(dest="workload", metavar="train|eval", required=True)
+    workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9", required=True)
     for workload, what in (("train", "a training step"), ("eval", "evaluation in segments")):
         each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.")
         each.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
@@ -25,6 +35,18 @@ def add_parser(commands: Any) -> None:
         add_json(each)
         add_config_options(each, ("model", "train") if workload == "train" else ("model", "eval"))
         each.set_defaults(run=run)
+    what = "how much slower a vanilla Transformer is to evaluate"
+    table = workloads.add_parser("table9", help=what, description=f"Measure {what} (Table 9), on random tokens.")
+    table.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
+    table.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
+    table.add_argument("--lengths", type=numbers, default=[800, 1800, 2800, 3800], metavar="L,L,...", help=_LENGTHS)
+    table.add_argument("--segment", type=int, default=128, metavar="T", help="tokens Transformer-XL reads at once")
+    table.add_argument("--steps", type=int, default=5, metavar="N", help="windows that are timed (default: 5)")
+    table.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    add_device(table)
+    add_json(table)
+    add_config_options(table, ("model",))
+    table.set_defaults(run=run_table9)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -78,6 +100,49 @@ def run(arguments: argparse.Namespace) -> None:
                 "preset": config.name,
                 "config": config.to_dict(),
                 "results": [result.to_dict() for result in results],
+                "hardware": describe_hardware(device),
+                "software": describe_software(),
+            }
+        )
+
+
+def run_table9(arguments: argparse.Namespace) -> None:
+    """Measure and print a row a length."""
+    from txl.allocator import keep_freed_memory
+    from txl.benchmarking.table9 import slowdown
+    from txl.presets import preset
+    from txl.training.environment import describe_hardware, describe_software
+
+    for name, least in (("steps", 1), ("segment", 1), ("vocabulary", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name} is {getattr(arguments, name)}; expected {least} or more")
+    if not arguments.lengths or min(arguments.lengths) < 1:
+        raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
+    config = with_options(preset(arguments.preset), config_options(arguments))
+    validate_model(config.model)
+    if config.model.encoding != "relative":
+        raise UserError(f"{config.name} is a vanilla Transformer itself; give a preset of Transformer-XL")
+    device = pick_device(arguments.device)
+    keep_freed_memory()
+    rows = []
+    for length in arguments.lengths:
+        row = slowdown(
+            config.model, arguments.vocabulary, length, arguments.segment, arguments.steps, device, arguments.dtype
+        )
+        rows.append(row.to_dict())
+        if not arguments.json:
+            published = f", {rows[-1]['published']:,} in the paper (another machine)" if rows[-1]["published"] else ""
+            print(
+                f"{config.name}, attention length {length:,}, segments of {row.segment}, {row.dtype}: the vanilla "
+                f"Transformer is {row.ratio:,.0f} times slower a token{published}",
+                flush=True,
+            )
+    if arguments.json:
+        print_json(
+            {
+                "preset": config.name,
+                "config": config.to_dict(),
+                "results": rows,
                 "hardware": describe_hardware(device),
                 "software": describe_software(),
             }

@@ -1,0 +1,100 @@
+"""Table 9: how much slower the vanilla Transformer is to evaluate, which recomputes its whole window for every token.
+
+Both models have the same shape, dtype and device, both use the fastest attention there is for them (fused and causal
+for the vanilla one), and the vanilla one computes the softmax of its last position only. Per-token time is what one
+token of one stream takes: a window of L tokens for the vanilla Transformer, a T-th of a segment of T tokens behind L
+positions of memory for Transformer-XL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from txl.benchmarking.workloads import full_of_noise, timed
+from txl.config import ModelConfig
+from txl.evaluation.perplexity import evaluation_mode
+from txl.models.transformer_xl import TransformerXL
+from txl.models.vanilla import VanillaTransformer
+
+PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
+"""The paper's slowdowns, on one GPU."""
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """One row of the table."""
+
+    attention_length: int
+    segment: int
+    dtype: str
+    vanilla_seconds: float
+    """Per token, median."""
+    transformer_xl_seconds: float
+    """Per token, median."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times slower the vanilla Transformer is."""
+        return self.vanilla_seconds / self.transformer_xl_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return asdict(self) | {"ratio": self.ratio, "published": PUBLISHED.get(self.attention_length)}
+
+
+def slowdown(
+    shape: ModelConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
+) -> Slowdown:
+    """Time both models at one attention length, on random tokens and random weights.
+
+    Args:
+        shape: of Transformer-XL; the vanilla Transformer has the same layers, heads and widths.
+        vocab_size: tokens of the vocabulary.
+        length: attention length L.
+        segment: tokens T that Transformer-XL reads at once.
+        steps: windows and segments that are timed.
+        device: where.
+        dtype: "float32", or "bfloat16" for autocast.
+    """
+    recurrent = _recurrent_seconds(shape, vocab_size, length, segment, max(steps, 5), device, dtype)
+    vanilla = _vanilla_seconds(shape, vocab_size, length, steps, device, dtype)
+    return Slowdown(length, segment, dtype, vanilla, recurrent)
+
+
+def _recurrent_seconds(
+    shape: ModelConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
+) -> float:
+    torch.manual_seed(0)
+    shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
+    model = TransformerXL(shape, vocab_size).to(device)
+    state = full_of_noise(model.init_state(1))
+
+    def read_segment() -> None:
+        nonlocal state
+        tokens = torch.randint(vocab_size, (1, segment), device=device)
+        with evaluation_mode(model), _arithmetic(device, dtype):
+            _, state = model.nll(tokens, tokens, state)
+
+    return timed(read_segment, steps, device) / segment
+
+
+def _vanilla_seconds(shape: ModelConfig, vocab_size: int, length: int, steps: int, device: str, dtype: str) -> float:
+    torch.manual_seed(0)
+    without = {"mem_len": 0, "window": None, "clamp_len": None, "encoding": "learned", "max_segment": length}
+    model = VanillaTransformer(dataclasses.replace(shape, **without), vocab_size).to(device)
+
+    def read_window() -> None:
+        tokens = torch.randint(vocab_size, (1, length), device=device)
+        with evaluation_mode(model), _arithmetic(device, dtype):
+            hidden, _ = model.hidden_states(tokens, model.init_state(1))
+            model.log_probs_of(hidden[:, -1:])
+
+    return timed(read_window, steps, device)
+
+
+def _arithmetic(device: str, dtype: str) -> torch.autocast:
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
