@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test oracle oracle-tensorflow huggingface lint bench build clean
+.PHONY: setup demo test oracle oracle-tensorflow huggingface bench-peers lint bench build clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/txl bench train
 	$(BIN)/txl bench eval
+
+# Beside Hugging Face's model, in the environment of `make oracle`.
+bench-peers: .venv-oracle/.installed
+	PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.peers
 
 build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel

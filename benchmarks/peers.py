@@ -1,0 +1,277 @@
+"""This model and Hugging Face's, same weights, same memory, timed in the same run.
+
+    make bench-peers                         # prints a line a row, and writes results/bench-peers.json
+
+Runs in the environment of `make oracle` (transformers 4.37.2, the last version whose Transformer-XL works). Before
+anything is timed, both models read the same tokens behind the same memory, and every log-probability must agree. The
+peer computes in float32, as its users do; the C library keeps freed memory for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
+    TransfoXLConfig,
+    TransfoXLLMHeadModel,
+)
+
+import txl
+from benchmarks.record import write
+from txl.allocator import keep_freed_memory
+from txl.benchmarking.operations import forward_operations, matmul_rate
+from txl.config import RunConfig
+from txl.evaluation.perplexity import evaluation_mode
+from txl.interop.import_run import import_run
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+OUT = Path("results/bench-peers.json")
+AGREE = 2e-4
+"""Largest difference of a log-probability, in nats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is timed, and the ratio that is aimed at, in float32 and bfloat16."""
+
+    name: str
+    preset: str
+    vocab_size: int
+    batch_size: int
+    segment: int
+    memory: int
+    aim: tuple[float, float]
+    training: bool = False
+    ours: int | None = None
+    """A segment length of our choice, where the peer keeps `segment`: time per token is compared."""
+
+
+WORKLOADS = [
+    Workload("one-token step", "enwik8-12L", 204, 1, 1, 2100, (40, 70)),
+    Workload("one-token step", "wt103-large", 267_735, 1, 1, 1600, (40, 90)),
+    Workload("segment evaluation", "enwik8-12L", 204, 1, 80, 2100, (6, 15)),
+    Workload("segment evaluation, our segment", "enwik8-12L", 204, 1, 80, 2100, (6, 15), ours=256),
+    Workload("segment evaluation", "wt103-base", 267_735, 10, 64, 640, (5, 12)),
+    Workload("training step", "enwik8-12L", 204, 4, 128, 128, (1.4, 4.5), training=True),
+    Workload("training step", "enwik8-12L", 204, 4, 512, 512, (2.5, 8.5), training=True),
+]
+
+
+def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0) -> float:
+    """Median of at least `least` runs after one that does not count, and of as many as fit into `budget` seconds."""
+    step()
+    times: list[float] = []
+    while len(times) < least or (sum(times) < budget and len(times) < 50):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def bandwidth() -> float:
+    """Bytes a second of summing 256 MiB: the best of five."""
+    numbers = torch.ones(2**26)
+    return max(numbers.nbytes / median_seconds(numbers.sum, 3, 0) for _ in range(5))
+
+
+def peer_of(run: RunConfig, work: Workload) -> Any:
+    """Hugging Face's model of a preset's shape, random weights."""
+    shape = run.model
+    torch.manual_seed(0)
+    config = TransfoXLConfig(
+        vocab_size=work.vocab_size,
+        cutoffs=list(shape.cutoffs),
+        d_model=shape.d_model,
+        d_embed=shape.d_embed or shape.d_model,
+        n_head=shape.n_head,
+        d_head=shape.d_head,
+        d_inner=shape.d_inner,
+        div_val=shape.div_val,
+        n_layer=shape.n_layer,
+        mem_len=work.memory,
+        clamp_len=-1 if work.training or run.eval.clamp_len is None else run.eval.clamp_len,
+        same_length=not work.training,
+        untie_r=shape.untie_r,
+        proj_share_all_but_first=shape.tie_projections == "all_but_first",
+        dropout=0.0,
+        dropatt=0.0,
+    )
+    return TransfoXLLMHeadModel(config)
+
+
+def ours_of(peer: Any) -> txl.TransformerXL:
+    """The same model here."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_pretrained(f"{folder}/theirs")
+        import_run(Path(f"{folder}/theirs"), Path(f"{folder}/ours"))
+        model, _ = txl.load(f"{folder}/ours")
+    assert isinstance(model, txl.TransformerXL)
+    return model
+
+
+def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload) -> float:
+    """The largest difference of a log-probability of the next token.
+
+    Raises:
+        SystemExit: if it is above what rounding explains.
+    """
+    tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+    with torch.no_grad():
+        hidden = peer.transformer(tokens, mems=[each.transpose(0, 1) for each in memory]).last_hidden_state
+        theirs = peer.crit(hidden[:, -1])
+        ours, _ = model.log_probs(tokens, filled(model, memory, work.memory))
+    worst = (ours[:, -1] - theirs).abs().max().item()
+    if not worst < AGREE:
+        sys.exit(f"{work}: log-probabilities differ by {worst}; expected less than {AGREE}")
+    return worst
+
+
+def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -> Any:
+    """Our state with the same memory, one [B,M,E] a layer (of which a window may hide the oldest)."""
+    state = model.init_state(memory[0].shape[0], mem_len=mem_len)
+    dtype = state.hidden[0].dtype
+    held = tuple(each[:, each.shape[1] - state.capacity :].to(dtype) for each in memory)
+    return dataclasses.replace(state, hidden=held)
+
+
+def peer_evaluation(peer: Any, memory: list[torch.Tensor], work: Workload) -> float:
+    """Seconds of a segment."""
+    mems, labels = [each.transpose(0, 1).contiguous() for each in memory], work.segment > 1
+    peer.eval()
+
+    def step() -> None:
+        nonlocal mems
+        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        with torch.no_grad():
+            mems = (peer(tokens, mems=mems, labels=tokens) if labels else peer(tokens, mems=mems)).mems
+
+    return median_seconds(step)
+
+
+def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, segment: int) -> float:
+    """Seconds of a segment."""
+    state = filled(model, memory, work.memory)
+
+    def step() -> None:
+        nonlocal state
+        tokens = torch.randint(work.vocab_size, (work.batch_size, segment))
+        with evaluation_mode(model):
+            _, state = model.nll(tokens, tokens, state) if segment > 1 else model.log_probs(tokens, state)
+
+    return median_seconds(step)
+
+
+def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
+    """Seconds of forward, backward, clipping and Adam."""
+    mems = [each.transpose(0, 1).contiguous() for each in memory]
+    optimizer = torch.optim.Adam(peer.parameters(), lr=run.train.learning_rate)
+    peer.train()
+
+    def step() -> None:
+        nonlocal mems
+        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        out = peer(tokens, mems=mems, labels=tokens)
+        optimizer.zero_grad()
+        out.loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), run.train.clip)
+        optimizer.step()
+        mems = out.mems
+
+    return median_seconds(step)
+
+
+def our_training(
+    model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, run: RunConfig, dtype: str
+) -> float:
+    """Seconds of what the trainer does in a step."""
+    run.train = dataclasses.replace(
+        run.train, batch_size=work.batch_size, segment=work.segment, dtype=dtype, micro_batches=1
+    )
+    model.train()
+    optimizer = build_optimizer(model, run.train)
+    states = [filled(model, memory, work.memory)]
+
+    def step() -> None:
+        nonlocal states
+        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        states = training_step(model, optimizer, tokens, tokens, states, run.train).states
+
+    return median_seconds(step)
+
+
+def bytes_read(model: txl.TransformerXL, work: Workload) -> int:
+    """What one token must read once: all weights but the embedding's rows, keys and values, and W_kR R."""
+    embedding = sum(each.numel() for name, each in model.named_parameters() if name.startswith("embedding.tables"))
+    head = sum(each.numel() for each in model.embedding.tables) if model.config.tie_embeddings else 0
+    weights = sum(each.numel() for each in model.parameters()) - embedding + head
+    shape = model.config
+    held = 3 * shape.n_layer * work.memory * shape.n_head * shape.d_head
+    return (weights + held) * model.softmax.bias.element_size()
+
+
+def measure(work: Workload) -> list[dict[str, Any]]:
+    """Both dtypes of one workload."""
+    run = txl.preset(work.preset)
+    peer = peer_of(run, work)
+    model = ours_of(peer)
+    torch.manual_seed(1)
+    memory = [torch.randn(work.batch_size, work.memory, run.model.d_model) for _ in range(run.model.n_layer)]
+    worst = compare(peer, model, memory, work)
+    peer_time = peer_training(peer, memory, work, run) if work.training else peer_evaluation(peer, memory, work)
+    del peer
+    rows = []
+    for dtype, aim in zip(("float32", "bfloat16"), work.aim, strict=True):
+        segment = work.ours or work.segment
+        row: dict[str, Any] = dataclasses.asdict(work) | {"dtype": dtype, "aim": aim, "largest_difference": worst}
+        if work.training:
+            seconds = our_training(model, memory, work, run, dtype)
+            operations = 3 * forward_operations(
+                model.config, work.vocab_size, work.batch_size, segment, work.memory, model.config.window
+            )
+            row["fraction_of_matmul_rate"] = operations / seconds / matmul_rate(getattr(torch, dtype), "cpu")
+        else:
+            model.to(getattr(torch, dtype))
+            seconds = our_evaluation(model, memory, work, segment)
+            if segment == 1:
+                row["bytes_read_once"] = bytes_read(model, work)
+                row["bandwidth"] = bandwidth()
+                row["fraction_of_bandwidth"] = row["bytes_read_once"] / row["bandwidth"] / seconds
+        ratio = peer_time / work.segment * segment / seconds
+        row |= {"peer_seconds": peer_time, "our_seconds": seconds, "our_segment": segment, "ratio": ratio}
+        rows.append(row)
+        extra = "".join(f", {row[key]:.2f} of the {key[12:]}" for key in row if key.startswith("fraction_of"))
+        print(
+            f"{work.name}, {work.preset}, B {work.batch_size} T {segment} M {work.memory}, {dtype}: "
+            f"{ratio:.1f} times the peer (aim {aim}){extra}",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    """All workloads, or those whose number is given."""
+    keep_freed_memory()
+    chosen = [WORKLOADS[int(word)] for word in sys.argv[1:]] or WORKLOADS
+    rows = []
+    for work in chosen:
+        rows += measure(work)
+        gc.collect()
+    if len(chosen) == len(WORKLOADS):
+        write(OUT, "make bench-peers", {"peer": "transformers 4.37.2, float32", "rows": rows})
+    else:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
