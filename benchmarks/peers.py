@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import logging as transformers_logging  # pyright: ignore[reportMissingImports]
 from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
     TransfoXLConfig,
     TransfoXLLMHeadModel,
@@ -79,6 +80,12 @@ def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0
     return statistics.median(times)
 
 
+def text(work: Workload, segment: int) -> torch.Tensor:
+    """Random tokens [B,T] whose ranks are as natural text has them, roughly (Zipf): it matters to an adaptive softmax."""
+    uniform = torch.rand(work.batch_size, segment, dtype=torch.float64)
+    return ((work.vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, work.vocab_size - 1)
+
+
 def bandwidth() -> float:
     """Bytes a second of summing 256 MiB: the best of five."""
     numbers = torch.ones(2**26)
@@ -126,7 +133,7 @@ def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], wor
     Raises:
         SystemExit: if it is above what rounding explains.
     """
-    tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+    tokens = text(work, work.segment)
     with torch.no_grad():
         hidden = peer.transformer(tokens, mems=[each.transpose(0, 1) for each in memory]).last_hidden_state
         theirs = peer.crit(hidden[:, -1])
@@ -152,7 +159,7 @@ def peer_evaluation(peer: Any, memory: list[torch.Tensor], work: Workload) -> fl
 
     def step() -> None:
         nonlocal mems
-        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        tokens = text(work, work.segment)
         with torch.no_grad():
             mems = (peer(tokens, mems=mems, labels=tokens) if labels else peer(tokens, mems=mems)).mems
 
@@ -165,7 +172,7 @@ def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: W
 
     def step() -> None:
         nonlocal state
-        tokens = torch.randint(work.vocab_size, (work.batch_size, segment))
+        tokens = text(work, segment)
         with evaluation_mode(model):
             _, state = model.nll(tokens, tokens, state) if segment > 1 else model.log_probs(tokens, state)
 
@@ -180,7 +187,7 @@ def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: Ru
 
     def step() -> None:
         nonlocal mems
-        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        tokens = text(work, work.segment)
         out = peer(tokens, mems=mems, labels=tokens)
         optimizer.zero_grad()
         out.loss.mean().backward()
@@ -204,7 +211,7 @@ def our_training(
 
     def step() -> None:
         nonlocal states
-        tokens = torch.randint(work.vocab_size, (work.batch_size, work.segment))
+        tokens = text(work, work.segment)
         states = training_step(model, optimizer, tokens, tokens, states, run.train).states
 
     return median_seconds(step)
@@ -262,6 +269,7 @@ def measure(work: Workload) -> list[dict[str, Any]]:
 def main() -> None:
     """All workloads, or those whose number is given."""
     keep_freed_memory()
+    transformers_logging.set_verbosity_error()  # it warns of every shared tensor that it saves once
     chosen = [WORKLOADS[int(word)] for word in sys.argv[1:]] or WORKLOADS
     rows = []
     for work in chosen:
