@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.record import write
 from transformers import logging as transformers_logging  # pyright: ignore[reportMissingImports]
 from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
     TransfoXLConfig,
@@ -28,7 +29,6 @@ from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[repor
 )
 
 import txl
-from benchmarks.record import write
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import forward_operations, matmul_rate
 from txl.config import RunConfig
@@ -81,7 +81,7 @@ def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0
 
 
 def text(work: Workload, segment: int) -> torch.Tensor:
-    """Random tokens [B,T] whose ranks are as natural text has them, roughly (Zipf): it matters to an adaptive softmax."""
+    """Random tokens [B,T] with ranks roughly as natural text has them (Zipf), which matters to an adaptive softmax."""
     uniform = torch.rand(work.batch_size, segment, dtype=torch.float64)
     return ((work.vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, work.vocab_size - 1)
 
