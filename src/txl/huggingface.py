@@ -99,6 +99,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """One segment.
@@ -113,6 +114,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: False to return no memory.
             logits_to_keep: of how many positions, from the end, logits are returned; 0: of all.
             return_dict: False for a tuple.
+            num_items_in_batch: what the sum of losses is divided by, where a batch comes in parts (transformers'
+                Trainer says it); None: the labels that count.
             unused: what this model has no use for (position ids, say).
 
         Returns:
@@ -135,11 +138,22 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             targets = labels[:, 1:]
             counts = targets != -100
             nll = -logits[:, :-1].gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-            loss = nll[counts].mean()
+            loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
         cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
         if return_dict is False:
             return tuple(each for each in (loss, logits, cache) if each is not None)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """int64 [B,T] -> [B,T,E]; an adaptive embedding has several tables."""
+        return self.model.embedding
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> torch.nn.Module:
+        """Refused: tables, clusters and softmax belong to one vocabulary."""
+        raise ValueError(
+            "the vocabulary of a Transformer-XL cannot be resized: its embedding, clusters and softmax belong "
+            "together; train one with the other vocabulary"
+        )
 
     def _read_padded(self, input_ids: Tensor, padding: Tensor, state: Any) -> tuple[Tensor, Any]:
         """A first segment whose lanes begin at different places: each lane's memory is emptied where its text begins.

@@ -287,3 +287,20 @@ def test_the_python_of_the_documentation_runs(exported, monkeypatch):
         exec(compile(code.replace('"exported"', '"hf"'), "migrating.md", "exec"), found)
         assert len(found["text"]) > len("It was")
         assert found["state"].get_seq_length() == found["prompt"]["input_ids"].shape[1]
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(exported):
+    """transformers' Trainer hands over what the sum of losses is to be divided by."""
+    model = theirs(exported)
+    tokens = torch.randint(model.config.vocab_size, (4, 9))
+    whole = model(tokens, labels=tokens).loss
+    parts = [model(part, labels=part, num_items_in_batch=torch.tensor(4 * 8)).loss for part in tokens.chunk(2)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_embeddings_are_there_to_be_used_but_not_to_be_resized(exported):
+    model = theirs(exported)
+    embedded = model.get_input_embeddings()(torch.tensor([[0, 1]]))
+    assert embedded.shape == (1, 2, model.config.d_model)
+    with pytest.raises(ValueError, match="cannot be resized"):
+        model.resize_token_embeddings(model.config.vocab_size + 1)
