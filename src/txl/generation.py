@@ -118,9 +118,10 @@ def _continue(
     device = next(model.parameters()).device
     first_seed = torch.Generator().seed() if seed is None else seed
     generators = [torch.Generator(device).manual_seed((first_seed + lane) % 2**63) for lane in range(samples)]
+    context = getattr(model, "context", None)  # whoever has the methods of the interface need not inherit from it
     with evaluation_mode(model):
         ids = ids.to(device)[None]
-        if model.context is None:
+        if context is None:
             # All but the prompt's last token only fill the memory; `nll` does that without a [T,V] matrix of
             # probabilities where the softmax is adaptive.
             for start in range(0, ids.shape[1] - 1, PROMPT_SEGMENT):
@@ -132,15 +133,15 @@ def _continue(
     for _ in range(max_tokens):
         # Entered anew at each step, so that a caller who stops half-way does not leave the model in evaluation mode.
         with evaluation_mode(model):
-            if model.context is not None:
-                read = read[:, -model.context :]
+            if context is not None:
+                read = read[:, -context:]
             log_probs, state = model.log_probs(read, state)
             log_probs = log_probs[:, -1]
             if forbidden:
                 log_probs = log_probs.index_fill(-1, torch.tensor(forbidden, device=device), float("-inf"))
             token = sampling.draw(log_probs, generators)
             # Without memory, all that fits is read anew for every token.
-            read = token[:, None] if model.context is None else torch.cat([read, token[:, None]], dim=1)
+            read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
         yield token.clone()
 
 
