@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
     from txl.errors import RunInterrupted, UserError
+    from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
     from txl.generation import generate, generate_samples, generate_tokens
@@ -42,6 +43,7 @@ _HOMES = {
     "generate_tokens": "txl.generation",
     "load": "txl.run_directory",
     "open_corpus": "txl.data.corpora",
+    "relative_effective_context_length": "txl.evaluation.effective_context",
     "write_report": "txl.reporting.report",
 }
 __version__ = "0.1.0"
@@ -63,6 +65,7 @@ __all__ = [
     "generate_tokens",
     "load",
     "open_corpus",
+    "relative_effective_context_length",
     "preset",
     "presets",
     "write_report",

@@ -1,0 +1,102 @@
+"""Relative effective context length (Section 4.3 and Appendix C): how much context a model still gains from.
+
+Symbols as in the paper: l_i(c,t) is the loss of model i at target t when it sees exactly c tokens, b(c,t) the least of
+all models' at the short length c, f_i(c,c') a model's mean loss at the longer c' where it is below that baseline, and
+g_i(c,c') its relative gain in perplexity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from txl.errors import UserError
+
+Losses = Mapping[str, Mapping[int, Tensor]]
+"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere."""
+
+
+def relative_effective_context_length(losses: Losses, r: float = 1.0, threshold: float = 0.01) -> dict[str, int]:
+    """The context length of each model of a group from which on a longer one gains less than `threshold`.
+
+    The lengths c that were measured are gone through in increasing order, each compared with the next (whose distance
+    is the paper's step): the first c at which g_i(c,c') < `threshold` is the answer, and the largest length measured
+    where gains never stop. All models share one baseline, so the answer depends on the group.
+
+    Args:
+        losses: at the same lengths and targets for all models.
+        r: fraction of the targets, those with the largest b(c,t), that are compared at each c.
+        threshold: least relative gain in perplexity that counts, 0.01 in the paper.
+
+    Raises:
+        UserError: if the losses are not those of a group, or a number is out of its range.
+    """
+    lengths = _checked(losses, r, threshold)
+    found = dict.fromkeys(losses, lengths[-1])
+    stopped: set[str] = set()
+    for short, long in pairwise(lengths):
+        gains = relative_gains(losses, short, long, r)
+        for name, gain in gains.items():
+            if name not in stopped and gain < threshold:
+                stopped.add(name)
+                found[name] = short
+    return found
+
+
+def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
+    """g_i(c,c') = (exp f_i(c,c) - exp f_i(c,c')) / exp f_i(c,c) of each model, for c = `short` and c' = `long`."""
+    baseline, chosen = _hardest(losses, short, r)
+    # f_i(c,c) is the mean baseline for every model: b(c,t) is no larger than any l_i(c,t).
+    before = baseline[chosen].mean()
+    gains = {}
+    for name, by_length in losses.items():
+        after = torch.minimum(baseline, by_length[long].double())[chosen].mean()
+        gains[name] = -torch.expm1(after - before).item()
+    return gains
+
+
+def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
+    """exp f_i(c,c) - exp f_i(c,c') of each model: what Figure 3 shows."""
+    baseline, chosen = _hardest(losses, short, r)
+    perplexity = baseline[chosen].mean().exp().item()
+    return {name: gain * perplexity for name, gain in relative_gains(losses, short, long, r).items()}
+
+
+def _hardest(losses: Losses, length: int, r: float) -> tuple[Tensor, Tensor]:
+    """b(c,t) in float64, and the indices of the fraction r of targets where it is largest (at least one)."""
+    baseline = torch.stack([by_length[length].double() for by_length in losses.values()]).amin(dim=0)
+    count = max(1, round(r * len(baseline)))
+    return baseline, baseline.topk(count, sorted=False).indices
+
+
+def _checked(losses: Losses, r: float, threshold: float) -> list[int]:
+    """The context lengths in increasing order."""
+    if not 0 < r <= 1:
+        raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
+    if not 0 <= threshold < 1:
+        raise UserError(f"threshold is {threshold}; expected a relative gain from 0 up to but not including 1")
+    if not losses:
+        raise UserError("no models were given; expected the losses of one or more")
+    first, by_length = next(iter(losses.items()))
+    lengths, n_target = sorted(by_length), None
+    if not lengths or lengths[0] < 1:
+        raise UserError(f"model {first!r} has losses at context lengths {lengths}; expected one or more, all above 0")
+    for name, each in losses.items():
+        if sorted(each) != lengths:
+            raise UserError(
+                f"model {name!r} has losses at context lengths {sorted(each)}, {first!r} at {lengths}; "
+                f"expected the same"
+            )
+        for length, values in each.items():
+            n_target = len(values) if n_target is None and values.ndim == 1 else n_target
+            if values.ndim != 1 or len(values) != n_target or n_target == 0:
+                raise UserError(
+                    f"model {name!r} has losses of shape {list(values.shape)} at context length {length}; expected one "
+                    f"of each of the same targets, [{n_target or 'targets'}]"
+                )
+            if not values.isfinite().all():
+                raise UserError(f"model {name!r} has losses at context length {length} that are not finite numbers")
+    return lengths

@@ -1,0 +1,88 @@
+"""Relative effective context length, on losses worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import txl
+from txl.errors import UserError
+from txl.evaluation.effective_context import perplexity_gains, relative_gains
+
+
+def ppl(*values: float) -> torch.Tensor:
+    """Losses of targets by their perplexities."""
+    return torch.tensor([math.log(value) for value in values], dtype=torch.float64)
+
+
+def test_a_single_model_stops_where_the_gain_falls_below_the_threshold():
+    # All targets alike: f is the loss, g = 1 - new/old perplexity: 10%, 2%, 0.5%, then 5%, which is never reached.
+    values = [100.0, 90.0, 88.2, 87.759, 83.37105]
+    losses = {"one": {50 * (k + 1): ppl(value, value) for k, value in enumerate(values)}}
+    assert relative_gains(losses, 50, 100)["one"] == pytest.approx(0.1)
+    assert relative_gains(losses, 150, 200)["one"] == pytest.approx(0.005)
+    assert txl.relative_effective_context_length(losses) == {"one": 150}
+    assert txl.relative_effective_context_length(losses, threshold=0.05) == {"one": 100}
+    assert txl.relative_effective_context_length(losses, threshold=0.001) == {"one": 250}  # never stops
+    assert perplexity_gains(losses, 50, 100)["one"] == pytest.approx(10.0)
+
+
+def test_models_must_beat_the_best_short_one():
+    # The better model b sets the baseline; a improves a lot from 10 to 20 but stays above it, so it gains nothing.
+    losses = {"a": {10: ppl(100, 100), 20: ppl(60, 60)}, "b": {10: ppl(50, 50), 20: ppl(45, 45)}}
+    assert relative_gains(losses, 10, 20) == {"a": pytest.approx(0.0), "b": pytest.approx(0.1)}
+    assert txl.relative_effective_context_length(losses) == {"a": 10, "b": 20}
+    assert txl.relative_effective_context_length({"a": losses["a"]}) == {"a": 20}  # alone it does
+
+
+def test_only_losses_below_the_baseline_count_target_by_target():
+    # Target 1 gets worse: it counts as the baseline. Mean of logs over two targets: sqrt(40*10) against sqrt(80*10).
+    losses = {"a": {1: ppl(80, 10), 3: ppl(40, 30)}}
+    assert relative_gains(losses, 1, 3)["a"] == pytest.approx(1 - math.sqrt(0.5))
+    # The baseline is taken target by target too: min(80,90)=80 and min(10,5)=5.
+    both = losses | {"b": {1: ppl(90, 5), 3: ppl(20, 5)}}
+    gains = relative_gains(both, 1, 3)
+    assert gains["a"] == pytest.approx(1 - math.sqrt(0.5))
+    assert gains["b"] == pytest.approx(1 - math.sqrt(0.25))
+
+
+def test_r_takes_the_hardest_targets_of_the_baseline():
+    # Ten targets; the two hardest (r = 0.2) improve by half, the others not at all.
+    short = ppl(9, 1, 2, 3, 4, 5, 6, 7, 8, 10)
+    long = ppl(4.5, 1, 2, 3, 4, 5, 6, 7, 8, 5)
+    losses = {"a": {5: short, 10: long}}
+    assert relative_gains(losses, 5, 10, r=0.2)["a"] == pytest.approx(0.5)
+    assert relative_gains(losses, 5, 10, r=0.1)["a"] == pytest.approx(0.5)
+    assert relative_gains(losses, 5, 10)["a"] == pytest.approx(1 - 0.25**0.1)
+    # The hardest are chosen anew at each length, by the baseline there, not by one model's own losses.
+    other = {"b": {5: ppl(1, 1, 1, 1, 1, 1, 1, 1, 20, 1), 10: ppl(*[1] * 10)}}
+    assert relative_gains(losses | other, 5, 10, r=0.1)["b"] == pytest.approx(1 - 1 / 8)
+
+
+def test_half_precision_losses_and_lengths_in_any_order():
+    losses = {"a": {200: ppl(50, 50).float(), 100: ppl(100, 100).float(), 300: ppl(50, 50).float()}}
+    assert txl.relative_effective_context_length(losses) == {"a": 200}
+    assert txl.relative_effective_context_length({"a": {7: ppl(2.0)}}) == {"a": 7}
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "message"),
+    [
+        ({}, {}, "no models"),
+        ({"a": {}}, {}, "context lengths"),
+        ({"a": {0: ppl(1)}}, {}, "above 0"),
+        ({"a": {1: ppl(1)}, "b": {2: ppl(1)}}, {}, r"'b' has losses at context lengths \[2\], 'a' at \[1\]"),
+        ({"a": {1: ppl(1), 2: ppl(1, 2)}}, {}, r"shape \[2\] at context length 2"),
+        ({"a": {1: ppl(1, 2)[None]}}, {}, r"shape \[1, 2\]"),
+        ({"a": {1: ppl()}}, {}, r"shape \[0\]"),
+        ({"a": {1: torch.tensor([float("nan")])}}, {}, "not finite"),
+        ({"a": {1: ppl(1)}}, {"r": 0.0}, "r is 0.0"),
+        ({"a": {1: ppl(1)}}, {"r": 1.5}, "r is 1.5"),
+        ({"a": {1: ppl(1)}}, {"threshold": -0.1}, "threshold"),
+    ],
+)
+def test_what_is_not_a_group_of_losses(losses, settings, message):
+    with pytest.raises(UserError, match=message):
+        txl.relative_effective_context_length(losses, **settings)
