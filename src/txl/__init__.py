@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from txl.errors import RunInterrupted, UserError
     from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
-    from txl.evaluation.sliding import evaluate_sliding
+    from txl.evaluation.sliding import evaluate_sliding, losses_at_context
     from txl.generation import generate, generate_samples, generate_tokens
     from txl.models import build_model
     from txl.models.language_model import LanguageModel
@@ -42,6 +42,7 @@ _HOMES = {
     "generate_samples": "txl.generation",
     "generate_tokens": "txl.generation",
     "load": "txl.run_directory",
+    "losses_at_context": "txl.evaluation.sliding",
     "open_corpus": "txl.data.corpora",
     "relative_effective_context_length": "txl.evaluation.effective_context",
     "write_report": "txl.reporting.report",
@@ -64,6 +65,7 @@ __all__ = [
     "generate_samples",
     "generate_tokens",
     "load",
+    "losses_at_context",
     "open_corpus",
     "relative_effective_context_length",
     "preset",

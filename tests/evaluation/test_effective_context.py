@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import txl
+from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.evaluation.effective_context import perplexity_gains, relative_gains
+from txl.models.language_model import LanguageModel
 
 
 def ppl(*values: float) -> torch.Tensor:
@@ -86,3 +88,46 @@ def test_half_precision_losses_and_lengths_in_any_order():
 def test_what_is_not_a_group_of_losses(losses, settings, message):
     with pytest.raises(UserError, match=message):
         txl.relative_effective_context_length(losses, **settings)
+
+
+@pytest.mark.parametrize("encoding", ["relative", "sinusoid"])
+def test_losses_at_a_context_see_exactly_that_much(encoding):
+    torch.manual_seed(0)
+    shape = ModelConfig(encoding=encoding, n_layer=3, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=9)
+    shape.mem_len = 6 if encoding == "relative" else 0
+    model = txl.build_model(shape, 13).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    tokens = torch.randint(13, (40,))
+    for context in (1, 5, 9):
+        found = txl.losses_at_context(model, tokens, context=context, first=9, batch_size=4)
+        assert found.shape == (31,)
+        for number, target in enumerate(range(9, 40)):
+            window = tokens[target - context : target][None]
+            log_probs, _ = model.eval().log_probs(window, model.init_state(1, mem_len=0))
+            assert found[number].item() == pytest.approx(-log_probs[0, -1, tokens[target]].item(), abs=1e-10)
+    # What lies one token beyond the context makes no difference, what lies within does.
+    changed = tokens.clone()
+    changed[20] = (changed[20] + 1) % 13
+    difference = txl.losses_at_context(model, changed, context=5, first=9) - txl.losses_at_context(
+        model, tokens, context=5, first=9
+    )
+    assert difference.nonzero().flatten().add(9).tolist() == [20, 21, 22, 23, 24, 25]
+
+
+def test_the_last_loss_is_nll_s_last():
+    torch.manual_seed(0)
+    model = txl.build_model(ModelConfig(n_layer=1, d_model=8, cutoffs=(4,), mem_len=3), 13).double().eval()
+    tokens, targets = torch.randint(13, (2, 5)), torch.randint(13, (2, 5))
+    nll, _ = model.nll(tokens, targets, model.init_state(2))
+    for last_nll in (model.last_nll, lambda *arguments: LanguageModel.last_nll(model, *arguments)):
+        torch.testing.assert_close(
+            last_nll(tokens, targets[:, -1], model.init_state(2)), nll[:, -1], rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("settings", [{"first": 4}, {"first": 10}, {"context": 0}, {"dtype": "float16"}])
+def test_targets_that_cannot_be_scored(settings):
+    model = txl.build_model(ModelConfig(n_layer=1, d_model=8, mem_len=3), 13)
+    with pytest.raises(UserError):
+        txl.losses_at_context(model, torch.zeros(10), **({"context": 5, "first": 5} | settings))

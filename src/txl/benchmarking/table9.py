@@ -90,8 +90,7 @@ def _vanilla_seconds(shape: ModelConfig, vocab_size: int, length: int, steps: in
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)
         with evaluation_mode(model), _arithmetic(device, dtype):
-            hidden, _ = model.hidden_states(tokens, model.init_state(1))
-            model.log_probs_of(hidden[:, -1:])
+            model.last_nll(tokens, tokens[:, -1], model.init_state(1))
 
     return timed(read_window, steps, device)
 

@@ -9,10 +9,12 @@ Shapes: B windows, L tokens of a window.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from txl.errors import UserError
 from txl.evaluation.perplexity import EvaluationResult, Progress, bytes_per_token, check_ids, evaluation_mode
@@ -45,34 +47,16 @@ def evaluate_sliding(
     Raises:
         UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
     """
-    if context < 1 or batch_size < 1:
-        raise UserError(f"context is {context} and batch_size {batch_size}; expected 1 or more of each")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
-    ids = np.asarray(tokens)[:max_tokens]
-    if ids.ndim != 1 or len(ids) < 2:
-        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension and 2 tokens or more")
-    check_ids(torch.from_numpy(ids.astype(np.int64)), model.vocab_size)
+    ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
     device = next(model.parameters()).device
-    total, n_target = torch.zeros((), dtype=torch.float64, device=device), len(ids) - 1
-    begin = time.perf_counter()
+    begin, first = time.perf_counter(), min(context, len(ids) - 1)
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-
-        def losses(starts: np.ndarray, length: int) -> torch.Tensor:
-            windows = torch.from_numpy(ids[starts[:, None] + np.arange(length + 1)].astype(np.int64)).to(device)
-            state = model.init_state(len(starts), mem_len=0, window="none")
-            return model.nll(windows[:, :-1], windows[:, 1:], state)[0].double()
-
-        done = min(context, n_target)
-        total += losses(np.zeros(1, dtype=np.int64), done).sum()
-        while done < n_target:
-            if progress is not None:
-                progress(done, n_target)
-            starts = np.arange(done, min(done + batch_size, n_target)) - context + 1
-            total += losses(starts, context)[:, -1].sum()
-            done += len(starts)
-    if progress is not None:
-        progress(done, n_target)
+        start = torch.from_numpy(ids[: first + 1]).to(device)[None]
+        state = model.init_state(1, mem_len=0, window="none")
+        total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
+        for losses in _windows(model, ids, context, range(first + 1, len(ids)), batch_size, progress):
+            total += losses.sum()
+    done = len(ids) - 1
     return EvaluationResult(
         nll=total.item() / done,
         tokens=done,
@@ -89,3 +73,82 @@ def evaluate_sliding(
         temperature=1.0,
         sliding=True,
     )
+
+
+def losses_at_context(
+    model: LanguageModel[Any],
+    tokens: Any,
+    *,
+    context: int,
+    first: int,
+    batch_size: int = 16,
+    max_tokens: int | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> Tensor:
+    """l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) for all targets from the `first` on (Appendix C).
+
+    Each target is predicted from exactly `context` tokens that the model reads from empty memory, so a model with
+    memory sees no more than one without: memory that was filled before would let what lies beyond the context through,
+    layer by layer. Nothing is shared between targets, which makes this as dear as it sounds: `context` tokens a target.
+
+    Args:
+        model: any language model; those with memory are used without it.
+        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
+        context: tokens c before each target.
+        first: index of the first target; at least `context`. The same for all contexts and models that are compared.
+        batch_size: windows computed at once.
+        max_tokens: read only this many tokens of the stream.
+        dtype: "float32", or "bfloat16" for autocast.
+        progress: is told how far the evaluation is.
+
+    Returns:
+        [targets] nats, float64, on the CPU.
+
+    Raises:
+        UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
+    """
+    ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
+    if not context <= first < len(ids):
+        raise UserError(
+            f"first is {first}; expected a target with {context} tokens before it, among {len(ids)} tokens: "
+            f"{context} to {len(ids) - 1}"
+        )
+    device = next(model.parameters()).device
+    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        windows = _windows(model, ids, context, range(first, len(ids)), batch_size, progress)
+        return torch.cat([losses.cpu() for losses in windows])
+
+
+def _checked_ids(
+    model: LanguageModel[Any], tokens: Any, max_tokens: int | None, context: int, batch_size: int, dtype: str
+) -> np.ndarray:
+    """The tokens to read, int64 [tokens]."""
+    if context < 1 or batch_size < 1:
+        raise UserError(f"context is {context} and batch_size {batch_size}; expected 1 or more of each")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+    ids = np.asarray(tokens)[:max_tokens].astype(np.int64)
+    if ids.ndim != 1 or len(ids) < 2:
+        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension and 2 tokens or more")
+    check_ids(torch.from_numpy(ids), model.vocab_size)
+    return ids
+
+
+def _windows(
+    model: LanguageModel[Any],
+    ids: np.ndarray,
+    context: int,
+    targets: range,
+    batch_size: int,
+    progress: Progress | None,
+) -> Iterator[Tensor]:
+    """Losses of the targets, [at most B] at a time, each from the `context` tokens before it."""
+    device = next(model.parameters()).device
+    for start in range(0, len(targets), batch_size):
+        chosen = np.asarray(targets[start : start + batch_size])
+        windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
+        state = model.init_state(len(chosen), mem_len=0, window="none")
+        yield model.last_nll(windows[:, :-1], windows[:, -1], state).double()
+        if progress is not None:
+            progress(start + len(chosen), len(targets))

@@ -93,6 +93,11 @@ class Decoder(LanguageModel[StateT]):
         hidden, state = self.hidden_states(tokens, state)
         return self._nll_of(hidden, targets), state
 
+    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT) -> Tensor:
+        """See `LanguageModel.last_nll`; the softmax is that of the last position alone."""
+        hidden, _ = self.hidden_states(tokens, state)
+        return self._nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
+
     def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
         """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
 

@@ -74,6 +74,14 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Log-probabilities of the next token over the whole vocabulary: [B,T] int64 -> [B,T,V]."""
 
+    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT) -> Tensor:
+        """Negative log-likelihood of what follows each lane's last token: int64 [B,T] and [B] -> [B] nats.
+
+        Cheaper than `nll` where no other position matters.
+        """
+        log_probs, _ = self.log_probs(tokens, state)
+        return -log_probs[:, -1].gather(-1, target[:, None]).squeeze(-1)
+
     def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
         """The mean loss in nats over all targets, and what a model adds to it while training (0 if nothing).
 
