@@ -1,0 +1,165 @@
+"""`txl recl DIR DIR ...`: the relative effective context length of a group of models (Section 4.3, Appendix C)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from txl.commands.options import (
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    existing_run,
+    pick_device,
+    print_json,
+    progress_bar,
+)
+from txl.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("recl", help="measure how much context each model of a group still gains from")
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
+    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
+    parser.add_argument("--step", type=int, default=64, metavar="N", help="tokens between context lengths (64)")
+    parser.add_argument("--longest", type=int, default=512, metavar="N", help="the longest context length (512)")
+    parser.add_argument("--targets", type=int, default=1000, metavar="N", help="targets that are scored (1000)")
+    parser.add_argument(
+        "--r", type=_fractions, default=[0.1, 0.5, 1.0], metavar="R,R,...", help="fractions of the hardest targets"
+    )
+    parser.add_argument("--threshold", type=float, default=0.01, metavar="G", help="least relative gain (0.01)")
+    parser.add_argument("--batch", type=int, default=16, metavar="B", help="windows computed at once (16)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_config_options(parser, ("data",))
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers with commas between them") from None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Score every model at every context length, and print what follows."""
+    from txl.allocator import keep_freed_memory
+    from txl.commands.evaluate import open_run_corpus, split_tokens
+    from txl.evaluation.effective_context import perplexity_gains, relative_effective_context_length
+    from txl.evaluation.sliding import losses_at_context
+    from txl.run_directory import RunDirectory
+
+    lengths = _lengths(arguments)
+    paths = [existing_run(each) for each in arguments.directories]
+    names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
+    keep_freed_memory()
+    device = pick_device(arguments.device)
+    tokens, shared, parameters = None, None, {}
+    losses: dict[str, dict[int, Any]] = {}
+    for name, path in zip(names, paths, strict=True):
+        directory = RunDirectory(path)
+        model, vocabulary = directory.load(device=device)
+        if tokens is None:
+            shared, corpus = vocabulary, open_run_corpus(directory, vocabulary, arguments)
+            tokens = split_tokens(corpus, arguments.split)
+        if vocabulary != shared:
+            raise UserError(f"{path} has another vocabulary than {paths[0]}; their losses cannot be compared")
+        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
+        losses[name] = {}
+        for length in lengths:
+            progress, move = progress_bar(f"{name}, {length} tokens", quiet=arguments.json)
+            with progress:
+                losses[name][length] = losses_at_context(
+                    model,
+                    tokens,
+                    context=length,
+                    first=lengths[-1],
+                    batch_size=arguments.batch,
+                    max_tokens=lengths[-1] + arguments.targets,
+                    dtype=arguments.dtype,
+                    progress=move,
+                )
+    found = {r: relative_effective_context_length(losses, r, arguments.threshold) for r in arguments.r}
+    ppl = {
+        name: {length: values.mean().exp().item() for length, values in each.items()} for name, each in losses.items()
+    }
+    n_target = len(next(iter(losses.values()))[lengths[0]])
+    if not arguments.json:
+        _print(names, parameters, found, ppl, n_target, arguments)
+        return
+    pairs = [(short, long) for short in lengths for long in lengths if long > short]
+    print_json(
+        {
+            "split": arguments.split,
+            "targets": n_target,
+            "context_lengths": lengths,
+            "threshold": arguments.threshold,
+            "models": [
+                {
+                    "name": name,
+                    "parameters": parameters[name],
+                    "recl": {str(r): each[name] for r, each in found.items()},
+                    "ppl": {str(length): value for length, value in ppl[name].items()},
+                }
+                for name in names
+            ],
+            "perplexity_gains": {
+                str(r): [
+                    {"short": short, "long": long, "gain": perplexity_gains(losses, short, long, r)}
+                    for short, long in pairs
+                ]
+                for r in arguments.r
+            },
+        }
+    )
+
+
+def _lengths(arguments: argparse.Namespace) -> list[int]:
+    """step, 2 * step, ... up to the longest."""
+    for name in ("step", "longest", "targets", "batch"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")
+    if arguments.longest < 2 * arguments.step:
+        raise UserError(
+            f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"
+        )
+    for r in arguments.r:
+        if not 0 < r <= 1:
+            raise UserError(f"--r has {r}; expected fractions above 0 and at most 1")
+    return list(range(arguments.step, arguments.longest + 1, arguments.step))
+
+
+def _print(
+    names: list[str],
+    parameters: dict[str, int],
+    found: dict[float, dict[str, int]],
+    ppl: dict[str, dict[int, float]],
+    n_target: int,
+    arguments: argparse.Namespace,
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"relative effective context length, {arguments.split} split, {n_target:,} targets")
+    table.add_column("model")
+    for column in ("parameters", *(f"r = {r:g}" for r in found)):
+        table.add_column(column, justify="right")
+    for name in names:
+        table.add_row(name, f"{parameters[name]:,}", *(f"{each[name]:,}" for each in found.values()))
+    console.print(table)
+    table = Table(title="perplexity by context length")
+    table.add_column("context", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    for length in ppl[names[0]]:
+        table.add_row(f"{length:,}", *(f"{ppl[name][length]:.3f}" for name in names))
+    console.print(table)
+    print("Table 8 compares groups of the same parameter budget; the largest length means that gains never stopped")

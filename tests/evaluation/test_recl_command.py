@@ -1,0 +1,75 @@
+"""`txl recl` on runs of two kinds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.conftest import small_run
+
+import txl
+from txl.cli import main
+
+VANILLA = {
+    "model.encoding": "learned", "model.max_segment": "24", "model.mem_len": "0", "model.window": "none",
+    "eval.mem_len": "0", "eval.window": "none", "eval.segment": "24", "train.segment": "24",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def group(story, data_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("group")
+    txl.Trainer(small_run(str(story)), folder / "recurrent", data_dir=data_dir, quiet=True).fit()
+    txl.Trainer(small_run(str(story), **VANILLA), folder / "vanilla", data_dir=data_dir, quiet=True).fit()
+    return folder
+
+
+def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, capsys):
+    runs = [str(group / "recurrent"), str(group / "vanilla")]
+    words = ["recl", *runs, "--step", "8", "--longest", "24", "--targets", "50", "--r", "0.2,1"]
+    words += ["--data-dir", str(data_dir)]
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert (found["context_lengths"], found["targets"]) == ([8, 16, 24], 50)
+    assert [each["name"] for each in found["models"]] == ["recurrent", "vanilla"]
+    tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
+    losses = {}
+    for each, path in zip(found["models"], runs, strict=True):
+        model, _ = txl.load(path)
+        losses[each["name"]] = {
+            length: txl.losses_at_context(model, tokens, context=length, first=24, max_tokens=74)
+            for length in (8, 16, 24)
+        }
+        for length, values in losses[each["name"]].items():
+            assert each["ppl"][str(length)] == pytest.approx(torch.as_tensor(values).mean().exp().item())
+    for r in (0.2, 1.0):
+        expected = txl.relative_effective_context_length(losses, r)
+        assert {each["name"]: each["recl"][str(r)] for each in found["models"]} == expected
+    assert len(found["perplexity_gains"]["0.2"]) == 3
+    assert main(words) == 0
+    assert "r = 0.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--step", "0"], "--step is 0"),
+        (["--step", "8", "--longest", "15"], "two context lengths"),
+        (["--r", "2"], "--r has 2.0"),
+        (["--r", "x"], "numbers with commas"),
+        (["--step", "20", "--longest", "40", "--targets", "5"], "max_segment"),
+        (["--step", "8", "--longest", "10000000"], "first is"),
+    ],
+)
+def test_one_line_for_what_cannot_be(group, data_dir, options, message, capsys):
+    words = ["recl", str(group / "vanilla"), *options, "--data-dir", str(data_dir)]
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error.splitlines()[-1]
+
+
+def test_a_run_given_twice_is_refused(group, data_dir, capsys):
+    run = str(group / "vanilla")
+    assert main(["recl", run, run, "--data-dir", str(data_dir)]) == 2
+    assert "given twice" in capsys.readouterr().err
