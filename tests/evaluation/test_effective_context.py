@@ -100,7 +100,7 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
         parameter.data.normal_(0, 0.3)
     tokens = torch.randint(13, (40,))
     for context in (1, 5, 9):
-        found = txl.losses_at_context(model, tokens, context=context, first=9, batch_size=4)
+        found = txl.losses_at_context(model, tokens, context=context, targets=range(9, 40), batch_size=4)
         assert found.shape == (31,)
         for number, target in enumerate(range(9, 40)):
             window = tokens[target - context : target][None]
@@ -109,8 +109,8 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
     # What lies one token beyond the context makes no difference, what lies within does.
     changed = tokens.clone()
     changed[20] = (changed[20] + 1) % 13
-    difference = txl.losses_at_context(model, changed, context=5, first=9) - txl.losses_at_context(
-        model, tokens, context=5, first=9
+    difference = txl.losses_at_context(model, changed, context=5, targets=range(9, 40)) - txl.losses_at_context(
+        model, tokens, context=5, targets=range(9, 40)
     )
     assert difference.nonzero().flatten().add(9).tolist() == [20, 21, 22, 23, 24, 25]
 
@@ -126,8 +126,10 @@ def test_the_last_loss_is_nll_s_last():
         )
 
 
-@pytest.mark.parametrize("settings", [{"first": 4}, {"first": 10}, {"context": 0}, {"dtype": "float16"}])
+@pytest.mark.parametrize(
+    "settings", [{"targets": [4]}, {"targets": [7, 10]}, {"targets": []}, {"context": 0}, {"dtype": "float16"}]
+)
 def test_targets_that_cannot_be_scored(settings):
     model = txl.build_model(ModelConfig(n_layer=1, d_model=8, mem_len=3), 13)
     with pytest.raises(UserError):
-        txl.losses_at_context(model, torch.zeros(10), **({"context": 5, "first": 5} | settings))
+        txl.losses_at_context(model, torch.zeros(10), **({"context": 5, "targets": [5]} | settings))

@@ -34,12 +34,13 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
     assert (found["context_lengths"], found["targets"]) == ([8, 16, 24], 50)
     assert [each["name"] for each in found["models"]] == ["recurrent", "vanilla"]
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
+    step = (len(tokens) - 24) // 50
+    targets = range(24, 24 + 50 * step, step)
     losses = {}
     for each, path in zip(found["models"], runs, strict=True):
         model, _ = txl.load(path)
         losses[each["name"]] = {
-            length: txl.losses_at_context(model, tokens, context=length, first=24, max_tokens=74)
-            for length in (8, 16, 24)
+            length: txl.losses_at_context(model, tokens, context=length, targets=targets) for length in (8, 16, 24)
         }
         for length, values in losses[each["name"]].items():
             assert each["ppl"][str(length)] == pytest.approx(torch.as_tensor(values).mean().exp().item())
@@ -59,7 +60,8 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
         (["--r", "2"], "--r has 2.0"),
         (["--r", "x"], "numbers with commas"),
         (["--step", "20", "--longest", "40", "--targets", "5"], "max_segment"),
-        (["--step", "8", "--longest", "10000000"], "first is"),
+        (["--step", "8", "--longest", "10000000"], "do not fit"),
+        (["--step", "8", "--longest", "16", "--targets", "10000000"], "do not fit"),
     ],
 )
 def test_one_line_for_what_cannot_be(group, data_dir, options, message, capsys):

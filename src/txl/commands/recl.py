@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
     parser.add_argument("--step", type=int, default=64, metavar="N", help="tokens between context lengths (64)")
     parser.add_argument("--longest", type=int, default=512, metavar="N", help="the longest context length (512)")
-    parser.add_argument("--targets", type=int, default=1000, metavar="N", help="targets that are scored (1000)")
+    parser.add_argument("--targets", type=int, default=1000, metavar="N", help="targets, spread over the split (1000)")
     parser.add_argument(
         "--r", type=_fractions, default=[0.1, 0.5, 1.0], metavar="R,R,...", help="fractions of the hardest targets"
     )
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
     keep_freed_memory()
     device = pick_device(arguments.device)
-    tokens, shared, parameters = None, None, {}
+    tokens, shared, targets, parameters = None, None, range(0), {}
     losses: dict[str, dict[int, Any]] = {}
     for name, path in zip(names, paths, strict=True):
         directory = RunDirectory(path)
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
         if tokens is None:
             shared, corpus = vocabulary, open_run_corpus(directory, vocabulary, arguments)
             tokens = split_tokens(corpus, arguments.split)
+            targets = _spread(len(tokens), lengths[-1], arguments)
         if vocabulary != shared:
             raise UserError(f"{path} has another vocabulary than {paths[0]}; their losses cannot be compared")
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
@@ -80,9 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
                     model,
                     tokens,
                     context=length,
-                    first=lengths[-1],
+                    targets=targets,
                     batch_size=arguments.batch,
-                    max_tokens=lengths[-1] + arguments.targets,
                     dtype=arguments.dtype,
                     progress=move,
                 )
@@ -134,6 +134,18 @@ def _lengths(arguments: argparse.Namespace) -> list[int]:
         if not 0 < r <= 1:
             raise UserError(f"--r has {r}; expected fractions above 0 and at most 1")
     return list(range(arguments.step, arguments.longest + 1, arguments.step))
+
+
+def _spread(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
+    """Targets at equal distances over the whole split, each with the longest context before it."""
+    room = n_token - longest
+    if room < arguments.targets:
+        raise UserError(
+            f"{arguments.targets} targets behind {longest} tokens do not fit into the {n_token:,} tokens of the "
+            f"{arguments.split} split; lower --targets or --longest"
+        )
+    step = room // arguments.targets
+    return range(longest, longest + step * arguments.targets, step)
 
 
 def _print(

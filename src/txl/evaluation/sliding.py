@@ -9,7 +9,7 @@ Shapes: B windows, L tokens of a window.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def evaluate_sliding(
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none")
         total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
-        for losses in _windows(model, ids, context, range(first + 1, len(ids)), batch_size, progress):
+        for losses in _windows(model, ids, context, np.arange(first + 1, len(ids)), batch_size, progress):
             total += losses.sum()
     done = len(ids) - 1
     return EvaluationResult(
@@ -80,13 +80,12 @@ def losses_at_context(
     tokens: Any,
     *,
     context: int,
-    first: int,
+    targets: Sequence[int] | range,
     batch_size: int = 16,
-    max_tokens: int | None = None,
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Tensor:
-    """l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) for all targets from the `first` on (Appendix C).
+    """l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) for chosen targets (Appendix C).
 
     Each target is predicted from exactly `context` tokens that the model reads from empty memory, so a model with
     memory sees no more than one without: memory that was filled before would let what lies beyond the context through,
@@ -96,9 +95,8 @@ def losses_at_context(
         model: any language model; those with memory are used without it.
         tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
         context: tokens c before each target.
-        first: index of the first target; at least `context`. The same for all contexts and models that are compared.
+        targets: indices t of the targets, each at least `context`; the same for all contexts and models compared.
         batch_size: windows computed at once.
-        max_tokens: read only this many tokens of the stream.
         dtype: "float32", or "bfloat16" for autocast.
         progress: is told how far the evaluation is.
 
@@ -108,15 +106,16 @@ def losses_at_context(
     Raises:
         UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
     """
-    ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
-    if not context <= first < len(ids):
+    ids = _checked_ids(model, tokens, None, context, batch_size, dtype)
+    chosen = np.asarray(targets, dtype=np.int64)
+    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < context or chosen.max() >= len(ids):
         raise UserError(
-            f"first is {first}; expected a target with {context} tokens before it, among {len(ids)} tokens: "
-            f"{context} to {len(ids) - 1}"
+            f"targets do not all have {context} tokens before them among {len(ids)} tokens; expected one or more "
+            f"indices from {context} to {len(ids) - 1}"
         )
     device = next(model.parameters()).device
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        windows = _windows(model, ids, context, range(first, len(ids)), batch_size, progress)
+        windows = _windows(model, ids, context, chosen, batch_size, progress)
         return torch.cat([losses.cpu() for losses in windows])
 
 
@@ -139,14 +138,14 @@ def _windows(
     model: LanguageModel[Any],
     ids: np.ndarray,
     context: int,
-    targets: range,
+    targets: np.ndarray,
     batch_size: int,
     progress: Progress | None,
 ) -> Iterator[Tensor]:
     """Losses of the targets, [at most B] at a time, each from the `context` tokens before it."""
     device = next(model.parameters()).device
     for start in range(0, len(targets), batch_size):
-        chosen = np.asarray(targets[start : start + batch_size])
+        chosen = targets[start : start + batch_size]
         windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
         state = model.init_state(len(chosen), mem_len=0, window="none")
         yield model.last_nll(windows[:, :-1], windows[:, -1], state).double()
