@@ -9,7 +9,8 @@ Shapes: B lanes, T tokens, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
+from txl.attention.memory import Memory
 from txl.config import ModelConfig
 from txl.models.transformer_xl import TransformerXL
 
@@ -36,7 +38,7 @@ class TransformerXLConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers adds a list to it)
     attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # noqa: RUF012
 
     def __init__(self, vocab_size: int = 256, **values: Any):
@@ -106,11 +108,11 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 [B,T].
-            attention_mask: [B,S] of ones, and zeros for padding on the left (or, without a cache to go on with, on the
-                right); S is T and what `past_key_values` has seen.
+            attention_mask: [B,S] of ones, and zeros for padding around the text of a first segment; S is T and what
+                `past_key_values` has seen.
             past_key_values: memory to go on from; None: empty memory.
             labels: int64 [B,T], not shifted: the label of a position is its own token, as everywhere in transformers.
-                Those of -100 do not count.
+                Those of -100 do not count, nor what padding would have to predict.
             use_cache: False to return no memory.
             logits_to_keep: of how many positions, from the end, logits are returned; 0: of all.
             return_dict: False for a tuple.
@@ -125,18 +127,24 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: for a mask with gaps, or padding after what memory already holds.
         """
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
-        padding = _left_padding(attention_mask, input_ids, n_seen)
+        text = _text_in_mask(attention_mask, input_ids, n_seen)
         state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
-        if padding is None:
+        # The tokenizer's padding is the id behind the vocabulary: what is read there matters to nobody.
+        input_ids = input_ids.masked_fill(input_ids == self.config.vocab_size, 0)
+        if text is None:
             hidden, state = self.model.hidden_states(input_ids, state)
         else:
-            hidden, state = self._read_padded(input_ids, padding, state)
+            hidden, state = self._read_padded(input_ids, *text, state)
         keep = hidden if logits_to_keep == 0 or labels is not None else hidden[:, -logits_to_keep:]
         logits = self.model.log_probs_of(keep)
         loss = None
         if labels is not None:
             targets = labels[:, 1:]
             counts = targets != -100
+            if text is not None:  # padding predicts nothing
+                first, length = text
+                place = torch.arange(targets.shape[1], device=targets.device)
+                counts &= (place >= first[:, None]) & (place < (first + length - 1)[:, None])
             nll = -logits[:, :-1].gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
             loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
         cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
@@ -155,21 +163,29 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             "together; train one with the other vocabulary"
         )
 
-    def _read_padded(self, input_ids: Tensor, padding: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """A first segment whose lanes begin at different places: each lane's memory is emptied where its text begins.
+    def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
+        """As transformers does, with the code beside it that `trust_remote_code` opens."""
+        super().save_pretrained(save_directory, **settings)
+        if __name__ == "txl.huggingface":  # in an export's own copy, transformers takes the files along by itself
+            export = import_module("txl.interop.export_run")
+            for name, source in export.flat_modules(__name__).items():
+                (Path(save_directory) / name).write_text(source, encoding="utf-8")
 
-        Between the places where lanes begin, all read together; what a lane reads before its own is forgotten there.
-        Memory is as long as the segment meanwhile, so that nothing depends on where it was cut.
+    def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """A first segment whose lanes have text from `first` on, `length` tokens [B] each, and padding around it.
+
+        Every lane's text is moved to the left, where causality hides what comes after it; the hidden states then move
+        back, and those that memory keeps to the right, so that all lanes' texts end together.
         """
         mem_len, n_token = state.mem_len, input_ids.shape[1]
-        state = state.with_mem_len(max(mem_len, n_token))
-        places = sorted({0, *padding.tolist(), n_token})
-        parts = []
-        for start, end in pairwise(places):
-            state = state.reset(padding == start)
-            hidden, state = self.model.hidden_states(input_ids[:, start:end], state)
-            parts.append(hidden)
-        return torch.cat(parts, dim=1), state.with_mem_len(mem_len)
+        place = torch.arange(n_token, device=input_ids.device)
+        moved = input_ids.gather(1, (place + first[:, None]).clamp(max=n_token - 1))
+        hidden, state = self.model.hidden_states(moved, _Everything.of(state, n_token))
+        hidden = _moved_right(hidden, first)
+        filled = tuple(length.tolist())
+        ends_together = tuple(_moved_right(each, n_token - length) for each in state.hidden)
+        memory = Memory(ends_together, filled, n_token, state.window, state.clamp_len)
+        return hidden, memory.with_mem_len(mem_len)
 
     def prepare_inputs_for_generation(
         self,
@@ -189,8 +205,29 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         }
 
 
-def _left_padding(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> Tensor | None:
-    """Padded positions at each lane's left, int64 [B]; None if there are none that matter.
+class _Everything(Memory):
+    """Memory that keeps all positions for a while, a window notwithstanding."""
+
+    @classmethod
+    def of(cls, state: Memory, mem_len: int) -> _Everything:
+        """An empty state with room for `mem_len` positions."""
+        return cls(state.hidden, None, mem_len, state.window, state.clamp_len)
+
+    @property
+    def capacity(self) -> int:
+        """All of them."""
+        return self.mem_len
+
+
+def _moved_right(states: Tensor, distance: Tensor) -> Tensor:
+    """Each lane of [B,T,E] moved by its own distance [B]; what comes in from the left is the lane's first state."""
+    place = torch.arange(states.shape[1], device=states.device)
+    source = (place - distance[:, None]).clamp(min=0)
+    return states.gather(1, source[..., None].expand_as(states))
+
+
+def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[Tensor, Tensor] | None:
+    """Where each lane's text begins and how long it is, int64 [B] each; None if there is no padding to care about.
 
     Raises:
         ValueError: for a mask that cannot be honoured.
@@ -207,12 +244,11 @@ def _left_padding(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> Tensor
             raise ValueError("attention_mask hides tokens after those that memory holds; pad the first segment instead")
         return None
     ones = mask.bool()
-    first = ones.int().argmax(dim=1)
+    first, length = ones.int().argmax(dim=1), ones.sum(dim=1)
     last = n_token - ones.flip(1).int().argmax(dim=1)
-    if not bool(ones.any(dim=1).all()) or bool((ones.sum(dim=1) != last - first).any()):
-        raise ValueError("attention_mask has a lane without tokens, or gaps in it; expected padding at one side")
-    # Padding on the right comes after all that counts: causality hides it.
-    return first if bool(first.any()) else None
+    if not bool(ones.any(dim=1).all()) or bool((length != last - first).any()):
+        raise ValueError("attention_mask has a lane without tokens, or gaps in it; expected one stretch of ones a lane")
+    return first, length
 
 
 AutoConfig.register(MODEL_TYPE, TransformerXLConfig, exist_ok=True)

@@ -304,3 +304,69 @@ def test_embeddings_are_there_to_be_used_but_not_to_be_resized(exported):
     assert embedded.shape == (1, 2, model.config.d_model)
     with pytest.raises(ValueError, match="cannot be resized"):
         model.resize_token_embeddings(model.config.vocab_size + 1)
+
+
+def test_padding_takes_nothing_from_the_gradient_of_another_row(exported):
+    """Nor does what stands in the padding matter to the loss."""
+    model = theirs(exported)
+    row, other = torch.randint(model.config.vocab_size, (1, 12)), torch.randint(model.config.vocab_size, (1, 5))
+
+    def gradients(loss):
+        model.zero_grad()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    alone = [model(each, labels=each).loss for each in (row, other)]
+    expected = gradients((alone[0] * 11 + alone[1] * 4) / 15)
+    for filler in (0, 1, model.config.vocab_size):
+        padded = torch.cat([row, torch.cat([torch.full((1, 7), filler), other], dim=1)])
+        mask = torch.ones_like(padded)
+        mask[1, :7] = 0
+        found = gradients(model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100)).loss)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_right_padded_segment_is_continued_as_if_the_padding_were_not_there(exported):
+    model = theirs(exported)
+    row, more = torch.randint(model.config.vocab_size, (1, 6)), torch.randint(model.config.vocab_size, (1, 3))
+    padded = torch.cat([torch.cat([row, torch.zeros(1, 4, dtype=torch.int64)], dim=1)] * 2)
+    padded[1] = torch.randint(model.config.vocab_size, (10,))
+    mask = torch.ones_like(padded)
+    mask[0, 6:] = 0
+    with torch.no_grad():
+        cache = model(padded, attention_mask=mask).past_key_values
+        both = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], dim=1)
+        found = model(torch.cat([more] * 2), attention_mask=both, past_key_values=cache).logits[:1]
+        expected = model(more, past_key_values=model(row).past_key_values).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_saved_copy_opens_without_this_package(exported, tmp_path):
+    theirs(exported).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "txl_huggingface.py").is_file()
+    names = {path.name for path in (exported / "hf").glob("txl_*.py")}
+    assert {path.name for path in (tmp_path / "saved").glob("txl_*.py")} == names
+
+
+def test_prompts_of_words_may_hold_line_ends(exported):
+    """No token of the vocabulary is taken for padding."""
+    model = theirs(exported)
+    assert getattr(model.config, "pad_token_id", None) is None
+    for first in range(min(5, model.config.vocab_size)):
+        ids = torch.tensor([[first, 3, first, 2]])
+        settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": model.config.vocab_size}
+        with_mask = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), with_mask)
+
+
+def test_every_tokenizer_pads(exported):
+    if not (exported / "hf" / "tokenizer.json").is_file():
+        pytest.skip("this vocabulary has no tokenizer")
+    model, tokenizer = theirs(exported), AutoTokenizer.from_pretrained(exported / "hf")
+    assert tokenizer.pad_token_id == model.config.vocab_size
+    batch = tokenizer(["the river", "t"], padding=True, return_tensors="pt")
+    assert (batch["attention_mask"] == 0).any()
+    rows = model(**batch).logits
+    alone = model(**tokenizer(["t"], return_tensors="pt")).logits
+    torch.testing.assert_close(rows[1, -1], alone[0, -1], rtol=0, atol=1e-5)
+    assert len(pipeline("text-generation", model=model, tokenizer=tokenizer)(["the", "t"], batch_size=2)) == 2

@@ -187,3 +187,18 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
     message = {"missing": "missing", "truncated": "damaged", "contradiction": "model.n_layer is 7, but"}[damage]
     assert message in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "safetensors"])
+def test_the_command_measures_the_same_before_and_after(kind, story, data_dir, tmp_path, capsys):
+    run = small_run(str(story), **{"eval.segment": "11", "eval.batch_size": "3", "eval.temperature": "1.1"})
+    txl.Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
+    export_run(tmp_path / "run", tmp_path / "out", kind)
+    import_run(tmp_path / "out", tmp_path / "back")
+    found = []
+    for each in ("run", "back"):
+        words = ["eval", str(tmp_path / each), "--data.corpus", str(story), "--data-dir", str(data_dir), "--json"]
+        assert main(words) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    for name in ("nll", "tokens", "segment", "batch_size", "temperature", "mem_len", "window"):
+        assert found[0][name] == found[1][name], name

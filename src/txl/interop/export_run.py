@@ -95,6 +95,7 @@ def _fill_safetensors(
 ) -> list[str]:
     size = len(weights["softmax.bias"])
     config = {"format": EXPORT_KIND, "version": txl.__version__, "vocab_size": size, "model": _tested(run)}
+    config["eval"] = asdict(run.eval)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     safetensors.torch.save_file(weights, folder / "model.safetensors")
     if vocabulary is None:
@@ -116,12 +117,11 @@ def _fill_huggingface(
         "vocab_size": len(weights["softmax.bias"]),
         "dtype": "float32",
         "tie_word_embeddings": False,
+        "eval": asdict(run.eval),
     }
     notes = []
     if vocabulary is not None:
         vocabulary.save(folder / "vocabulary.json")
-        if vocabulary.eos_id is not None:
-            config |= {"eos_token_id": None, "pad_token_id": vocabulary.eos_id}
         try:
             for name, text in tokenizer_files(vocabulary).items():
                 (folder / name).write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ from txl.errors import UserError
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
 from txl.interop.names import converted
 from txl.interop.original import source_of
-from txl.interop.own_export import is_own_export, read_own_export
+from txl.interop.own_export import is_own_export, read_own_export, read_test_settings
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
@@ -81,7 +81,9 @@ def import_run(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: not empty; give another directory")
+    tested = None
     if path.is_dir() and is_own_export(path):
+        tested = read_test_settings(path)
         model, weights, brought = read_own_export(path, model_options or {})
         source = Source("an export of this project", {}, vocabulary=brought)
     else:
@@ -92,6 +94,9 @@ def import_run(
     if vocabulary is not None and len(vocabulary) != n_token:
         raise UserError(f"the vocabulary has {len(vocabulary)} symbols, the checkpoint {n_token}; expected the same")
     run = _configuration(path, source, model, vocabulary, data)
+    if tested is not None:
+        lengths = {"mem_len": model.mem_len, "window": model.window, "clamp_len": model.clamp_len}
+        run.eval = dataclasses.replace(tested, **lengths)
     validate(run)
     with torch.device("meta"):
         network = build_model(run.model, n_token)

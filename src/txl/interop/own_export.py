@@ -10,7 +10,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl.config import ModelConfig, RunConfig
+from txl.config import EvalConfig, ModelConfig, RunConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.interop.export_run import EXPORT_KIND, HUGGINGFACE_TYPE
@@ -33,6 +33,16 @@ def _stated(folder: Path) -> dict[str, Any] | None:
     if values.get("format") == EXPORT_KIND and isinstance(values.get("model"), dict):
         return values["model"]
     return values if values.get("model_type") == HUGGINGFACE_TYPE else None
+
+
+def read_test_settings(folder: Path) -> EvalConfig | None:
+    """How the exported run was tested, if the export says it.
+
+    Raises:
+        UserError: if what it says is no such thing.
+    """
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
 
 def read_own_export(folder: Path, options: dict[str, Any]) -> tuple[ModelConfig, dict[str, Tensor], Vocabulary | None]:
@@ -59,7 +69,7 @@ def read_own_export(folder: Path, options: dict[str, Any]) -> tuple[ModelConfig,
         raise UserError(f"{path}: missing") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged ({str(error)[:200]})") from None
-    weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    weights = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
     if "softmax.bias" not in weights:
         raise UserError(f"{path}: the tensor softmax.bias is missing")
     named = folder / "vocabulary.json"

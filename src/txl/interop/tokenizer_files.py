@@ -10,6 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary, byte_symbols
 from txl.errors import UserError
 
+PADDING = "<|pad|>"
+
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
@@ -26,8 +28,9 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
         "model_max_length": 10**9,
     }
     tokenizer = _tokenizer(vocabulary)
-    if isinstance(vocabulary, WordVocabulary):
-        config |= {"unk_token": vocabulary.unk, "pad_token": vocabulary.eos, "eos_token": vocabulary.eos}
+    if not tokenizer.add_special_tokens([PADDING]):
+        raise UserError(f"the vocabulary has a token {PADDING!r} of its own")
+    config["pad_token"] = PADDING  # the id behind the vocabulary, which the model takes for no token
     return {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
@@ -36,7 +39,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
 
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     if isinstance(vocabulary, BpeVocabulary):
-        return vocabulary.tokenizer
+        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy: the padding is added to it
     if isinstance(vocabulary, ByteVocabulary):
         if not vocabulary.is_complete:
             raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
