@@ -370,3 +370,11 @@ def test_every_tokenizer_pads(exported):
     alone = model(**tokenizer(["t"], return_tensors="pt")).logits
     torch.testing.assert_close(rows[1, -1], alone[0, -1], rtol=0, atol=1e-5)
     assert len(pipeline("text-generation", model=model, tokenizer=tokenizer)(["the", "t"], batch_size=2)) == 2
+
+
+def test_a_copy_saved_in_parts_is_imported(exported, tmp_path):
+    theirs(exported).save_pretrained(tmp_path / "parts", max_shard_size="5KB")
+    assert (tmp_path / "parts" / "model.safetensors.index.json").is_file()
+    import_run(tmp_path / "parts", tmp_path / "back")
+    before, after = ours(exported)[0], txl.load(tmp_path / "back")[0]
+    assert all(torch.equal(each, after.state_dict()[name]) for name, each in before.state_dict().items())

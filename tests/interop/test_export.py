@@ -184,7 +184,9 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
     words = ["import", str(tmp_path / "out"), "--out", str(tmp_path / "again")]
     words += ["--model.n-layer", "7"] if damage == "contradiction" else []
     assert main(words) == 2
-    message = {"missing": "missing", "truncated": "damaged", "contradiction": "model.n_layer is 7, but"}[damage]
+    message = {"missing": "no weights there", "truncated": "damaged", "contradiction": "model.n_layer is 7, but"}[
+        damage
+    ]
     assert message in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 

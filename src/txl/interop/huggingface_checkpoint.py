@@ -53,7 +53,7 @@ def read_huggingface(folder: Path) -> Source:
     refuse_extended_context(config.get("ext_len"), str(folder))
     if config.get("sample_softmax", -1) is not None and (config.get("sample_softmax", -1) or 0) > 0:
         raise UserError(f"{folder}: trained with a sampled softmax (sample_softmax), which cannot be imported")
-    tensors = {_authors_name(name): tensor for name, tensor in _weights(folder).items()}
+    tensors = {_authors_name(name): tensor for name, tensor in read_weights(folder).items()}
     untied = bool(config.get("untie_r", True))
     if not untied:
         tensors = {name: each for name, each in tensors.items() if not (".dec_attn.r_" in name and "_bias" in name)}
@@ -86,8 +86,12 @@ def _authors_name(name: str) -> str:
     return name.removeprefix("transformer.")
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors, from one file or from several with an index."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a directory that `save_pretrained` wrote, from one file or from several with an index.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the index names one elsewhere.
+    """
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return _tensors_of(folder / name)

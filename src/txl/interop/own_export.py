@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.config import EvalConfig, ModelConfig, RunConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.interop.export_run import EXPORT_KIND, HUGGINGFACE_TYPE
+from txl.interop.huggingface_checkpoint import read_weights
 from txl.interop.names import FREE
 
 
@@ -62,15 +61,9 @@ def read_own_export(folder: Path, options: dict[str, Any]) -> tuple[ModelConfig,
             raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
         known[name] = list(value) if isinstance(value, tuple) else value
     model = RunConfig.from_dict({"model": known}).model
-    path = folder / "model.safetensors"
-    try:
-        weights = safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({str(error)[:200]})") from None
+    weights = read_weights(folder)
     weights = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
     if "softmax.bias" not in weights:
-        raise UserError(f"{path}: the tensor softmax.bias is missing")
+        raise UserError(f"{folder}: the tensor softmax.bias is missing")
     named = folder / "vocabulary.json"
     return model, weights, Vocabulary.load(named) if named.is_file() else None
