@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import txl
 from txl.commands import bench, data, demo, evaluate, export, generate, import_, presets, recl, report, train
-from txl.errors import RunInterrupted, UserError
+from txl.errors import ProcessLost, RunInterrupted, UserError
 
 COMMANDS = (presets, data, train, evaluate, recl, generate, report, import_, export, bench, demo)
 
@@ -66,8 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except RunInterrupted as stop:
-        print(f"txl: {stop}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"txl: {stop}", file=sys.stderr)
         return stop.exit_code
+    except ProcessLost as loss:
+        if not loss.quiet and os.environ.get("RANK", "0") == "0":
+            print(f"txl: {loss}", file=sys.stderr)
+        return 1
     except UserError as error:
         return _refuse(str(error))
     except BrokenPipeError:

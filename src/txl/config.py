@@ -121,7 +121,12 @@ class TrainConfig:
         None, "weight of the newest weights in the average; none: 1/n at the n-th, which is the plain mean"
     )
     average_lr_factor: float = _setting(1.0, "factor of the learning rate while weights are averaged")
-    dtype: Literal["float32", "bfloat16"] = _setting("float32", "arithmetic of the matrix products (autocast)")
+    dtype: Literal["float32", "bfloat16", "float64"] = _setting(
+        "float32", "arithmetic: bfloat16 of the matrix products alone (autocast), float64 of everything"
+    )
+    parallel: Literal["ddp", "fsdp"] = _setting(
+        "ddp", "several processes (torchrun): ddp keeps the whole model in each, fsdp shards it (FSDP2)"
+    )
     seed: int = _setting(1, "seed of weights and dropout")
     log_every: int = _setting(100, "steps between lines of the log")
     eval_every: int = _setting(4000, "steps between evaluations on the validation split; 0: never")
@@ -129,6 +134,19 @@ class TrainConfig:
     eval_batch_size: int | None = _setting(None, "lanes of the evaluations while training; none: eval.batch_size")
     checkpoint_every: int = _setting(4000, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = _setting(2, "how many of the newest checkpoints are kept, beside the best")
+    async_checkpoints: bool = _setting(True, "write checkpoints while training goes on, from a copy of the state")
+    on_save_error: Literal["stop", "continue"] = _setting("stop", "when a checkpoint cannot be written (a full disk)")
+    max_skipped: int = _setting(
+        10, "updates in a row that are skipped because loss or gradient is not finite, before the run stops"
+    )
+    spike: float | None = _setting(
+        10.0, "a loss this many standard deviations above the recent mean is reported as a spike; none: never"
+    )
+    on_spike: Literal["report", "rollback"] = _setting(
+        "report", "rollback: go back to the last due checkpoint and on with the text behind the spike"
+    )
+    max_rollbacks: int = _setting(3, "times that a run goes back because of a spike")
+    tensorboard: bool = _setting(False, "write the log's figures for TensorBoard too (needs its package)")
 
 
 @dataclass
@@ -322,11 +340,16 @@ def validate(run: RunConfig) -> None:
     train, data = run.train, run.data
     for name in ("steps", "batch_size", "micro_batches", "segment", "log_every", "keep_checkpoints"):
         _require(getattr(train, name) >= 1, f"train.{name}", getattr(train, name), "1 or more")
-    for name in ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed"):
+    at_least_0 = ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed")
+    for name in (*at_least_0, "max_skipped", "max_rollbacks"):
         _require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
     _require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
         _require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")
+    if train.spike is not None:
+        _require(0 < train.spike < math.inf, "train.spike", train.spike, "standard deviations above 0, or none")
+    if train.on_spike == "rollback" and not train.checkpoint_every:
+        raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
     _validate_averaging(train)
     _require(train.eps > 0, "train.eps", train.eps, "a number above 0")
     for name in ("beta1", "beta2"):

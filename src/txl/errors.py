@@ -15,3 +15,12 @@ class RunInterrupted(Exception):
         super().__init__(message)
         self.exit_code = exit_code
         """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+
+
+class ProcessLost(Exception):
+    """Another process of a distributed run has died, so this one cannot go on."""
+
+    def __init__(self, message: str = "", quiet: bool = False):
+        super().__init__(message)
+        self.quiet = quiet
+        """Whether the reason is another process's to tell."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -26,7 +27,7 @@ from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.decoder import Decoder
-from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
+from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 
 
 class RunDirectory:
@@ -138,10 +139,7 @@ class RunDirectory:
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
-        """The checkpoint to go on from: `latest`, or the newest there is if a crash came before it was named."""
-        named = self.pointer("latest")
-        if named is not None and named.is_dir():
-            return named
+        """The newest checkpoint there is, named by `latest` or not: a crash may have come before that."""
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
@@ -155,7 +153,7 @@ class RunDirectory:
             UserError: if there is none, naming those that there are.
         """
         if which is None:
-            found = self.pointer("best") or self.pointer("latest")
+            found = self.pointer("best" if (self.path / "best").exists() else "latest")
         elif which in ("best", "latest"):
             found = self.pointer(which)
         elif which.isascii() and which.isdecimal():
@@ -175,7 +173,8 @@ class RunDirectory:
         """
         checkpoint = checkpoint or self.checkpoint()
         tensors = read_tensors(checkpoint, MODEL_FILE)
-        vocabulary = self.vocabulary()
+        config, vocabulary = self.config(), self.vocabulary()
+        verify_belongs(checkpoint, dataclasses.asdict(config.model), self.path / "vocabulary.json")
         bias = tensors.get("softmax.bias")
         if bias is None:
             raise UserError(f"{checkpoint}: not the weights of a model of this version (softmax.bias is missing)")
@@ -185,7 +184,7 @@ class RunDirectory:
                 f"they do not belong together"
             )
         with torch.device("meta"):  # no time and no random numbers spent on weights that are replaced
-            model = build_model(self.config().model, len(bias))
+            model = build_model(config.model, len(bias))
         # Copies lie aligned in memory: a product's last bit must not depend on where in its file a tensor was.
         load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
         return model.to(device).eval(), vocabulary

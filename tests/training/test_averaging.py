@@ -88,7 +88,7 @@ def test_evaluation_and_checkpoints_use_the_mean_of_the_later_steps(story, data_
 
     def recording(model, *args):
         result = real(model, *args)
-        weights.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        weights.append({name: parameter.detach().clone() for name, parameter in model.model.named_parameters()})
         return result
 
     monkeypatch.setattr(loop_module, "training_step", recording)

@@ -22,6 +22,7 @@ from txl.config import RunConfig
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import (
+    Contents,
     checkpoint_names,
     prune,
     read_state,
@@ -35,7 +36,8 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4)}
 
 
 def write(folder: Path, step: int, weights: dict[str, torch.Tensor] = WEIGHTS) -> Path:
-    return write_checkpoint(folder, step, weights, {"random.cpu": torch.ones(5, dtype=torch.uint8)}, {"step": step})
+    tensors = {"random.cpu": torch.ones(5, dtype=torch.uint8)}
+    return write_checkpoint(folder, step, Contents(weights, tensors, {"step": step}))
 
 
 def test_events_come_back_as_they_were_written(tmp_path):
@@ -138,7 +140,7 @@ def test_training_goes_on_from_the_newest_if_a_crash_came_before_it_was_named(tm
     run.set_pointer("latest", "step-00000005")
     newest = run.newest()
     assert newest is not None
-    assert newest.name == "step-00000005"
+    assert newest.name == "step-00000010"
 
 
 def test_a_checkpoint_holds_tensors_and_numbers_and_a_manifest(tmp_path):
@@ -224,8 +226,14 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
         (lambda path: path.unlink(), r"not a whole checkpoint \(manifest.json is missing\)"),
         (lambda path: path.write_text("{"), "manifest.json: damaged"),
         (lambda path: path.write_text("[]"), "manifest.json: damaged"),
-        (lambda path: path.write_text('{"format": 99, "files": {}}'), "of format 99; this version reads format 1"),
-        (lambda path: path.write_text('{"format": 1, "files": {}}'), "does not list model.safetensors"),
+        (
+            lambda path: path.write_text('{"format": 99, "files": {}}'),
+            "of format 99; this version reads format 1 and 2",
+        ),
+        (lambda path: path.write_text('{"format": 2, "step": "7", "files": {}}'), "damaged .its step is '7'"),
+        (lambda path: path.write_text('{"format": 2, "step": 8, "files": {}}'), "of step 8, in a directory of another"),
+        (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
+        (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "does not list model.safetensors"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage, message, tmp_path):
@@ -241,11 +249,25 @@ def test_weights_and_configuration_that_do_not_belong_together_are_refused(train
     config = RunDirectory(copy).config()
     config.model.n_head, config.model.d_head = 1, 16
     RunDirectory(copy).write_config(config)
+    with pytest.raises(UserError, match=r"config.json: model.n_head is 1, but step-00000012 was written with 2"):
+        txl.load(copy)
+    # A checkpoint whose manifest does not say what its weights belong to is told by its shapes.
+    for path in (copy / "checkpoints").glob("*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model": {}}))
     with pytest.raises(UserError, match=r"u has shape \[2, 8\].*n_head, d_head.*needs \[1, 16\]"):
         txl.load(copy)
     config.model.n_head, config.model.d_head, config.model.n_layer = 2, 8, 1
     RunDirectory(copy).write_config(config)
     with pytest.raises(UserError, match=r"the weights hold layers\.1\..*no place for"):
+        txl.load(copy)
+
+
+def test_another_vocabulary_than_the_weights_were_trained_with_is_refused(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    path = copy / "vocabulary.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(UserError, match=r"vocabulary.json: altered"):
         txl.load(copy)
 
 

@@ -350,15 +350,21 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
         return real(model, *args)
 
     monkeypatch.setattr(loop_module, "training_step", poisoned)
-    with pytest.raises(UserError, match=r"step 6: the loss \(nan\).*last checkpoint is step-00000004.*learning-rate"):
+    with pytest.raises(
+        UserError, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning-rate"
+    ):
         train(small_run(str(story)), tmp_path / "run", data_dir)
     model, _ = txl.load(tmp_path / "run", checkpoint="latest")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training_state.safetensors", "training_state.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "training_state.safetensors", "training_state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_damaged_checkpoints_are_refused(name, damage, trained, story, data_dir, tmp_path):
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gone_on_from(
+    name, damage, trained, story, data_dir, tmp_path, capsys
+):
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     path = RunDirectory(copy).checkpoint("latest") / name
@@ -370,11 +376,28 @@ def test_damaged_checkpoints_are_refused(name, damage, trained, story, data_dir,
     else:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{name}: {damage}"):
-        train(small_run(str(story)), copy, data_dir)
-    if name == "model.safetensors":
-        with pytest.raises(UserError, match=f"{name}: {damage}"):
+    if name in ("model.safetensors", "manifest.json"):
+        with pytest.raises(UserError, match=r"step-00000012"):
             txl.load(copy, checkpoint="latest")
+    Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
+    said = capsys.readouterr().err
+    assert "going on from step 8" in said
+    if (name, damage) != ("manifest.json", "missing"):  # that is no checkpoint at all
+        assert "step-00000012" in said
+        assert "set aside as refused-step-00000012" in said
+        assert (copy / "checkpoints" / "refused-step-00000012").is_dir()
+    assert_same_end(copy, trained)
+
+
+def test_a_run_without_any_good_checkpoint_is_refused_and_left_as_it_is(trained, story, data_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    for path in (copy / "checkpoints").glob("*/training_state.json"):
+        path.write_text("{}")
+    before = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    with pytest.raises(UserError, match=r"step-00000012/training_state.json: truncated.*older ones are no better"):
+        train(small_run(str(story)), copy, data_dir)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
 
 
 def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path):

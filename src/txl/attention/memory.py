@@ -46,7 +46,8 @@ class Memory:
         like: Tensor,
     ) -> Memory:
         """No positions yet, with the dtype and device of `like`."""
-        nothing = like.new_empty(batch_size, 0, d_model)
+        # Not like.new_empty: a sharded parameter would make it a sharded tensor.
+        nothing = torch.empty(batch_size, 0, d_model, dtype=like.dtype, device=like.device)
         return cls((nothing,) * n_layer, None, mem_len, window, clamp_len)
 
     @property

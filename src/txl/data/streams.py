@@ -42,6 +42,8 @@ class Segment:
     targets: Tensor
     """int64 [B,T]: the token after each."""
     next: StreamPosition
+    position: StreamPosition
+    """Where it begins."""
     starts_epoch: bool
     """True where the lanes begin anew: what was in memory belongs to the text's end."""
 
@@ -95,7 +97,7 @@ class LaneStream:
             following = StreamPosition(position.epoch + 1, 0)
         else:
             following = StreamPosition(position.epoch, end)
-        return Segment(block[:, :-1], block[:, 1:], following, starts_epoch=first == 0)
+        return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch=first == 0)
 
     def _tokens_of(self, epoch: int) -> Any:
         """The token stream of an epoch."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from txl.config import validate_lengths, validate_temperature
 from txl.errors import UserError
 from txl.models.language_model import LanguageModel, Limit
+from txl.processes import Processes
 
 Progress = Callable[[int, int], None]
 """Called with the targets scored so far and their total number."""
@@ -88,6 +90,8 @@ class Lanes:
 
     first: tuple[int, ...]
     end: tuple[int, ...]
+    longest: int = 0
+    """Targets of the longest lane, of those that other processes have too."""
 
     @classmethod
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
@@ -105,10 +109,18 @@ class Lanes:
             )
         if exhaustive:
             edges = [1 + (n_token - 1) * lane // batch_size for lane in range(batch_size + 1)]
-            return cls(tuple(edges[:-1]), tuple(edges[1:]))
+            lengths = [end - first for first, end in pairwise(edges)]
+            return cls(tuple(edges[:-1]), tuple(edges[1:]), max(lengths))
         length = n_token // batch_size
         starts = [lane * length for lane in range(batch_size)]
-        return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts))
+        return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
+
+    def share(self, processes: Processes) -> Lanes:
+        """The lanes of this process. All have equally many, some perhaps without a target, and as many segments."""
+        missing = -len(self.first) % processes.count
+        padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
+        mine = processes.share(len(padded.first))
+        return Lanes(padded.first[mine.start : mine.stop], padded.end[mine.start : mine.stop], self.longest)
 
     @property
     def n_target(self) -> int:
@@ -117,9 +129,8 @@ class Lanes:
 
     def segments(self, tokens: np.ndarray, segment: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Inputs, targets [B,T] int64 and the mask [B,T] of targets that count (lanes may differ by one token)."""
-        longest = max(end - first for first, end in zip(self.first, self.end, strict=True))
-        for start in range(0, longest, segment):
-            width = min(segment, longest - start)
+        for start in range(0, self.longest, segment):
+            width = min(segment, self.longest - start)
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
             counts = np.zeros((len(self.first), width), dtype=bool)
             for lane, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
@@ -145,6 +156,7 @@ def evaluate(
     dtype: str = "float32",
     temperature: float = 1.0,
     progress: Progress | None = None,
+    processes: Processes = Processes(),  # noqa: B008 (a value)
 ) -> EvaluationResult:
     """The mean loss of a model over a stream of tokens.
 
@@ -165,7 +177,8 @@ def evaluate(
         dtype: "float32", or "bfloat16" for autocast.
         temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
             than 1 it needs the probabilities of the whole vocabulary: slower, and more memory.
-        progress: is told how far the evaluation is.
+        progress: is told how far the evaluation is; with several processes, this one's part of it.
+        processes: those that evaluate together, a part of the lanes each; all of them get the whole result.
 
     Raises:
         UserError: for settings that contradict each other, or too few tokens.
@@ -185,7 +198,8 @@ def evaluate(
     if ids.ndim != 1:
         raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)
-    state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    mine = lanes.share(processes)
+    state = model.init_state(len(mine.first), mem_len=mem_len, window=window, clamp_len=clamp_len)
     settings = resolved_lengths(state)
     device = next(model.parameters()).device
 
@@ -193,15 +207,16 @@ def evaluate(
     done = 0
     start = time.perf_counter()
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        for inputs, targets, counts in lanes.segments(ids, segment):
+        for inputs, targets, counts in mine.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
             nll, state = _nll_at(temperature, model, inputs.to(device), targets.to(device), state)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
-                progress(done, lanes.n_target)
-    mean = total.item() / done  # waits for the device
+                progress(done, mine.n_target)
+    nats, scored = processes.sum(total.item(), done)  # waits for the device
+    mean, done = nats / scored, int(scored)
     return EvaluationResult(
         nll=mean,
         tokens=done,

@@ -23,7 +23,7 @@ from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
 from txl.models import build_model
 from txl.run_directory import RunDirectory, load_weights
-from txl.training.checkpoints import write_checkpoint
+from txl.training.checkpoints import Contents, belongs_to, write_checkpoint
 
 
 def read_source(path: Path) -> Source:
@@ -132,7 +132,9 @@ def _write(
             raise UserError(f"--out {directory.path}: {error.strerror}; give a directory that can be written") from None
         if vocabulary is not None:
             directory.write_vocabulary(vocabulary)
-        written = write_checkpoint(directory.checkpoints, 0, weights, {}, {"imported_from": source.kind})
+        belongs = belongs_to(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
+        contents = Contents(weights, {}, {"imported_from": source.kind}, belongs)
+        written = write_checkpoint(directory.checkpoints, 0, contents)
         directory.set_pointer("latest", written.name)
         directory.append(
             "import",

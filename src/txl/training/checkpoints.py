@@ -1,20 +1,28 @@
 """Checkpoints: written beside the old ones, whole or not at all, and verified when they are read.
 
 A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that training needs to
-go on (`training_state.safetensors` for tensors, `training_state.json` for numbers), and `manifest.json` with the size
-and sha256 of each. Nothing in it needs pickle.
+go on (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder `training_state` of
+shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and what the
+weights belong to. Nothing in it needs pickle.
+
+The libraries that write and read tensors notice a truncated file, but none notices a flipped bit: hence the manifest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl.data.token_files import file_sha256
@@ -22,10 +30,27 @@ from txl.errors import UserError
 
 MODEL_FILE = "model.safetensors"
 STATE_TENSORS_FILE = "training_state.safetensors"
+STATE_SHARDS = "training_state"
 STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)
+"""1 had each part of the lanes' memory apart; its weights are the same."""
 _PARTIAL = ".partial"
+_OTHERWISE = "use another checkpoint or restore it from a copy"
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds."""
+
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    belongs: dict[str, Any] = field(default_factory=dict)
+    """What the weights mean something with: `belongs_to`."""
+    write_shards: Callable[[Path], None] | None = None
+    """Writes the tensors that all processes hold together into a folder, and returns when all have."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -34,17 +59,33 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """The whole checkpoints in a folder, oldest first."""
-    return sorted(each.name for each in folder.glob("step-*") if (each / MANIFEST_FILE).is_file())
+    """The checkpoints in a folder that have a manifest, oldest first."""
+    found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
+    return sorted((name for name in found if (folder / name / MANIFEST_FILE).is_file()), key=_step_of)
 
 
-def write_checkpoint(
-    folder: Path, step: int, weights: dict[str, Tensor], state_tensors: dict[str, Tensor], state: dict[str, Any]
-) -> Path:
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def belongs_to(model: dict[str, Any], vocabulary: Path) -> dict[str, Any]:
+    """What a checkpoint's weights belong to: the model's configuration, and the hash of the vocabulary's file.
+
+    Raises:
+        UserError: if the vocabulary cannot be read.
+    """
+    try:
+        sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
+    except OSError as error:
+        raise UserError(f"{vocabulary}: cannot be read ({error.strerror})") from None
+    return {"model": json.loads(json.dumps(model)), "vocabulary_sha256": sha256}
+
+
+def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint into `folder` and return its directory.
 
-    The files are written under another name, synced, and renamed together; after a crash or on a full disk there is
-    either a whole checkpoint or none. One of the same step is replaced.
+    The files are written under another name, read back, synced, and renamed together; after a crash or on a full disk
+    there is either a whole checkpoint or none. One of the same step is replaced.
 
     Raises:
         UserError: if it cannot be written; what was written of it is removed.
@@ -55,17 +96,20 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         remove_partial(folder)
         temporary.mkdir()
-        for name, tensors in ((MODEL_FILE, weights), (STATE_TENSORS_FILE, state_tensors)):
-            contiguous = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            safetensors.torch.save_file(contiguous, temporary / name)
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        if contents.write_shards is not None:
+            (temporary / STATE_SHARDS).mkdir()
+            contents.write_shards(temporary / STATE_SHARDS)
+        for name, tensors in ((MODEL_FILE, contents.weights), (STATE_TENSORS_FILE, contents.tensors)):
+            _write_tensors(temporary / name, tensors)
+        (temporary / STATE_FILE).write_text(json.dumps(contents.numbers, indent=1), encoding="utf-8")
+        written = sorted(each for each in temporary.rglob("*") if each.is_file())
         files = {
-            name: {"bytes": (temporary / name).stat().st_size, "sha256": file_sha256(temporary / name)}
-            for name in (MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE)
+            each.relative_to(temporary).as_posix(): {"bytes": each.stat().st_size, "sha256": file_sha256(each)}
+            for each in written
         }
-        manifest = {"format": _FORMAT, "step": step, "files": files}
+        manifest = {"format": _FORMAT, "step": step, **contents.belongs, "files": files}
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for each in (*temporary.iterdir(), temporary):
+        for each in (*temporary.rglob("*"), temporary):
             _sync(each)
         _swap(temporary, final, folder / f".{final.name}.replaced{_PARTIAL}")
         _sync(folder)
@@ -81,6 +125,21 @@ def write_checkpoint(
     return final
 
 
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of tensors, and read back that it holds them."""
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, path)
+    with safe_open(path, framework="pt") as file:
+        for key, tensor in contiguous.items():
+            if not torch.equal(_bytes_of(file.get_tensor(key)), _bytes_of(tensor)):
+                raise OSError(5, f"{key} was not read back as it was written")
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's memory, in which NaN equals itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def _swap(new: Path, final: Path, old: Path) -> None:
     """Let `new` take the name `final`; what had it becomes `old`."""
     try:
@@ -94,9 +153,17 @@ def _swap(new: Path, final: Path, old: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what an interrupted write has left."""
+    """Remove what an interrupted write has left.
+
+    A replacement that was cut off between its two renames is finished backwards: what was replaced takes its place
+    again.
+    """
     for each in folder.glob(f".step-*{_PARTIAL}"):
-        shutil.rmtree(each, ignore_errors=True)
+        replaced = re.fullmatch(rf"\.(step-\d+)\.replaced{re.escape(_PARTIAL)}", each.name)
+        if replaced and not (folder / replaced[1]).exists():
+            os.rename(each, folder / replaced[1])
+        else:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
@@ -119,7 +186,70 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         UserError: if something is missing, truncated or altered.
     """
     verify_file(checkpoint, STATE_FILE)
-    return json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return _json_object(checkpoint / STATE_FILE)
+
+
+def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) -> None:
+    """Compare what the weights belong to with what is there now.
+
+    Raises:
+        UserError: naming what has changed since the checkpoint was written.
+    """
+    manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
+    known = manifest.get("vocabulary_sha256")
+    if known is not None and known != now["vocabulary_sha256"]:
+        raise UserError(
+            f"{vocabulary}: altered: its sha256 is not the one it had when {checkpoint.name} was written; "
+            f"restore it from a copy"
+        )
+    written = manifest.get("model") or {}
+    for name, value in now["model"].items():
+        # The backend computes the same numbers, whichever it is.
+        if name != "attention" and name in written and written[name] != value:
+            raise UserError(
+                f"{checkpoint.parent.parent / 'config.json'}: model.{name} is {value}, but {checkpoint.name} was "
+                f"written with {written[name]}; set it back"
+            )
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        UserError: naming the first that differs, or a version that this one cannot go on from.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest["format"] != _FORMAT:
+        raise UserError(
+            f"{checkpoint}: a checkpoint of format {manifest['format']}, which can be evaluated but not gone on from; "
+            f"start from its weights with --init-from"
+        )
+    for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
+        verify_file(checkpoint, name)
+    read_state(checkpoint)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's manifest.
+
+    Raises:
+        UserError: if it is missing, damaged, of another version or of another checkpoint.
+    """
+    path = checkpoint / MANIFEST_FILE
+    if not path.is_file():
+        raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
+    manifest = _json_object(path)
+    if manifest.get("format") not in _READABLE:
+        raise UserError(
+            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format "
+            f"{' and '.join(map(str, _READABLE))}"
+        )
+    for name, kind in (("step", int), ("files", dict)):
+        if type(manifest.get(name)) is not kind:
+            raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
+    if checkpoint_name(manifest["step"]) != checkpoint.name:
+        raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")
+    return manifest
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
@@ -128,37 +258,73 @@ def verify_file(checkpoint: Path, name: str) -> None:
     Raises:
         UserError: saying how they differ.
     """
-    try:
-        manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
-        version, files = manifest["format"], manifest["files"]
-    except FileNotFoundError:
-        raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / MANIFEST_FILE}: damaged ({type(error).__name__}: {error})") from None
-    if version != _FORMAT:
-        raise UserError(f"{checkpoint}: a checkpoint of format {version!r}; this version reads format {_FORMAT}")
-    path, other = checkpoint / name, "use another checkpoint or restore it from a copy"
+    files = read_manifest(checkpoint)["files"]
+    path = checkpoint / name
     try:
         n_bytes, sha256 = files[name]["bytes"], files[name]["sha256"]
         size = path.stat().st_size
         if size != n_bytes:
             kind = "truncated" if size < n_bytes else "altered"
-            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {other}")
+            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {_OTHERWISE}")
         if file_sha256(path) != sha256:
-            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {other}")
+            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {_OTHERWISE}")
     except (KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {other}") from None
+        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {_OTHERWISE}") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: missing from the checkpoint; {other}") from None
+        raise UserError(f"{path}: missing from the checkpoint; {_OTHERWISE}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path}: cannot be read ({reason}); {_OTHERWISE}") from None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: damaged (not an object)")
+    return value
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it.
+
+    Raises:
+        UserError: if it cannot be renamed.
+    """
+    number = 0
+    while (target := checkpoint.with_name(f"refused-{checkpoint.name}{f'-{number}' if number else ''}")).exists():
+        number += 1
+    try:
+        os.rename(checkpoint, target)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {other}") from None
+        raise UserError(f"{checkpoint}: cannot be set aside ({error.strerror})") from None
+    return target
 
 
-def prune(folder: Path, keep: int, protected: set[str]) -> None:
-    """Delete all but the newest `keep` checkpoints and the protected ones."""
-    names = sorted(each.name for each in folder.glob("step-*"))
-    for name in names[:-keep]:
+def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
+    """Delete all but the newest `keep` checkpoints and the protected ones; returns those that could not be deleted."""
+    failed = []
+    for name in checkpoint_names(folder)[:-keep]:
         if name not in protected:
+            try:
+                # The manifest goes first: what is left of a deletion that was cut off is no checkpoint.
+                (folder / name / MANIFEST_FILE).unlink()
+                shutil.rmtree(folder / name)
+            except OSError:
+                failed.append(name)
+    for each in folder.glob("step-*"):  # what an earlier deletion has left
+        if re.fullmatch(r"step-\d{8,}", each.name) and not (each / MANIFEST_FILE).exists():
+            with suppress(OSError):
+                shutil.rmtree(each)
+    return failed
+
+
+def remove_later(folder: Path, step: int) -> None:
+    """Delete the checkpoints of later steps."""
+    for name in checkpoint_names(folder):
+        if _step_of(name) > step:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 

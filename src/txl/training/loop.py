@@ -1,61 +1,38 @@
-"""The training loop and its state, all of which is in a checkpoint: to go on from one is to have never stopped.
-
-What determines the next step: weights, optimiser, random state, the lanes' memory, the position in the text, and the
-numbers in `Progress`.
-"""
+"""The training loop. Its state is all in a checkpoint (`snapshot`): to go on from one is to have never stopped."""
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
-from txl.data.streams import LaneStream, SentenceStream, StreamPosition
+from txl.data.streams import LaneStream, Segment, SentenceStream, StreamPosition
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
-from txl.run_directory import RunDirectory, load_weights
+from txl.run_directory import RunDirectory, write_whole
 from txl.training.averaging import WeightAverage, average_begins
-from txl.training.checkpoints import (
-    MODEL_FILE,
-    STATE_TENSORS_FILE,
-    checkpoint_name,
-    prune,
-    read_state,
-    read_tensors,
-    write_checkpoint,
-)
+from txl.training.checkpoints import checkpoint_name, remove_later
 from txl.training.display import Display, Reading
-from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from txl.training.guards import is_finite
+from txl.training.optimisers import set_learning_rate
+from txl.training.parallel import TrainedModel
+from txl.training.progress import Progress
+from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.schedules import learning_rate
 from txl.training.signals import StopRequest, stop_requests
-from txl.training.step import training_step
-
-
-@dataclass
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    tokens: int = 0
-    """Targets trained on."""
-    seconds: float = 0.0
-    """Time spent, over all stretches."""
-    best_nll: float | None = None
-    best_step: int | None = None
-    loss_sum: float = 0.0
-    """Sum of the nats of all targets since the last line of the log, and their number."""
-    loss_count: int = 0
-    validation_losses: list[float] = field(default_factory=list)
-    """Of all evaluations so far, oldest first."""
-    validation_due: bool = False
-    """Whether the run was stopped in the middle of this step's evaluation."""
+from txl.training.snapshot import capture, restore
+from txl.training.step import StepAbandoned, StepResult, training_step
+from txl.training.tensorboard import Scalars
 
 
 class _ValidationStopped(Exception):
@@ -70,22 +47,35 @@ class TrainingLoop:
     directory: RunDirectory
     corpus: Corpus
     device: str
-    model: Any
+    trained: TrainedModel
     optimizer: torch.optim.Optimizer
     stream: LaneStream | SentenceStream
     display: Display
+    belongs: dict[str, Any] = field(default_factory=dict)
+    """What the checkpoints' weights mean something with (`checkpoints.belongs_to`)."""
 
     def __post_init__(self) -> None:
+        self.model: Any = self.trained.model
         self.progress = Progress()
         self.position: StreamPosition = self.stream.start()
         self.states: list[Any] = self._empty_memory()
         self.average: WeightAverage | None = None
         self.saved_step = -1
         self.stop = StopRequest()
+        train, processes = self.run.train, self.trained.processes
+        self.saver = CheckpointSaver(
+            self.directory,
+            keep=train.keep_checkpoints,
+            in_background=train.async_checkpoints,
+            writes=processes.is_first,
+            say=self.display.message,
+        )
+        self.scalars = Scalars(self.directory.path if train.tensorboard and processes.is_first else None)
 
     def _empty_memory(self) -> list[Any]:
-        parts = self.run.train.micro_batches
-        return [self.model.init_state(self.run.train.batch_size // parts) for _ in range(parts)]
+        train = self.run.train
+        lanes = len(self.trained.processes.share(train.batch_size)) // train.micro_batches
+        return [self.model.init_state(lanes) for _ in range(train.micro_batches)]
 
     def check_validation_split(self) -> None:
         """Refuse a validation split that cannot be evaluated now rather than after thousands of steps.
@@ -117,47 +107,58 @@ class TrainingLoop:
             if self.progress.validation_due:
                 self._validate_again()
             self._train()
-        self.directory.append("end", self.progress.step, elapsed=self.progress.seconds)
+            self.saver.wait()
+        self._record("end", elapsed=self.progress.seconds)
+        self.scalars.close()
 
     def _train(self) -> None:
-        train, progress = self.run.train, self.progress
-        began, seconds_before, first_step = time.perf_counter(), progress.seconds, progress.step
-        line_seconds, line_tokens = 0.0, progress.tokens
-        while progress.step < train.steps:
+        train, began, steps_made = self.run.train, time.perf_counter(), 0
+        line_seconds, line_tokens, ticked = 0.0, self.progress.tokens, began
+        while self.progress.step < train.steps:
             self._begin_average()
-            rate = learning_rate(progress.step, train) * (train.average_lr_factor if self.average else 1.0)
+            rate = learning_rate(self.progress.step, train) * (train.average_lr_factor if self.average else 1.0)
             step_began = time.perf_counter()
             grad_norm = self._step(rate)
             now = time.perf_counter()
             line_seconds += now - step_began  # evaluating and saving are not training
-            progress.seconds = seconds_before + now - began
+            steps_made += 1
+            self.progress.seconds, ticked = self.progress.seconds + now - ticked, now
+            progress = self.progress
             step, is_last = progress.step, progress.step == train.steps
             reading = Reading(
                 step=step,
-                loss=progress.loss_sum / progress.loss_count,
-                tokens_per_second=(progress.tokens - line_tokens) / line_seconds,
+                loss=progress.loss_sum / progress.loss_count if progress.loss_count else math.nan,
+                tokens_per_second=max(0, progress.tokens - line_tokens) / line_seconds,
                 learning_rate=rate,
                 grad_norm=grad_norm,
-                seconds_left=(train.steps - step) * (now - began) / (step - first_step),
+                seconds_left=(train.steps - step) * (now - began) / steps_made,
             )
             self.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
                 line_seconds, line_tokens = 0.0, progress.tokens
+            is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
+            if is_due:
+                progress.scheduled_step = step
             if train.eval_every and (step % train.eval_every == 0 or is_last):
                 self._validate()
-            if (train.checkpoint_every and step % train.checkpoint_every == 0) or is_last:
+            if is_due:
                 self.save()
-            if self.stop.received is not None and not is_last:
-                self._interrupt(self.stop.received)
-        progress.seconds = seconds_before + time.perf_counter() - began
+            self._guarded(self.saver.check)
+            if not is_last and (received := self._asked_to_stop()):
+                self._interrupt(received)
+        self.progress.seconds += time.perf_counter() - ticked
+
+    def _asked_to_stop(self) -> int:
+        """The signal that any process has received; 0 for none."""
+        return self.trained.processes.most(self.stop.received or 0)
 
     def _begin_average(self) -> None:
         """From here on the weights of every step are averaged, if it is time."""
         progress = self.progress
         if self.average is None and average_begins(progress.step, progress.validation_losses, self.run.train):
             self.average = WeightAverage(self.model, self.run.train.average_mu)
-            self.directory.append("average", progress.step)
+            self._record("average")
             self.display.message(f"step {progress.step}: from here on the weights are averaged")
 
     @property
@@ -178,35 +179,129 @@ class TrainingLoop:
         if train.random_segments:
             rate *= segment.tokens.shape[1] / train.segment
         set_learning_rate(self.optimizer, rate)
-        tokens, targets = segment.tokens.to(self.device), segment.targets.to(self.device)
-        result = training_step(self.model, self.optimizer, tokens, targets, self.states, train)
-        if not result.updated:
-            last = self.directory.newest()
-            self.directory.append("stop", progress.step, reason="not finite")
-            raise UserError(
-                f"step {progress.step + 1}: the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is "
-                f"not finite; the weights were not updated and the last checkpoint is "
-                f"{last.name if last else 'none'}; try a lower --train.learning-rate or a longer --train.warmup-steps"
+        lanes = self.trained.processes.share(train.batch_size)
+        tokens, targets = (each[lanes.start : lanes.stop].to(self.device) for each in (segment.tokens, segment.targets))
+        random = torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if "cuda" in self.device else None
+        try:
+            result = training_step(
+                self.trained, self.optimizer, tokens, targets, self.states, train, lambda: self._asked_to_stop() > 0
             )
-        if self.average is not None:
+        except StepAbandoned:
+            # As if it had not begun: only random numbers had been drawn for it.
+            torch.set_rng_state(random[0])
+            if random[1] is not None:
+                torch.cuda.set_rng_state(random[1], self.device)
+            self._interrupt(self._asked_to_stop())
+        if self.average is not None and result.updated:
             self.average.update(self.model)
         self.states, self.position = result.states, segment.next
         progress.step += 1
         progress.tokens += segment.tokens.numel()
+        if not result.updated:
+            self._skipped(result, segment)
+            return result.grad_norm
+        progress.skipped_in_a_row = 0
         progress.loss_sum += result.loss * segment.tokens.numel()
         progress.loss_count += segment.tokens.numel()
+        if train.spike is not None and progress.watch.sees(result.loss, train.spike):
+            self._spiked(result)
         return result.grad_norm
 
+    def _skipped(self, result: StepResult, segment: Segment) -> None:
+        """The loss or the gradient was not finite: the weights are as they were; go on, or stop if it happens again.
+
+        Memory that the segment has filled with what is not finite is emptied, in all lanes and processes alike.
+        """
+        progress, train = self.progress, self.run.train
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        if self.trained.processes.any(not all(is_finite(state) for state in self.states)):
+            self.states = self._empty_memory()
+        fields = {
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "epoch": segment.position.epoch,
+            "offset": segment.position.offset,
+            "tokens": list(segment.tokens.shape),
+        }
+        self._record("skipped", in_a_row=progress.skipped_in_a_row, **fields)
+        what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
+        # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
+        is_lost = self.trained.processes.any(not all(bool(each.isfinite().all()) for each in self._local_weights()))
+        if progress.skipped_in_a_row <= train.max_skipped and not is_lost:
+            self.display.message(f"step {progress.step}: {what}; the update is skipped")
+            return
+        self._guarded(self.saver.wait)
+        self._record("stop", reason="not finite")
+        path = self.directory.path / "not-finite.json"
+        if self.trained.processes.is_first:
+            details = fields | {"step": progress.step, "batch": segment.tokens.tolist()}
+            write_whole(path, json.dumps(details) + "\n")
+        last = self.directory.newest()
+        weights = "are not finite themselves" if is_lost else "were not updated"
+        raise UserError(
+            f"step {progress.step}: {what}, for {progress.skipped_in_a_row} steps in a row; the weights {weights}, the "
+            f"batch and its position are in {path.name} and the last checkpoint is {last.name if last else 'none'}; "
+            f"try a lower --train.learning-rate or a longer --train.warmup-steps"
+        )
+
+    def _local_weights(self) -> Iterator[torch.Tensor]:
+        for parameter in self.model.parameters():
+            weight = parameter.detach()
+            yield weight.to_local() if hasattr(weight, "to_local") else weight
+
+    def _spiked(self, result: StepResult) -> None:
+        """Report a leap of the loss, and go back to the last checkpoint that was due, if that is wanted."""
+        progress, train = self.progress, self.run.train
+        self._record("spike", loss=result.loss, grad_norm=result.grad_norm, recent_mean=progress.watch.mean)
+        goes_back = (
+            train.on_spike == "rollback"
+            and progress.scheduled_step is not None
+            and progress.rollbacks < train.max_rollbacks
+        )
+        self.display.message(
+            f"step {progress.step}: the loss leaps to {result.loss:.3f}, from a recent mean of "
+            f"{progress.watch.mean:.3f}" + (f"; back to step {progress.scheduled_step}" if goes_back else "")
+        )
+        if goes_back:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        """Weights, optimiser and random numbers of the last checkpoint that was due; the text goes on behind the spike.
+
+        Going through the same text again would lead to the same spike.
+        """
+        was, position = self.progress, self.position
+        target = was.scheduled_step
+        assert target is not None
+        self._guarded(self.saver.wait)
+        restore(self, self.directory.checkpoints / checkpoint_name(target))
+        self.position, self.states = position, self._empty_memory()
+        self.progress.rollbacks = was.rollbacks + 1
+        self.progress.skipped, self.progress.seconds = was.skipped, was.seconds
+        self._record("rollback", from_step=was.step)
+        if self.trained.processes.is_first:
+            point_at_best(self.directory, self.progress.best_step)
+            remove_later(self.directory.checkpoints, target)
+        self.saved_step = -1
+        self.save()
+
     def _log(self, reading: Reading) -> None:
-        self.directory.append(
+        if not self.progress.loss_count:
+            return  # every update since the last line was skipped
+        self._record(
             "train",
-            reading.step,
             loss=reading.loss,
             learning_rate=reading.learning_rate,
             grad_norm=reading.grad_norm,
             tokens=self.progress.tokens,
             tokens_per_second=reading.tokens_per_second,
             elapsed=self.progress.seconds,
+        )
+        self.scalars.add(
+            reading.step,
+            {"train/loss": reading.loss, "train/learning_rate": reading.learning_rate}
+            | {"train/grad_norm": reading.grad_norm, "train/tokens_per_second": reading.tokens_per_second},
         )
         self.progress.loss_sum, self.progress.loss_count = 0.0, 0
         self.display.line(reading)
@@ -218,9 +313,10 @@ class TrainingLoop:
             result = self._evaluate().to_dict()
         except _ValidationStopped:
             self.progress.validation_due = True
-            self._interrupt(self.stop.received or signal.SIGINT)
+            self._interrupt(self._asked_to_stop() or signal.SIGINT)
         averaged = None if self.average is None else self.average.count
-        self.directory.append("valid", step, averaged=averaged, **result)
+        self._record("valid", averaged=averaged, **result)
+        self.scalars.add(step, {"valid/nll": result["nll"], "valid/bpc": result["bpc"], "valid/ppl": result["ppl"]})
         self.progress.validation_losses.append(result["nll"])
         best = self.progress.best_nll
         is_best = math.isfinite(result["nll"]) and (best is None or result["nll"] < best)
@@ -244,106 +340,70 @@ class TrainingLoop:
         segment = min(self.run.eval.segment, train.segment) if model.mem_len else train.segment
 
         def progress(done: int, total: int) -> None:
-            if self.stop.received is not None:
+            if self._asked_to_stop():
                 raise _ValidationStopped
 
-        return evaluate(
-            self.best_model,
-            self.corpus.tokens("valid"),
-            segment=segment,
-            mem_len=model.mem_len + train.segment - segment,
-            window=model.window or "none",
-            batch_size=self._eval_lanes,
-            max_tokens=train.eval_tokens,
-            dtype=train.dtype,
-            progress=progress,
-        )
+        with self.trained.whole():
+            return evaluate(
+                self.best_model,
+                self.corpus.tokens("valid"),
+                segment=segment,
+                mem_len=model.mem_len + train.segment - segment,
+                window=model.window or "none",
+                batch_size=self._eval_lanes,
+                max_tokens=train.eval_tokens,
+                dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
+                progress=progress,
+                processes=self.trained.processes,
+            )
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one."""
-        step, best_step = self.progress.step, self.progress.best_step
+        step = self.progress.step
         if self.saved_step == step:
             return
-        tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
-        if self.device.startswith("cuda"):
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, tensor in optimizer_tensors(self.optimizer, self.model).items():
-            tensors[f"optimizer.{name}"] = tensor
-        for part, state in enumerate(self.states):
-            for name, tensor in state.to_tensors().items():
-                tensors[f"memory.{part}.{name}"] = tensor
-        numbers: dict[str, Any] = {"progress": asdict(self.progress), "position": self.position.to_dict()}
-        numbers["corpus"] = self.corpus.info()["identity"]
-        if self.average is not None:  # the weights that train, beside those that are used
-            numbers["averaged"] = self.average.count
-            tensors |= {f"weights.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        folder = self.directory.checkpoints
-        written = write_checkpoint(folder, step, self.best_model.state_dict(), tensors, numbers)
-        # The pointers move before anything that they named is deleted.
-        self.directory.set_pointer("latest", written.name)
-        self._point_at_best()
-        self.directory.append("checkpoint", step, directory=written.name, best=best_step == step)
+        contents = capture(self)
+        contents.belongs = self.belongs
+        protected = {each for each in (self.progress.best_step, self.progress.scheduled_step) if each is not None}
+        self._guarded(lambda: self.saver.save(step, contents, self.progress.best_step, protected))
         self.saved_step = step
-        best = set() if best_step is None else {checkpoint_name(best_step)}
-        prune(folder, self.run.train.keep_checkpoints, best | {written.name})
 
-    def _point_at_best(self) -> None:
-        if self.progress.best_step is None:
-            return
-        name, named = checkpoint_name(self.progress.best_step), self.directory.pointer("best")
-        if (named is None or named.name != name) and (self.directory.checkpoints / name).is_dir():
-            self.directory.set_pointer("best", name)
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Do what a full disk may prevent; the run stops for it or goes on, as it is configured."""
+        try:
+            action()
+        except UserError as error:
+            if self.run.train.on_save_error == "stop":
+                raise
+            self.display.message(f"note: {error}; training goes on")
+            with suppress(UserError):  # the log may be on the same disk
+                self._record("save failed", reason=str(error))
 
-    def resume(self) -> bool:
-        """Go back to the newest checkpoint, if there is one.
+    def _record(self, event: str, **fields: Any) -> None:
+        """Add to the log, which process 0 alone writes."""
+        if self.trained.processes.is_first:
+            self.directory.append(event, self.progress.step, **fields)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint.
 
         Raises:
             UserError: if it is damaged, or the text is not the one the run was trained on.
         """
-        checkpoint = self.directory.newest()
-        if checkpoint is None:
-            return False
-        numbers = read_state(checkpoint)
-        if numbers["corpus"] != self.corpus.info()["identity"]:
-            raise UserError(
-                f"{self.corpus.name} is not the text that {self.directory.path} was trained on; give another --out, "
-                f"and --init-from {self.directory.path} to start from its weights"
-            )
-        load_weights(self.model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
-        tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
-        if "averaged" in numbers:
-            self.average = WeightAverage(self.model, self.run.train.average_mu)
-            self.average.count = numbers["averaged"]
-            load_weights(self.model, _under("weights.", tensors), str(checkpoint))
-        load_optimizer_tensors(self.optimizer, self.model, _under("optimizer.", tensors))
-        self.states = [
-            self.model.state_from_tensors(
-                {name: tensor.to(self.device) for name, tensor in _under(f"memory.{part}.", tensors).items()}
-            )
-            for part in range(self.run.train.micro_batches)
-        ]
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors and self.device.startswith("cuda"):
-            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
-        self.position = StreamPosition.from_dict(numbers["position"])
-        self.progress = Progress(**numbers["progress"])
+        restore(self, checkpoint)
         if not self.progress.validation_due:  # else it is saved once more, after its evaluation
             self.saved_step = self.progress.step
-        self._point_at_best()  # a crash may have come between the two pointers
-        return True
+        if self.trained.processes.is_first:
+            point_at_best(self.directory, self.progress.best_step)  # a crash may have come between the two pointers
 
     def _interrupt(self, received: int) -> NoReturn:
         """Save and stop."""
         self.save()
+        self.saver.wait()
         name = signal.Signals(received).name
-        self.directory.append("stop", self.progress.step, reason=name)
+        self._record("stop", reason=name)
         raise RunInterrupted(
             f"stopped by {name} at step {self.progress.step} of {self.run.train.steps}; everything is saved in "
             f"{self.directory.path}: run the same command to go on",
             exit_code=128 + received,
         )
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -20,7 +20,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
-    """Note SIGINT and SIGTERM instead of dying of them; a second one acts at once, as `KeyboardInterrupt`.
+    """Note SIGINT and SIGTERM instead of dying of them; a second one ends the program at once.
 
     Outside the main thread, which alone can have handlers, nothing is noted.
 
@@ -34,7 +34,7 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
 
     def note(received: int, frame: Any) -> None:
         if request.received is not None:
-            raise KeyboardInterrupt
+            raise SystemExit(128 + received)
         request.received = received
         if notice is not None:
             # Not print: the signal may have come in the middle of one, and buffered files cannot be entered twice.

@@ -6,6 +6,7 @@ Shapes: B lanes, T tokens of a segment.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from txl.config import TrainConfig
 from txl.models.language_model import LanguageModel
+from txl.training.parallel import TrainedModel, full_tensor
 
 
 @dataclass(frozen=True)
@@ -30,37 +32,55 @@ class StepResult:
     """False if the loss or the gradient was not finite; the weights are then as they were."""
 
 
+class StepAbandoned(Exception):
+    """A stop was asked for between two parts of the lanes; the weights are as they were."""
+
+
 def training_step(
-    model: LanguageModel[Any],
+    model: LanguageModel[Any] | TrainedModel,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     targets: Tensor,
     states: list[Any],
     config: TrainConfig,
+    abandon: Callable[[], bool] | None = None,
 ) -> StepResult:
     """Forward, backward, clip, update.
 
     The lanes are divided into as many parts as there are states; each part has a forward and a backward pass of its
-    own and keeps its own memory, and the gradient is that of the mean over all lanes.
+    own and keeps its own memory, and the gradient is that of the mean over all lanes, those of other processes too.
 
     Args:
         model: in training mode.
         optimizer: with the learning rate of this update already set.
-        tokens, targets: int64 [B,T].
+        tokens, targets: int64 [B,T], of this process's lanes.
         states: one for each part.
         config: its dtype and clip are used.
+        abandon: asked between two parts whether to give up the step.
+
+    Raises:
+        StepAbandoned: if it was.
     """
-    parts = len(states)
+    trained = model if isinstance(model, TrainedModel) else TrainedModel(model)
+    processes, parts = trained.processes, len(states)
     total, new_states = 0.0, []
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-    for part_tokens, part_targets, state in zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True):
-        with autocast:
-            loss, penalty, new_state = model.training_terms(part_tokens, part_targets, state)
-        ((loss + penalty) / parts).backward()
+    lanes = zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True)
+    for number, (part_tokens, part_targets, state) in enumerate(lanes):
+        if number and abandon is not None and abandon():
+            optimizer.zero_grad(set_to_none=True)
+            raise StepAbandoned
+        with trained.part(is_last=number == parts - 1):
+            with autocast:
+                loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state)
+            ((loss + penalty) / parts).backward()
         total += loss.item() / parts
         new_states.append(new_state)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip if config.clip > 0 else math.inf).item()
-    finite = math.isfinite(total) and math.isfinite(norm)
+    largest = config.clip if config.clip > 0 else math.inf
+    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained.parameters(), largest)).item()
+    # A sum is not finite if one of its terms is not, so all processes decide alike.
+    total, norm_sum = (value / processes.count for value in processes.sum(total, norm))
+    finite = math.isfinite(total) and math.isfinite(norm_sum)
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,7 @@
-"""Training a configuration into a run directory: the same call starts a run and goes on with it, exactly."""
+"""Training a configuration into a run directory: the same call starts a run and goes on with it, exactly.
+
+Started by torchrun, it trains with several processes; process 0 alone writes and talks.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,28 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import build_model
+from txl.processes import Processes, processes_of
 from txl.run_directory import RunDirectory, load_weights
-from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
+from txl.training.checkpoints import (
+    MODEL_FILE,
+    belongs_to,
+    checkpoint_name,
+    checkpoint_names,
+    read_tensors,
+    remove_partial,
+)
 from txl.training.display import Display
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.estimate import parameters_by_part
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
+from txl.training.parallel import TrainedModel
+from txl.training.saver import newest_good
+from txl.training.snapshot import seed_of_process
 
 MAY_DIFFER = frozenset(
     {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
+    | {"train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard"}
 )
 """Fields that a continued run may change, because they do not change what it computes."""
 WEIGHTS_DEPEND_ON = (
@@ -79,6 +94,7 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
+        self.processes = Processes()
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or go on to it.
@@ -91,12 +107,21 @@ class Trainer:
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
         """
+        with processes_of(self.device) as (self.processes, self.device):
+            self.quiet = self.quiet or not self.processes.is_first
+            _check_lanes(self.run, self.processes)
+            if not self.processes.is_first:
+                return self._fit(self.processes.first_does("directory", lambda: None))
+            return self._fit_first()
+
+    def _fit_first(self) -> dict[str, Any]:
+        """`fit` for the process that writes."""
         made = _make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
         was_ours = (self.directory.path / ".lock").exists()
         try:
             with self.directory.locked():
-                is_new = self._is_new(was_ours)
+                is_new = self.processes.first_does("directory", lambda: self._is_new(was_ours))
                 try:
                     return self._fit(is_new)
                 finally:
@@ -146,13 +171,13 @@ class Trainer:
         if is_new and self.init_from is not None:
             source = RunDirectory(self.init_from)
             _check_same_model(source, self.run)
-        corpus = self._corpus(is_new, source)
+        opened: list[Corpus] = []
+        self.processes.first_does("corpus", lambda: opened.append(self._corpus(is_new, source)))
+        corpus = opened[0] if opened else self._corpus(is_new, source)
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
-            loop = self._loop(corpus, display)
-            if source is not None:
-                _load_from(source, loop)
+            loop = self._loop(corpus, source, display)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
             else:
@@ -193,10 +218,17 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _loop(self, corpus: Corpus, display: Display) -> TrainingLoop:
+    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
         model = build_model(self.run.model, corpus.vocabulary).to(self.device).train()
+        if train.dtype == "float64":
+            model.double()
+        if source is not None:
+            _load_from(source, model, corpus)
+        trained = TrainedModel(model, self.processes, train.parallel)
+        if not self.processes.is_first:  # other lanes, other dropout
+            seed_of_process(train.seed, self.processes.rank, 0)
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
@@ -209,7 +241,7 @@ class Trainer:
             directory=self.directory,
             corpus=corpus,
             device=self.device,
-            model=model,
+            trained=trained,
             optimizer=build_optimizer(model, train),
             stream=stream,
             display=display,
@@ -219,23 +251,44 @@ class Trainer:
 
     def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
         """Write what makes the directory a run; config.json comes last."""
-        self.directory.write_vocabulary(loop.corpus.vocabulary)
+        if self.processes.is_first:
+            self.directory.write_vocabulary(loop.corpus.vocabulary)
         self._announce(loop, "start")
+        self._note_what_belongs(loop)
         if keep_weights:
             # The run no longer depends on where its weights came from.
             loop.save()
-        self.directory.write_config(self.run)
+            loop.saver.wait()
+        if self.processes.is_first:
+            self.directory.write_config(self.run)
 
     def _go_on(self, loop: TrainingLoop) -> None:
-        if loop.resume():
-            self._announce(loop, "resume")
-        else:
+        found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop))
+        if found is None:
             self._announce(loop, "start")  # it was stopped, the hard way, before its first checkpoint
-        if self.directory.config() != self.run:
+        else:
+            loop.resume(self.directory.checkpoints / found)
+            self._announce(loop, "resume")
+        self._note_what_belongs(loop)
+        if self.processes.is_first and self.directory.config() != self.run:
             self.directory.write_config(self.run)
+
+    def _newest_good(self, loop: TrainingLoop) -> str | None:
+        """The name of the checkpoint to go on from, if there is one; those that cannot be used are named."""
+        remove_partial(self.directory.checkpoints)
+        found, refused = newest_good(self.directory)
+        for reason in refused:
+            loop.display.message(f"note: {reason}")
+            self.directory.append("refused", 0, reason=reason)
+        return None if found is None else found.name
+
+    def _note_what_belongs(self, loop: TrainingLoop) -> None:
+        loop.belongs = belongs_to(asdict(self.run.model), self.directory.path / "vocabulary.json")
 
     def _announce(self, loop: TrainingLoop, event: str) -> None:
         """Say and record what runs here."""
+        if not self.processes.is_first:
+            return
         parameters = parameters_by_part(loop.model)
         total = sum(parameters.values())
         self.directory.append(
@@ -250,14 +303,17 @@ class Trainer:
             software=describe_software(),
             command=sys.argv,
             init_from=None if self.init_from is None else str(self.init_from),
+            processes=self.processes.count,
         )
         if event == "resume":
             start = f", going on from step {loop.progress.step}"
         else:
             start = "" if self.init_from is None else f", starting from {self.init_from}"
+        count, engine = self.processes.count, self.run.train.parallel.upper()
+        together = f" in {count} processes ({engine})" if count > 1 else ""
         loop.display.message(
             f"{self.run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
-            f"{loop.model.attention_name} attention on {self.device}{start}"
+            f"{loop.model.attention_name} attention on {self.device}{together}{start}"
         )
 
 
@@ -284,7 +340,7 @@ def _value(model: Any, name: str) -> Any:
     return model.d_embed or model.d_model if name == "d_embed" else getattr(model, name)
 
 
-def _load_from(source: RunDirectory, loop: TrainingLoop) -> None:
+def _load_from(source: RunDirectory, model: Any, corpus: Corpus) -> None:
     """Start from another run's best checkpoint, else its latest.
 
     Raises:
@@ -292,12 +348,31 @@ def _load_from(source: RunDirectory, loop: TrainingLoop) -> None:
     """
     weights = read_tensors(source.checkpoint(), MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))
-    if size != loop.model.vocab_size:
+    if size != model.vocab_size:
         raise UserError(
-            f"--init-from {source.path}: its model has {size} tokens, {loop.corpus.name} in {loop.corpus.unit} "
-            f"tokens has {loop.model.vocab_size}; expected the same"
+            f"--init-from {source.path}: its model has {size} tokens, {corpus.name} in {corpus.unit} "
+            f"tokens has {model.vocab_size}; expected the same"
         )
-    load_weights(loop.model, weights, str(source.path))
+    load_weights(model, weights, str(source.path))
+
+
+def _check_lanes(run: RunConfig, processes: Processes) -> None:
+    """The lanes can be divided over processes and parts, and what is configured works with several processes.
+
+    Raises:
+        UserError: if not.
+    """
+    train, count = run.train, processes.count
+    if train.batch_size % (count * train.micro_batches):
+        raise UserError(
+            f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "
+            f"multiple of {count * train.micro_batches}"
+        )
+    if count > 1 and train.parallel == "fsdp" and not (train.average_from is None and train.average_patience is None):
+        raise UserError(
+            "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
+            "not sharded; use --train.parallel ddp or no average"
+        )
 
 
 def _make_directory(path: Path) -> list[Path]:

@@ -1,0 +1,148 @@
+"""Several processes that train one model, started by torchrun: PyTorch's own process groups, DDP and FSDP2.
+
+The lanes of the batch are divided over the processes in order, so that the global batch, its order and every lane's
+memory are those of one process. Process 0 alone writes and talks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from txl.errors import ProcessLost, UserError
+
+_TIMEOUT = timedelta(minutes=10)
+"""Longest that a process waits for another in one exchange. One that dies is noticed at once, by its connection."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process and its fellows. All methods that exchange something have to be called by all of them."""
+
+    rank: int = 0
+    count: int = 1
+    _store: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and talks."""
+        return self.rank == 0
+
+    def share(self, total: int) -> range:
+        """The lanes of this process, of `total`.
+
+        Raises:
+            UserError: if they cannot be divided evenly.
+        """
+        if total % self.count:
+            raise UserError(f"{total} lanes cannot be divided over {self.count} processes; expected a multiple")
+        each = total // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def sum(self, *values: float) -> list[float]:
+        """Sums over all processes, in float64."""
+        if self.count == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set anywhere."""
+        return self.sum(float(flag))[0] > 0
+
+    def most(self, value: int) -> int:
+        """The largest of all processes' values."""
+        if self.count == 1:
+            return value
+        largest = torch.tensor([value])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+    def gather(self, tensor: Tensor) -> list[Tensor] | None:
+        """The tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
+        tensor = tensor.detach().cpu().contiguous()
+        if self.count == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.count)] if self.is_first else None
+        dist.gather(tensor, parts)
+        return parts
+
+    def first_does(self, name: str, action: Callable[[], Any]) -> Any:
+        """Process 0 acts while the others wait, however long; what it returns, a JSON value, is known to all.
+
+        Args:
+            name: of the action, used once.
+            action: what to do.
+
+        Raises:
+            ProcessLost: elsewhere than on process 0, which raises what `action` does.
+        """
+        if self.count == 1:
+            return action()
+        # A store, not a barrier: a corpus may take hours to prepare, and no exchange waits that long.
+        if not self.is_first:
+            while not self._store.check([name]):
+                time.sleep(0.05)
+            outcome = json.loads(self._store.get(name))
+            if not outcome:
+                raise ProcessLost(quiet=True)
+            return outcome[0]
+        try:
+            result = action()
+        except BaseException:
+            self._store.set(name, "[]")
+            raise
+        self._store.set(name, json.dumps([result]))
+        return result
+
+
+@contextmanager
+def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
+    """The processes that torchrun started, connected, and this one's device; a single one if it started none.
+
+    Args:
+        device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or "RANK" not in os.environ:
+        yield Processes(), device
+        return
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    store, rank, count = next(rendezvous("env://", timeout=_TIMEOUT))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+        store=PrefixStore("groups", store),
+        rank=rank,
+        world_size=count,
+        timeout=_TIMEOUT,
+    )
+    with _lost_peers_named():
+        yield Processes(rank, count, PrefixStore("txl", store)), device
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _lost_peers_named() -> Iterator[None]:
+    """An exchange that fails because another process has died ends this one too, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|[Cc]onnection (closed|reset)", str(error)):
+            raise ProcessLost("another process of this run has died; run the same command to go on") from None
+        raise

@@ -1,0 +1,150 @@
+"""The model as one process or several train it: as it is, with DDP's averaged gradients, or sharded by FSDP2.
+
+Every process has the same number of lanes, so the mean of the processes' gradients is the gradient of the mean loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from txl.errors import UserError
+from txl.processes import Processes
+
+
+class TrainedModel:
+    """A model and the engine that keeps its copies, or its shards, in step.
+
+    Args:
+        model: on its device, with the same weights in every process. With "fsdp" its parameters become shards.
+        processes: those that train it.
+        engine: "ddp" or "fsdp"; a single process needs neither.
+    """
+
+    def __init__(self, model: Any, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
+        self.model, self.processes = model, processes
+        self.is_sharded = processes.count > 1 and engine == "fsdp"
+        self.saving_group: Any = None
+        self._sharded: list[Any] = []
+        self._ddp: DistributedDataParallel | None = None
+        if self.is_sharded:
+            # Imported here: a second of time, for those alone who need it.
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+            self.mesh = init_device_mesh(_device_of(model).type, (processes.count,))
+            # Saving goes on beside training, so it has a group of its own, and copies on the CPU.
+            self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
+            self.saving_group = torch.distributed.new_group(backend="gloo")
+            # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
+            for layer in (*getattr(model, "layers", ()), model):
+                fully_shard(layer, mesh=self.mesh)
+                self._sharded.append(layer)
+            register_fsdp_forward_method(model, "training_terms")
+        elif processes.count > 1:
+            # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient.
+            self._ddp = DistributedDataParallel(
+                _Terms(model), broadcast_buffers=False, find_unused_parameters=bool(model.config.cutoffs)
+            )
+
+    def training_terms(self, tokens: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """See `LanguageModel.training_terms`; for this process's lanes."""
+        if self._ddp is not None:
+            return self._ddp(tokens, targets, state)
+        return self.model.training_terms(tokens, targets, state)
+
+    @contextmanager
+    def part(self, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward pass of one part of the lanes: gradients are exchanged after the last."""
+        for module in self._sharded[-1:]:
+            module.set_requires_gradient_sync(is_last)
+        with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
+            yield
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, or this process's shards of them."""
+        return self.model.parameters()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every process holds all weights: `nll` and its like can be called."""
+        with torch.no_grad():
+            for module in self._sharded:
+                module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._sharded:
+                module.reshard()
+
+    def on_cpu(self, tensor: Tensor) -> Tensor:
+        """A copy of this process's shard, or of a tensor that is whole."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().cpu().clone()
+        local = tensor.to_local().detach().cpu().clone()
+        return DTensor.from_local(
+            local, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def of_lanes(self, local: Tensor) -> Tensor:
+        """A copy of this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(local.detach().cpu().clone(), self._cpu_mesh, [Shard(0)], run_check=False)
+
+    def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Room for the lanes of all processes, of which this one holds its own."""
+        return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
+
+    def local_lanes(self, tensor: Tensor) -> Tensor:
+        """This process's part of what `empty_lanes` made; a whole tensor as it is."""
+        from torch.distributed.tensor import DTensor
+
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
+        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded.
+
+        Raises:
+            UserError: if they do not hold what is wanted.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(targets, storage_reader=HuggingFaceStorageReader(str(folder)))
+        except CheckpointException as error:
+            reason = "; ".join(str(each[0]) for each in error.failures.values())
+            raise UserError(f"{folder}: its tensors are not those of this model ({reason})") from None
+
+
+class _Terms(nn.Module):
+    """DDP calls `forward`."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        return self.model.training_terms(tokens, targets, state)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, whole; all processes have to ask for it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
