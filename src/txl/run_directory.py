@@ -105,20 +105,38 @@ class RunDirectory:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[dict[str, Any]]:
-        """All events of the log in order; lines that a crash has torn are left out."""
+        """All events of the log in order; lines that a crash has torn are left out.
+
+        Raises:
+            UserError: if the log cannot be read.
+        """
+        return self.events_and_torn()[0]
+
+    def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
+        """All events of the log in order, and how many lines are torn.
+
+        Raises:
+            UserError: if the log cannot be read.
+        """
         path = self.path / "log.jsonl"
-        if not path.exists():
-            return []
-        found = []
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return [], 0
+        except OSError as error:
+            raise UserError(f"{path}: the log cannot be read ({error.strerror})") from None
+        found, torn = [], 0
         # Not splitlines: it would also cut at U+2028 and its like, which a logged text may hold.
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        for line in text.split("\n"):
             try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(event, dict) and "event" in event:
+                event = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError):
+                event = {}
+            if isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int:
                 found.append(event)
-        return found
+            else:
+                torn += line.strip() != ""
+        return found, torn
 
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that `best` or `latest` names, if there is one."""
@@ -188,6 +206,17 @@ class RunDirectory:
         # Copies lie aligned in memory: a product's last bit must not depend on where in its file a tensor was.
         load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
         return model.to(device).eval(), vocabulary
+
+    def is_locked(self) -> bool:
+        """Whether somebody trains here now, on this machine."""
+        try:
+            with open(self.path / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -31,6 +31,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("preset", metavar="PRESET", help="a configuration by name (see txl presets), or another run's")
     parser.add_argument("--out", metavar="DIR", help="the run directory; required unless --dry-run")
     parser.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="where --out holds a run of another configuration, start a new one from its weights in OUT-fork-N",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     add_data_dir(parser)
@@ -56,17 +61,46 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     if config.train.warmup_steps >= config.train.steps and not arguments.quiet:
         say(f"note: the warm-up of {config.train.warmup_steps} steps is not over when training ends")
+    out, init_from = Path(arguments.out), arguments.init_from
+    if arguments.fork:
+        out, init_from = forked(config, out, init_from, arguments.data_dir)
+        if out != Path(arguments.out) and not arguments.quiet:
+            say(f"note: --fork: the run is {out}, with the weights that {arguments.out} has come to")
     trainer = Trainer(
         config,
-        arguments.out,
+        out,
         device=pick_device(arguments.device),
         data_dir=arguments.data_dir,
-        init_from=arguments.init_from,
+        init_from=init_from,
         quiet=arguments.quiet or arguments.json,
     )
     outcome = trainer.fit()
     if arguments.json:
         print_json(outcome)
+
+
+def forked(config: RunConfig, out: Path, init_from: str | None, data_dir: str | None) -> tuple[Path, str | Path | None]:
+    """Where a forked run is, and where its weights come from.
+
+    A directory whose configuration and text are these is gone on with; else it is the first free OUT-fork-N.
+
+    Raises:
+        UserError: if there is no run to fork, or its weights are not the ones that are asked for.
+    """
+    from txl.run_directory import RunDirectory
+    from txl.training.trainer import Trainer
+
+    if init_from is not None:
+        raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
+    if not RunDirectory(out).config_path.exists():
+        raise UserError(f"--fork: {out} holds no run to take the weights of; leave --fork out to start one")
+    candidate, number = out, 0
+    while RunDirectory(candidate).config_path.exists():
+        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
+            return candidate, None if candidate == out else out
+        number += 1
+        candidate = out.with_name(f"{out.name}-fork-{number}")
+    return candidate, out
 
 
 def _base(name: str) -> RunConfig:

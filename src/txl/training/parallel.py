@@ -50,9 +50,7 @@ class TrainedModel:
             register_fsdp_forward_method(model, "training_terms")
         elif processes.count > 1:
             # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient.
-            self._ddp = DistributedDataParallel(
-                _Terms(model), broadcast_buffers=False, find_unused_parameters=bool(model.config.cutoffs)
-            )
+            self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=bool(model.config.cutoffs))
 
     def training_terms(self, tokens: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         """See `LanguageModel.training_terms`; for this process's lanes."""

@@ -120,8 +120,8 @@ def restore(loop: Any, checkpoint: Path) -> None:
     if corpus != loop.corpus.info()["identity"]:
         raise UserError(
             f"{loop.corpus.name} is not the text that {loop.directory.path} was trained on (its hash was "
-            f"{_short(corpus)}, now it is {_short(loop.corpus.info()['identity'])}); give another --out, and "
-            f"--init-from {loop.directory.path} to start from its weights"
+            f"{_short(corpus)}, now it is {_short(loop.corpus.info()['identity'])}); give another --out, with "
+            f"--init-from {loop.directory.path} to start from its weights, or --fork to do so beside it"
         )
     verify_belongs(checkpoint, asdict(loop.run.model), loop.directory.path / "vocabulary.json")
     if averaged is not None:
@@ -233,8 +233,8 @@ def _set_random_states(states: dict[str, Tensor], loop: Any, step: int) -> None:
         seed_of_process(loop.run.train.seed, processes.rank, step)
         if processes.is_first:
             loop.display.message(
-                f"note: the run had {len(states['cpu'])} processes, now it has {processes.count}: the lanes' texts and "
-                f"memory are the same, dropout draws other numbers"
+                f"note: there were {len(states['cpu'])} processes, now there are {processes.count}: the lanes' texts "
+                f"and memory are the same, dropout draws other numbers"
             )
         return
     torch.set_rng_state(states["cpu"][processes.rank].clone())

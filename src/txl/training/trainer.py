@@ -27,6 +27,7 @@ from txl.training.checkpoints import (
     belongs_to,
     checkpoint_name,
     checkpoint_names,
+    read_state,
     read_tensors,
     remove_partial,
 )
@@ -161,10 +162,21 @@ class Trainer:
             return True
         if changed:
             raise UserError(
-                f"--out {path} holds a different run: {', '.join(changed)}; give another --out, and --init-from {path} "
-                f"to start from its weights"
+                f"--out {path} holds a different run: {', '.join(changed)}; give another --out, with "
+                f"--init-from {path} to start from its weights, or --fork to do so beside it"
             )
         return False
+
+    def would_go_on(self) -> bool:
+        """Whether the directory holds a run of this configuration and text.
+
+        Raises:
+            UserError: if the directory or the corpus cannot be read.
+        """
+        if differences(self.directory.config(), self.run, ignore=MAY_DIFFER):
+            return False
+        newest = self.directory.newest()
+        return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
 
     def _fit(self, is_new: bool) -> dict[str, Any]:
         source = None

@@ -1,0 +1,27 @@
+"""`txl status DIR`: how far a run is, how it fares, and what it could go on from."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from txl.commands.options import add_json, existing_run, print_json
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("status", help="tell how far a run is, its last good checkpoint and its restarts")
+    parser.add_argument("directory", metavar="DIR", help="a run directory; it may be training")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the state of a run; every file of its checkpoints is read and verified."""
+    from txl.training.status import run_status
+
+    status = run_status(existing_run(arguments.directory))
+    if arguments.json:
+        print_json(status.to_dict())
+    else:
+        print("\n".join(status.lines()))

@@ -1,0 +1,156 @@
+"""How a run fares, out of its log and its checkpoints; nothing is changed by looking."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
+from txl.training.checkpoints import checkpoint_names, verify_checkpoint
+from txl.training.display import duration, metric
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What `txl status` tells."""
+
+    directory: str
+    state: str
+    """training, finished, stopped by ..., or not started."""
+    step: int
+    steps: int
+    loss: float | None
+    """Nats a token, of the last line of the log."""
+    valid_nll: float | None
+    tokens_per_second: float | None
+    seconds_since_last_event: float | None
+    last_good_checkpoint: str | None
+    best_checkpoint: str | None
+    refused: tuple[str, ...]
+    """Checkpoints that cannot be gone on from, and why."""
+    restarts: int
+    skipped: int
+    spikes: int
+    rollbacks: int
+    failed_saves: int
+    torn_lines: int
+    """Lines of the log that cannot be read; one at its end is what a crash leaves."""
+    unit: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        share = f"{self.step:,} of {self.steps:,} ({100 * self.step / self.steps:.1f}%)"
+        lines = [f"{self.directory}: {self.state}", f"step             {share}"]
+        for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
+            if nll is not None:
+                name, value = metric(self.unit or "", nll)
+                lines.append(f"{label:16} {nll:.4f} nats, {name} {value:.4f}")
+        if self.tokens_per_second is not None:
+            lines.append(f"speed            {self.tokens_per_second:,.0f} tokens/s")
+        if self.seconds_since_last_event is not None:
+            lines.append(f"last event       {duration(self.seconds_since_last_event)} ago")
+        lines.append(f"last checkpoint  {self.last_good_checkpoint or 'none'}, verified now")
+        lines.append(f"best checkpoint  {self.best_checkpoint or 'none'}")
+        lines.append(f"restarts         {self.restarts}")
+        counts = (
+            ("skipped updates", self.skipped),
+            ("loss spikes", self.spikes),
+            ("rollbacks", self.rollbacks),
+            ("failed saves", self.failed_saves),
+            ("torn log lines", self.torn_lines),
+        )
+        lines += [f"{label:16} {count}" for label, count in counts if count]
+        lines += [f"refused          {reason}" for reason in self.refused]
+        return lines
+
+
+def run_status(path: Path) -> RunStatus:
+    """The status of a run directory.
+
+    Raises:
+        UserError: if it is none.
+    """
+    directory = RunDirectory(path)
+    steps = directory.config().train.steps
+    events, torn = directory.events_and_torn()
+    good, refused = _good_checkpoint(directory)
+    best = directory.pointer("best")
+    last = {name: next((each for each in reversed(events) if each["event"] == name), {}) for name in ("train", "valid")}
+    return RunStatus(
+        directory=str(path),
+        state=_state(directory, events),
+        step=_step(events),
+        steps=steps,
+        loss=_number(last["train"], "loss"),
+        valid_nll=_number(last["valid"], "nll"),
+        tokens_per_second=_number(last["train"], "tokens_per_second"),
+        seconds_since_last_event=max(0.0, time.time() - (_number(events[-1], "time") or 0)) if events else None,
+        last_good_checkpoint=good,
+        best_checkpoint=best.name if best is not None and best.is_dir() else None,
+        refused=tuple(refused),
+        restarts=_count(events, "resume") + max(0, _count(events, "start") - 1),
+        skipped=_count(events, "skipped"),
+        spikes=_count(events, "spike"),
+        rollbacks=_count(events, "rollback"),
+        failed_saves=_count(events, "save failed"),
+        torn_lines=torn,
+        unit=_unit(events),
+    )
+
+
+def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
+    if directory.is_locked():
+        return "training"
+    of_training = [each for each in events if each["event"] in ("start", "resume", "stop", "end", "train", "import")]
+    if not of_training:
+        return "not started"
+    last = of_training[-1]
+    if last["event"] == "end":
+        return "finished"
+    if last["event"] == "import":
+        return "imported"
+    if last["event"] == "stop":
+        return f"stopped ({last.get('reason')}); the same command goes on"
+    return "ended without saying so (killed?); the same command goes on"
+
+
+def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
+    refused = []
+    for name in reversed(checkpoint_names(directory.checkpoints)):
+        try:
+            verify_checkpoint(directory.checkpoints / name)
+        except UserError as error:
+            refused.append(str(error))
+        else:
+            return name, refused
+    return None, refused
+
+
+def _step(events: list[dict[str, Any]]) -> int:
+    """The step the run is at: that of the last event which training has written."""
+    of_training = ("train", "checkpoint", "valid", "resume", "stop", "end", "skipped", "start")
+    return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in of_training), 0)
+
+
+def _count(events: list[dict[str, Any]], name: str) -> int:
+    return sum(each["event"] == name for each in events)
+
+
+def _number(event: dict[str, Any], name: str) -> float | None:
+    value = event.get(name)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _unit(events: list[dict[str, Any]]) -> str | None:
+    for event in events:
+        corpus = event.get("corpus")
+        if isinstance(corpus, dict) and isinstance(corpus.get("unit"), str):
+            return corpus["unit"]
+    return None

@@ -1,0 +1,134 @@
+"""Runs that are killed, with no chance to save: at random moments, and at the moments that are the worst."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import small_run
+from tests.training.test_trainer import assert_same_end
+
+from txl.run_directory import RunDirectory
+from txl.training import checkpoints, saver, snapshot
+from txl.training import loop as loop_module
+from txl.training.trainer import Trainer
+
+OPTIONS = {
+    "train.steps": "120",
+    "train.checkpoint_every": "3",
+    "train.eval_every": "20",
+    "train.micro_batches": "2",
+    "train.random_segments": "true",
+    "train.log_every": "1",
+    "train.average_from": "60",
+}
+# Processes come from a server that has imported everything once: a start takes milliseconds, not seconds.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.training.test_kills"])
+
+
+def _train(corpus: str, out: str, data_dir: str, options: dict[str, str], kill_at: tuple[str, int] | None = None):
+    """In a process of its own; it kills itself at the n-th call of a function, if it is told to."""
+    if kill_at is not None:
+        _kill_at(*kill_at)
+    Trainer(small_run(corpus, **options), out, data_dir=data_dir, quiet=True).fit()
+
+
+def _kill_at(moment: str, number: int) -> None:
+    module, name, before = MOMENTS[moment]
+    real, calls = getattr(module, name), []
+
+    def deadly(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, deadly)
+
+
+MOMENTS = {
+    "between two parts of the lanes": (loop_module.TrainingLoop, "_asked_to_stop", True),
+    "at a step's end": (loop_module, "training_step", False),
+    "during an evaluation": (loop_module, "evaluate", True),
+    "after an evaluation": (loop_module, "evaluate", False),
+    "while the state is copied": (snapshot, "_joined", True),
+    "before a checkpoint's files": (checkpoints, "_write_tensors", True),
+    "between a checkpoint's files": (checkpoints, "_write_tensors", False),
+    "before a checkpoint's name": (checkpoints, "_swap", True),
+    "before `latest` is moved": (checkpoints, "_swap", False),
+    "before `best` is moved": (saver, "point_at_best", True),
+    "while old checkpoints are deleted": (checkpoints.shutil, "rmtree", True),
+}
+
+
+def start(corpus: Path, out: Path, data_dir: Path, kill_at: tuple[str, int] | None = None):
+    arguments = (str(corpus), str(out), str(data_dir), OPTIONS, kill_at)
+    process = SERVER.Process(target=_train, args=arguments)
+    process.start()
+    return process
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(story, data_dir, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    Trainer(small_run(str(story), **OPTIONS), out, data_dir=data_dir, quiet=True).fit()
+    return out
+
+
+def losses(out: Path) -> dict[int, float]:
+    """What the log says last of each step."""
+    return {event["step"]: event["loss"] for event in RunDirectory(out).events() if event["event"] == "train"}
+
+
+def test_killed_at_twenty_random_moments_a_run_ends_as_if_nothing_had_happened(
+    uninterrupted, story, data_dir, tmp_path
+):
+    out, draw = tmp_path / "run", random.Random(1)
+    kills = 0
+    while kills < 20:
+        process = start(story, out, data_dir)
+        log = out / "log.jsonl"
+        before = len(log.read_bytes()) if log.exists() else 0
+        while process.is_alive() and not (log.exists() and len(log.read_bytes()) > before):
+            time.sleep(0.005)
+        time.sleep(draw.random() * 0.15)
+        process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break  # it was quicker
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+    process = start(story, out, data_dir)
+    process.join()
+    assert process.exitcode == 0
+    assert kills >= 10, f"the run ended after {kills} kills; make it longer"
+    assert_same_end(out, uninterrupted)
+    assert losses(out) == losses(uninterrupted)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_the_worst_moments(moment, number, uninterrupted, story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    process = start(story, out, data_dir, (moment, number))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, f"{moment} never came {number} times"
+    again = start(story, out, data_dir)
+    again.join()
+    assert again.exitcode == 0
+    assert_same_end(out, uninterrupted)
+    assert losses(out) == losses(uninterrupted)
+    assert (out / "best").read_text() == (uninterrupted / "best").read_text()
+    assert not list((out / "checkpoints").glob(".*"))
+    events = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if line]
+    assert events[-1]["event"] == "end"
