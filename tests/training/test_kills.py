@@ -20,13 +20,13 @@ from txl.training import loop as loop_module
 from txl.training.trainer import Trainer
 
 OPTIONS = {
-    "train.steps": "120",
+    "train.steps": "60",
     "train.checkpoint_every": "3",
-    "train.eval_every": "20",
+    "train.eval_every": "15",
     "train.micro_batches": "2",
     "train.random_segments": "true",
     "train.log_every": "1",
-    "train.average_from": "60",
+    "train.average_from": "30",
 }
 # Processes come from a server that has imported everything once: a start takes milliseconds, not seconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -101,7 +101,7 @@ def test_killed_at_twenty_random_moments_a_run_ends_as_if_nothing_had_happened(
         before = len(log.read_bytes()) if log.exists() else 0
         while process.is_alive() and not (log.exists() and len(log.read_bytes()) > before):
             time.sleep(0.005)
-        time.sleep(draw.random() * 0.15)
+        time.sleep(draw.random() * 0.1)
         process.kill()
         process.join()
         if process.exitcode == 0:
@@ -116,7 +116,7 @@ def test_killed_at_twenty_random_moments_a_run_ends_as_if_nothing_had_happened(
     assert losses(out) == losses(uninterrupted)
 
 
-@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("number", [3])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_the_worst_moments(moment, number, uninterrupted, story, data_dir, tmp_path):
     out = tmp_path / "run"

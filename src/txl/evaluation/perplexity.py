@@ -137,7 +137,7 @@ class Lanes:
                 stop = min(first + start + width, end)
                 read = tokens[first + start - 1 : stop]
                 block[lane, : len(read)] = read
-                counts[lane, : len(read) - 1] = True
+                counts[lane, : max(0, len(read) - 1)] = True
             both = torch.from_numpy(block)
             yield both[:, :-1], both[:, 1:], torch.from_numpy(counts)
 

@@ -365,6 +365,7 @@ class TrainingLoop:
         contents = capture(self)
         contents.belongs = self.belongs
         protected = {each for each in (self.progress.best_step, self.progress.scheduled_step) if each is not None}
+        self._guarded(self.saver.wait)
         self._guarded(lambda: self.saver.save(step, contents, self.progress.best_step, protected))
         self.saved_step = step
 

@@ -1,0 +1,192 @@
+"""Several processes under torchrun: the numbers of one process, shards that any number can read, and deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import small_run
+from tests.training.test_trainer import _given
+
+import txl
+from txl.errors import UserError
+from txl.processes import Processes
+from txl.run_directory import RunDirectory
+from txl.training.trainer import Trainer, _check_lanes
+
+EXACT = {
+    "train.steps": "100",
+    "train.batch_size": "8",
+    "train.dtype": "float64",
+    "train.learning_rate": "0.0003",
+    "train.log_every": "1",
+    "train.eval_every": "50",
+    "train.checkpoint_every": "20",
+    "eval.batch_size": "3",
+    "model.dropout": "0",
+    "model.dropatt": "0",
+}
+
+
+def command(out: Path, corpus: Path, data_dir: Path, processes: int, options: dict[str, str]) -> list[str]:
+    run = small_run(str(corpus), **options)
+    given = [f"--{name}={value}" for name, value in _given(run)]
+    program = [sys.executable, "-m"]
+    if processes > 1:
+        program += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    return [*program, "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), *given]
+
+
+def launch(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), stderr=subprocess.PIPE, text=True, timeout=300)
+
+
+def values(out: Path, event: str, field: str) -> dict[int, float]:
+    return {each["step"]: each[field] for each in RunDirectory(out).events() if each["event"] == event}
+
+
+def assert_same_numbers(out: Path, expected: Path, within: float) -> None:
+    for event, field in (("train", "loss"), ("valid", "nll")):
+        ours, theirs = values(out, event, field), values(expected, event, field)
+        assert ours.keys() == theirs.keys()
+        assert max(abs(ours[step] - theirs[step]) for step in ours) < within
+
+
+def wait_for_step(out: Path, process: subprocess.Popen, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while step not in (values(out, "train", "loss") if out.exists() else {}):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def alone(story, data_dir, tmp_path_factory) -> Path:
+    """What one process comes to."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    Trainer(small_run(str(story), **EXACT), out, data_dir=data_dir, quiet=True).fit()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, {}),
+        (2, {"train.parallel": "fsdp"}),
+        (4, {"train.micro_batches": "2"}),
+        (2, {"train.parallel": "fsdp", "train.micro_batches": "2"}),
+    ],
+)
+def test_several_processes_compute_what_one_does(processes, options, alone, story, data_dir, tmp_path):
+    done = launch(tmp_path / "run", story, data_dir, processes, EXACT | options)
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(tmp_path / "run", alone, 1e-9)
+    ours, theirs = txl.load(tmp_path / "run")[0], txl.load(alone)[0]
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (one - other).abs().max() < 1e-9, name
+    events = RunDirectory(tmp_path / "run").events()
+    assert [each["event"] for each in events].count("start") == 1  # one process writes
+    assert done.stderr.count("done: step 100") == 1  # and talks
+
+
+def test_in_float32_several_processes_stay_within_rounding(story, data_dir, tmp_path):
+    options = EXACT | {"train.steps": "30", "train.dtype": "float32"}
+    Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    assert launch(tmp_path / "two", story, data_dir, 2, options).returncode == 0
+    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (4, "fsdp")), ((4, "fsdp"), (1, "ddp"))],
+)
+def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    before = command(out, story, data_dir, first[0], EXACT | {"train.parallel": first[1]})
+    process = subprocess.Popen(before, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for_step(out, process, 45)
+    os.killpg(process.pid, signal.SIGKILL)
+    for each in subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split():
+        os.kill(int(each), signal.SIGKILL)  # torchrun gives its children sessions of their own
+    process.communicate()
+    done = launch(out, story, data_dir, then[0], EXACT | {"train.parallel": then[1]})
+    assert done.returncode == 0, done.stderr
+    assert "going on from step" in done.stderr
+    assert_same_numbers(out, alone, 1e-9)
+
+
+def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(out, story, data_dir, 2, EXACT), stderr=subprocess.PIPE, text=True)
+    wait_for_step(out, process, 25)
+    os.kill(_process_of_rank(1, out), signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 60
+    assert "Traceback" not in errors.split("torch/distributed/elastic", 1)[0]  # torchrun prints one of its own
+    done = launch(out, story, data_dir, 2, EXACT)
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(out, alone, 1e-9)
+
+
+def test_sigterm_saves_in_all_processes_alike(alone, story, data_dir, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(out, story, data_dir, 2, EXACT), stderr=subprocess.PIPE, text=True)
+    wait_for_step(out, process, 25)
+    process.terminate()
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert errors.count("everything is saved") == 1
+    stop = next(event for event in RunDirectory(out).events() if event["event"] == "stop")
+    assert (out / "latest").read_text() == f"step-{stop['step']:08d}\n"
+    assert launch(out, story, data_dir, 2, EXACT).returncode == 0
+    assert_same_numbers(out, alone, 1e-9)
+
+
+def test_mistakes_are_told_once(story, data_dir, tmp_path):
+    done = launch(tmp_path / "run", tmp_path / "missing.txt", data_dir, 2, EXACT)
+    assert done.returncode != 0
+    assert done.stderr.count("txl: error: ") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_work_with_several_processes_is_refused():
+    run = small_run("stdlib", **{"train.batch_size": "6", "train.micro_batches": "2"})
+    with pytest.raises(UserError, match="batch_size is 6; 2 processes with 2 parts each need a multiple of 4"):
+        _check_lanes(run, Processes(0, 2))
+    run = small_run("stdlib", **{"train.parallel": "fsdp", "train.average_from": "3"})
+    with pytest.raises(UserError, match="fsdp shards the weights.*use --train.parallel ddp"):
+        _check_lanes(run, Processes(0, 2))
+    with pytest.raises(UserError, match="5 lanes cannot be divided over 2 processes"):
+        Processes(1, 2).share(5)
+
+
+def test_sharded_checkpoints_need_no_pickle(story, data_dir, tmp_path):
+    options = EXACT | {"train.steps": "3", "train.parallel": "fsdp"}
+    assert launch(tmp_path / "run", story, data_dir, 2, options).returncode == 0
+    checkpoint = RunDirectory(tmp_path / "run").checkpoint("latest")
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.parent.name == "training_state"]) == 2
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert set(listed) == {path.relative_to(checkpoint).as_posix() for path in files} - {"manifest.json"}
+
+
+def _process_of_rank(rank: int, out: Path) -> int:
+    found = subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split()
+    for each in found:
+        try:
+            environment = Path(f"/proc/{each}/environ").read_text(errors="replace").split("\0")
+        except OSError:
+            continue
+        if f"RANK={rank}" in environment and "WORLD_SIZE=2" in environment:
+            return int(each)
+    raise AssertionError(f"no process of rank {rank} among {found}")

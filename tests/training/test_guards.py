@@ -1,0 +1,313 @@
+"""Losses that are not finite, losses that leap, disks that are full: what a run does about them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+
+import pytest
+import torch
+from tests.conftest import small_run
+from tests.training.test_trainer import assert_same_end, stop_after, train
+
+from txl.errors import RunInterrupted, UserError
+from txl.run_directory import RunDirectory
+from txl.training import loop as loop_module
+from txl.training import saver
+from txl.training.guards import LossWatch, is_finite
+
+
+def events(out, name):
+    return [event for event in RunDirectory(out).events() if event["event"] == name]
+
+
+def spoil_gradients(monkeypatch, at: set[int]) -> None:
+    """The gradients of the steps `at` (counted from 1 by the calls of this process) are infinite."""
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def spoiled(parameters, largest):
+        parameters = list(parameters)
+        calls.append(1)
+        if len(calls) in at:
+            parameters[0].grad.fill_(math.inf)
+        return real(parameters, largest)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(story, data_dir, tmp_path, monkeypatch):
+    weights, real = [], loop_module.training_step
+
+    def noted(trained, *args):
+        result = real(trained, *args)
+        weights.append([parameter.detach().clone() for parameter in trained.parameters()])
+        return result
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    spoil_gradients(monkeypatch, {5, 6})
+    outcome = train(small_run(str(story), **{"train.log_every": "1"}), tmp_path / "run", data_dir)
+    assert outcome["step"] == 12
+    for one, other in zip(weights[3], weights[5], strict=True):
+        assert torch.equal(one, other)
+    assert any(not torch.equal(one, other) for one, other in zip(weights[5], weights[6], strict=True))
+    skipped = events(tmp_path / "run", "skipped")
+    assert [(each["step"], each["in_a_row"], each["grad_norm"]) for each in skipped] == [(5, 1, "inf"), (6, 2, "inf")]
+    assert skipped[0]["offset"] == 4 * 8
+    assert [each["step"] for each in events(tmp_path / "run", "train")] == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+
+
+def test_a_run_that_skips_goes_on_exactly(story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story))
+    with monkeypatch.context() as patch:
+        spoil_gradients(patch, {5, 6})
+        train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        spoil_gradients(patch, {5})
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    spoil_gradients(monkeypatch, {1})
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(story, data_dir, tmp_path, monkeypatch):
+    spoil_gradients(monkeypatch, set(range(6, 13)))
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match=r"step 8: .*norm \(inf\) is not finite, for 3 steps in a row.*step-00000006"):
+        train(small_run(str(story), **{"train.max_skipped": "2"}), out, data_dir)
+    saved = json.loads((out / "not-finite.json").read_text())
+    assert (saved["step"], saved["epoch"], saved["offset"]) == (8, 0, 7 * 8)
+    assert torch.tensor(saved["batch"]).shape == (4, 8)
+    assert events(out, "stop")[-1]["reason"] == "not finite"
+
+
+def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeypatch):
+    """A loss that overflows fills memory with NaN; the next segment must not read it."""
+    real, calls = loop_module.training_step, []
+
+    def overflown(*args):
+        calls.append(1)
+        result = real(*args)
+        if len(calls) != 5:
+            assert result.updated
+            return result
+        poisoned = [type(state).from_tensors(
+            {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
+        ) for state in result.states]  # fmt: skip
+        return loop_module.StepResult(math.nan, math.nan, poisoned, False)
+
+    monkeypatch.setattr(loop_module, "training_step", overflown)
+    outcome = train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert math.isfinite(outcome["best_nll"])
+    assert len(events(tmp_path / "run", "skipped")) == 1
+
+
+def test_finite_states_are_told_from_others():
+    import txl
+
+    model = txl.build_model(small_run("stdlib").model, 7)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    _, state = model.nll(tokens, tokens, model.init_state(2))
+    assert is_finite(state)
+    state.hidden[1][1, 0, 0] = math.inf
+    assert not is_finite(state)
+
+
+def test_a_spike_is_told_from_noise():
+    draw = random.Random(0)
+    watch = LossWatch()
+    noise = [draw.gauss(3, 0.1) for _ in range(2000)]
+    assert not any(watch.sees(loss, 6) for loss in noise)
+    assert watch.mean == pytest.approx(3, abs=0.05)
+    assert math.sqrt(watch.variance) == pytest.approx(0.1, rel=0.3)
+    assert [watch.sees(loss, 6) for loss in (3.1, 4.0, 4.1, 3.0, 5.0)] == [False, True, False, False, True]
+    later = [watch.sees(6, 6) for _ in range(500)]
+    assert not any(later)  # it has been reported
+    assert not watch.in_spike  # and is the new level by now
+
+
+def test_no_spike_is_seen_before_there_is_a_mean():
+    watch = LossWatch()
+    assert not any(watch.sees(loss, 1) for loss in [1.0] * 50 + [100.0] + [1.0] * 49)
+
+
+@pytest.fixture
+def leaping(monkeypatch):
+    """The loss of one text position is made to leap; everything else of the step is as it was."""
+    real = loop_module.training_step
+    monkeypatch.setattr(LossWatch, "limit", lambda self, threshold: math.inf if self.count < 3 else self.mean + 5)
+
+    def leap_at(position_tokens):
+        def leaping_step(model, optimizer, tokens, *args):
+            result = real(model, optimizer, tokens, *args)
+            if torch.equal(tokens, position_tokens):
+                return loop_module.StepResult(result.loss + 100, result.grad_norm, result.states, True)
+            return result
+
+        monkeypatch.setattr(loop_module, "training_step", leaping_step)
+
+    return leap_at
+
+
+def tokens_of_step(story, data_dir, number):
+    import txl
+    from txl.data.streams import training_stream
+
+    corpus = txl.open_corpus(str(story), data_dir=data_dir)
+    stream = training_stream(corpus.tokens("train"), 4, 8)
+    position = stream.start()
+    for _ in range(number - 1):
+        position = stream.read(position).next
+    return stream.read(position).tokens
+
+
+def test_a_spike_is_reported(leaping, story, data_dir, tmp_path):
+    leaping(tokens_of_step(story, data_dir, 7))
+    train(small_run(str(story)), tmp_path / "run", data_dir)
+    (spike,) = events(tmp_path / "run", "spike")
+    assert spike["step"] == 7
+    assert spike["loss"] > spike["recent_mean"] + 90
+    assert not events(tmp_path / "run", "rollback")
+
+
+def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **{"train.on_spike": "rollback"})
+    leaping(tokens_of_step(story, data_dir, 7))
+    seen, real = [], loop_module.training_step
+
+    def noted(model, optimizer, tokens, *args):
+        seen.append((next(model.parameters()).detach().clone(), tokens))
+        return real(model, optimizer, tokens, *args)
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    train(run, tmp_path / "run", data_dir)
+    (back,) = events(tmp_path / "run", "rollback")
+    assert (back["from_step"], back["step"]) == (7, 4)
+    assert torch.equal(seen[7][0], seen[4][0])  # the weights after step 4
+    assert torch.equal(seen[7][1], tokens_of_step(story, data_dir, 8))  # the text behind the spike
+    assert len(seen) == 12 + 3
+
+    with monkeypatch.context() as patch:  # and it stays exact when it is stopped on either side of the spike
+        stop_after(patch, 6)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "stopped", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "stopped", data_dir)
+    train(run, tmp_path / "stopped", data_dir)
+    assert_same_end(tmp_path / "stopped", tmp_path / "run")
+
+
+def test_rolling_back_needs_checkpoints():
+    from txl.config import validate
+
+    with pytest.raises(UserError, match="rollback needs checkpoints"):
+        validate(small_run("stdlib", **{"train.on_spike": "rollback", "train.checkpoint_every": "0"}))
+
+
+def test_a_full_disk_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, capsys):
+    from txl.training import checkpoints
+    from txl.training.trainer import Trainer
+
+    real, calls = checkpoints._write_tensors, []
+
+    def full(path, tensors):
+        calls.append(path)
+        if "step-00000004" in str(path) or "step-00000008" in str(path):
+            raise OSError(28, "No space left on device")
+        real(path, tensors)
+
+    monkeypatch.setattr(checkpoints, "_write_tensors", full)
+    run = small_run(str(story), **{"train.eval_every": "0"})
+    with pytest.raises(UserError, match="step-00000004: the checkpoint could not be written .No space left"):
+        train(run, tmp_path / "stops", data_dir)
+    run.train.on_save_error = "continue"
+    Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(events(tmp_path / "run", "save failed")) == 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(story, data_dir, tmp_path, monkeypatch):
+    """Whatever is configured: the run's result would be lost without a word."""
+
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("txl.training.checkpoints._write_tensors", full)
+    run = small_run(str(story), **{"train.on_save_error": "continue"})
+    with pytest.raises(UserError, match="step-00000012: the checkpoint could not be written"):
+        train(run, tmp_path / "run", data_dir)
+
+
+def test_training_does_not_wait_for_the_disk(story, data_dir, tmp_path, monkeypatch):
+    """Steps go on while a slow disk writes, and what is written is the state of its own step."""
+    real, began, written = saver.write_checkpoint, {}, {}
+
+    def slow(folder, step, contents):
+        began[step] = time.monotonic()
+        time.sleep(0.3)
+        written[step] = time.monotonic()
+        return real(folder, step, contents)
+
+    steps, real_step = [], loop_module.training_step
+
+    def timed(*args):
+        result = real_step(*args)
+        steps.append(time.monotonic())
+        return result
+
+    monkeypatch.setattr(saver, "write_checkpoint", slow)
+    monkeypatch.setattr(loop_module, "training_step", timed)
+    options = {"train.eval_every": "0", "train.checkpoint_every": "4"}
+    train(small_run(str(story), **options), tmp_path / "run", data_dir)
+    assert any(began[4] < moment < written[4] for moment in steps)
+    monkeypatch.undo()
+    train(small_run(str(story), **options | {"train.async_checkpoints": "false"}), tmp_path / "sync", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "sync")
+
+
+def test_a_stop_between_two_parts_gives_the_step_up(story, data_dir, tmp_path, monkeypatch):
+    import os
+    import signal
+
+    run = small_run(str(story), **{"train.micro_batches": "4"})
+    train(run, tmp_path / "whole", data_dir)
+    from txl.training.parallel import TrainedModel
+
+    real, calls = TrainedModel.training_terms, []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == 4 * 6 + 2:  # the second part of step 7
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainedModel, "training_terms", interrupted)
+        with pytest.raises(RunInterrupted, match="stopped by SIGTERM at step 6 of 12"):
+            train(run, tmp_path / "run", data_dir)
+    assert len(calls) == 4 * 6 + 2
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_second_signal_ends_the_program_at_once(story, data_dir, tmp_path, monkeypatch):
+    import os
+    import signal
+
+    real = loop_module.training_step
+
+    def twice(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop_module, "training_step", twice)
+    with pytest.raises(SystemExit) as end:
+        train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert end.value.code == 143
