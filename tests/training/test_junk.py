@@ -1,0 +1,150 @@
+"""Files that hold anything at all: whatever reads them refuses in one line, or reads them; nothing else happens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from contextlib import suppress
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import small_run
+
+import txl
+from txl.errors import UserError
+from txl.reporting.report import write_report
+from txl.run_directory import RunDirectory
+from txl.training.status import run_status
+from txl.training.trainer import Trainer
+
+FILES = (
+    "config.json",
+    "vocabulary.json",
+    "log.jsonl",
+    "best",
+    "latest",
+    "checkpoints/step-00000012/manifest.json",
+    "checkpoints/step-00000012/training_state.json",
+    "checkpoints/step-00000012/training_state.safetensors",
+    "checkpoints/step-00000012/model.safetensors",
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+SETTINGS = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def run_copy(trained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("junk") / "run"
+    shutil.copytree(trained, out)
+    return out
+
+
+def read_everything(out, story, data_dir) -> None:
+    """Each way in either works or is refused as a user's mistake."""
+    for action in (
+        lambda: txl.load(out),
+        lambda: txl.load(out, checkpoint="latest"),
+        lambda: run_status(out).lines(),
+        lambda: Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).would_go_on(),
+    ):
+        with suppress(UserError):
+            action()
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(junk=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+@SETTINGS
+def test_junk_in_any_file_is_a_user_s_mistake(name, junk, run_copy, story, data_dir):
+    path = run_copy / name
+    original = path.read_bytes()
+    try:
+        path.write_bytes(junk)
+        read_everything(run_copy, story, data_dir)
+    finally:
+        path.write_bytes(original)
+
+
+@pytest.mark.parametrize("name", FILES[:7])
+@given(data=st.data())
+@SETTINGS
+def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, story, data_dir):
+    """Right in form, and even the hashes agree: what somebody wrote by hand, or another program."""
+    path = run_copy / name
+    manifest = run_copy / "checkpoints" / "step-00000012" / "manifest.json"
+    original, listed = path.read_bytes(), manifest.read_bytes()
+    try:
+        lines = original.decode().splitlines()
+        if name == "log.jsonl":
+            number = data.draw(st.integers(0, len(lines) - 1))
+            lines[number] = json.dumps(_changed(json.loads(lines[number]), data))
+            path.write_text("\n".join(lines) + "\n")
+        elif name in ("best", "latest"):
+            path.write_text(data.draw(st.text(max_size=20)), encoding="utf-8", errors="replace")
+        else:
+            path.write_text(json.dumps(_changed(json.loads(original), data)))
+        if path != manifest:
+            entries = json.loads(listed)
+            entry = entries["files"].get(path.name)
+            if entry is not None:
+                entry["bytes"], entry["sha256"] = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+            if name == "vocabulary.json":
+                entries["vocabulary_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            manifest.write_text(json.dumps(entries))
+        read_everything(run_copy, story, data_dir)
+    finally:
+        path.write_bytes(original)
+        manifest.write_bytes(listed)
+
+
+def _changed(value, data):
+    """A JSON value with one thing in it, at any depth, replaced by another."""
+    if isinstance(value, dict) and value and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(value)))
+        return value | {key: _changed(value[key], data)}
+    if isinstance(value, list) and value and data.draw(st.booleans()):
+        number = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:number], _changed(value[number], data), *value[number + 1 :]]
+    return data.draw(JSON)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_noticed_or_harmless(name, run_copy, story, data_dir):
+    """64 bits of each file, one after the other: what loads is what was trained, or it does not load."""
+    path = run_copy / name
+    original = path.read_bytes()
+    weights = {key: tensor.clone() for key, tensor in txl.load(run_copy)[0].state_dict().items()}
+    config = RunDirectory(run_copy).config()
+    step = max(1, len(original) * 8 // 64)
+    for bit in range(0, len(original) * 8, step):
+        flipped = bytearray(original)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            model, _ = txl.load(run_copy)
+        except UserError:
+            continue
+        finally:
+            path.write_bytes(original)
+        assert name == "config.json" or RunDirectory(run_copy).config() == config
+        assert all(bool((tensor == weights[key]).all()) for key, tensor in model.state_dict().items()), bit
+
+
+@given(junk=st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
+@SETTINGS
+def test_a_report_of_a_log_with_junk_in_it_is_written_or_refused(junk, run_copy, data_dir, tmp_path):
+    log = run_copy / "log.jsonl"
+    original = log.read_bytes()
+    try:
+        log.write_bytes(original + junk + b"\n")
+        with suppress(UserError):
+            write_report(run_copy, out=str(tmp_path / "report.html"), data_dir=str(data_dir))
+    finally:
+        log.write_bytes(original)

@@ -1,0 +1,126 @@
+"""`txl status` and `--fork`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tests.conftest import small_run
+from tests.training.test_trainer import _given, train
+
+import txl
+from txl.cli import main
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
+from txl.training.status import run_status
+from txl.training.trainer import Trainer
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_finished_run(copy, capsys):
+    assert main(["status", str(copy)]) == 0
+    told = capsys.readouterr().out
+    assert "finished" in told
+    assert "12 of 12 (100.0%)" in told
+    assert "step-00000012, verified now" in told
+    assert main(["status", str(copy), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    valid = [event["nll"] for event in RunDirectory(copy).events() if event["event"] == "valid"]
+    assert (status["step"], status["steps"], status["valid_nll"]) == (12, 12, valid[-1])
+    assert status["restarts"] == status["skipped"] == status["torn_lines"] == 0
+    assert status["tokens_per_second"] > 0
+
+
+def test_damage_is_told(copy):
+    weights = copy / "checkpoints" / "step-00000012" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with open(copy / "log.jsonl", "a") as log:
+        log.write('{"event": "train", "step": 13, "lo')
+    status = run_status(copy)
+    assert status.last_good_checkpoint == "step-00000008"
+    assert "altered" in status.refused[0]
+    assert status.torn_lines == 1
+    assert any("refused" in line and "altered" in line for line in status.lines())
+
+
+def test_restarts_and_stops_are_counted(story, data_dir, tmp_path, monkeypatch):
+    from tests.training.test_trainer import stop_after
+
+    run, out = small_run(str(story)), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(txl.errors.RunInterrupted):
+            train(run, out, data_dir)
+    assert run_status(out).state.startswith("stopped (SIGINT)")
+    assert run_status(out).step == 5
+    with RunDirectory(out).locked():
+        assert run_status(out).state == "training"
+    train(run, out, data_dir)
+    assert run_status(out).restarts == 1
+    assert run_status(out).state == "finished"
+
+
+def test_a_killed_run_says_so(copy):
+    log = copy / "log.jsonl"
+    lines = [line for line in log.read_text().splitlines() if '"event": "end"' not in line]
+    log.write_text("\n".join(lines) + "\n")
+    assert "killed?" in run_status(copy).state
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["status", str(tmp_path / "nothing")]) == 2
+    (tmp_path / "log.jsonl").write_text("")
+    assert main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("txl: error:") == 2
+
+
+def arguments(run, out, data_dir, *more):
+    given = [f"--{name}={value}" for name, value in _given(run)]
+    return ["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), "--quiet", *given, *more]
+
+
+def test_fork_starts_a_new_run_from_the_old_weights_and_goes_on_with_it(copy, story, data_dir, capsys):
+    changed = small_run(str(story), **{"train.learning_rate": "0.001", "train.checkpoint_every": "5"})
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert main(arguments(changed, copy, data_dir)) == 2
+    refusal = capsys.readouterr().err
+    assert "train.learning_rate 0.01 -> 0.001" in refusal
+    assert "--fork" in refusal
+    assert main(arguments(changed, copy, data_dir, "--fork")) == 0
+    fork = copy.with_name("copy-fork-1")
+    starts = [event for event in RunDirectory(fork).events() if event["event"] == "start"]
+    assert starts[0]["init_from"] == str(copy)
+    assert main(arguments(changed, copy, data_dir, "--fork")) == 0  # the same command goes on
+    assert not copy.with_name("copy-fork-2").exists()
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    again = small_run(str(story), **{"train.learning_rate": "0.002"})
+    assert main(arguments(again, copy, data_dir, "--fork")) == 0
+    assert copy.with_name("copy-fork-2").is_dir()
+
+
+def test_fork_takes_a_changed_text(data_dir, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("The river rose in the night.\n" * 300)
+    assert main(arguments(small_run(str(text)), out, data_dir)) == 0
+    text.write_text("The river fell in the morning.\n" * 300)
+    with pytest.raises(UserError, match=r"not the text that .* was trained on \(its hash was .*now it is"):
+        Trainer(small_run(str(text)), out, data_dir=data_dir, quiet=True).fit()
+    assert main(arguments(small_run(str(text)), out, data_dir, "--fork")) == 0
+    assert (tmp_path / "run-fork-1").is_dir()
+
+
+def test_fork_without_a_run_or_with_other_weights_is_refused(copy, story, data_dir, tmp_path, capsys):
+    run = small_run(str(story))
+    assert main(arguments(run, tmp_path / "new", data_dir, "--fork")) == 2
+    assert main(arguments(run, copy, data_dir, "--fork", "--init-from", str(copy))) == 2
+    errors = capsys.readouterr().err
+    assert "holds no run to take the weights of" in errors
+    assert "give it or --init-from, not both" in errors
