@@ -311,3 +311,24 @@ def test_a_second_signal_ends_the_program_at_once(story, data_dir, tmp_path, mon
     with pytest.raises(SystemExit) as end:
         train(small_run(str(story)), tmp_path / "run", data_dir)
     assert end.value.code == 143
+
+
+def test_figures_for_tensorboard(story, data_dir, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(small_run(str(story), **{"train.tensorboard": "true"}), tmp_path / "run", data_dir)
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    logged = {event["step"]: event["loss"] for event in events(tmp_path / "run", "train")}
+    shown = {point.step: point.value for point in read.Scalars("train/loss")}
+    assert shown == pytest.approx(logged)
+    assert [point.step for point in read.Scalars("valid/bpc")] == [6, 12]
+
+
+def test_without_tensorboard_one_line_says_what_to_install(story, data_dir, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="tensorboard needs the package tensorboard"):
+        train(small_run(str(story), **{"train.tensorboard": "true"}), tmp_path / "run", data_dir)
+    assert not (tmp_path / "run").exists()

@@ -8,8 +8,10 @@ import shutil
 from contextlib import suppress
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tests.conftest import small_run
 
 import txl
@@ -148,3 +150,33 @@ def test_a_report_of_a_log_with_junk_in_it_is_written_or_refused(junk, run_copy,
             write_report(run_copy, out=str(tmp_path / "report.html"), data_dir=str(data_dir))
     finally:
         log.write_bytes(original)
+
+
+@given(
+    name=st.sampled_from(["memory.hidden.0", "memory.limits", "memory.filled", "random.cpu", "optimizer.u/exp_avg"]),
+    shape=st.lists(st.integers(0, 5), max_size=3) | st.none(),
+)
+@SETTINGS
+def test_a_training_state_of_another_shape_is_refused(name, shape, trained, story, data_dir, tmp_path):
+    """With hashes that agree; only the stored shape leads to a run that goes on."""
+    out = tmp_path / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(trained, out)
+    for each in (out / "checkpoints").iterdir():
+        if each.name != "step-00000012":
+            shutil.rmtree(each)
+    folder = out / "checkpoints" / "step-00000012"
+    tensors = load_file(folder / "training_state.safetensors")
+    stored = tensors.pop(name)
+    if shape is not None:
+        tensors[name] = torch.zeros(shape, dtype=stored.dtype)
+    save_file(tensors, folder / "training_state.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    path = folder / "training_state.safetensors"
+    manifest["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError):
+        Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).fit()

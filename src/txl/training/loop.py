@@ -362,11 +362,13 @@ class TrainingLoop:
         step = self.progress.step
         if self.saved_step == step:
             return
+        began = time.perf_counter()
         contents = capture(self)
+        copy_seconds = time.perf_counter() - began
         contents.belongs = self.belongs
         protected = {each for each in (self.progress.best_step, self.progress.scheduled_step) if each is not None}
         self._guarded(self.saver.wait)
-        self._guarded(lambda: self.saver.save(step, contents, self.progress.best_step, protected))
+        self._guarded(lambda: self.saver.save(step, contents, self.progress.best_step, protected, copy_seconds))
         self.saved_step = step
 
     def _guarded(self, action: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,9 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, contents: Contents, best_step: int | None, protected: set[int]) -> None:
+    def save(
+        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
+    ) -> None:
         """Write a checkpoint, after the one before it; returns at once if it is written in the background.
 
         Args:
@@ -39,13 +42,17 @@ class CheckpointSaver:
             contents: a copy, which nothing changes any more.
             best_step: of the best checkpoint, for the pointer.
             protected: steps whose checkpoints stay.
+            copy_seconds: what it took to make the copy, for the log.
 
         Raises:
             UserError: if this one (written at once) or the one before it could not be written.
         """
         self.wait()
         self._thread = threading.Thread(
-            target=self._write, args=(step, contents, best_step, protected), name="checkpoint", daemon=True
+            target=self._write,
+            args=(step, contents, best_step, protected, copy_seconds),
+            name="checkpoint",
+            daemon=True,  # a second signal ends the program without waiting for a disk
         )
         self._thread.start()
         if not self._in_background:
@@ -72,23 +79,28 @@ class CheckpointSaver:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int, contents: Contents, best_step: int | None, protected: set[int]) -> None:
+    def _write(
+        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
+    ) -> None:
         try:
             if self._writes:
-                self._write_and_point(step, contents, best_step, protected)
+                self._write_and_point(step, contents, best_step, protected, copy_seconds)
             elif contents.write_shards is not None:
                 folder = self._directory.checkpoints / f".{checkpoint_name(step)}.partial" / "training_state"
                 contents.write_shards(folder)
         except BaseException as error:  # raised again in the training thread
             self._error = error
 
-    def _write_and_point(self, step: int, contents: Contents, best_step: int | None, protected: set[int]) -> None:
-        folder = self._directory.checkpoints
+    def _write_and_point(
+        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
+    ) -> None:
+        folder, began = self._directory.checkpoints, time.perf_counter()
         written = write_checkpoint(folder, step, contents)
         # The pointers move before anything that they named is deleted.
         self._directory.set_pointer("latest", written.name)
         point_at_best(self._directory, best_step)
-        self._directory.append("checkpoint", step, directory=written.name, best=best_step == step)
+        seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
+        self._directory.append("checkpoint", step, directory=written.name, best=best_step == step, **seconds)
         kept = {checkpoint_name(each) for each in protected} | {written.name}
         for name in prune(folder, self._keep, kept):
             self._say(f"note: {folder / name} could not be deleted; training goes on")

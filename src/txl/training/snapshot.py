@@ -110,11 +110,11 @@ def restore(loop: Any, checkpoint: Path) -> None:
     Raises:
         UserError: if it is damaged, or the text is not the one the run was trained on.
     """
-    trained: TrainedModel = loop.trained
     numbers = read_state(checkpoint)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
         progress, averaged = Progress.from_dict(numbers["progress"]), numbers.get("averaged")
+        n_process = int(numbers["processes"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{checkpoint}: its training state is damaged ({error!r})") from None
     if corpus != loop.corpus.info()["identity"]:
@@ -124,12 +124,23 @@ def restore(loop: Any, checkpoint: Path) -> None:
             f"--init-from {loop.directory.path} to start from its weights, or --fork to do so beside it"
         )
     verify_belongs(checkpoint, asdict(loop.run.model), loop.directory.path / "vocabulary.json")
+    try:
+        _restore_tensors(loop, checkpoint, averaged, n_process, progress.step)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{checkpoint}: its training state is not that of this configuration ({error!r})") from None
+    loop.position, loop.progress = position, progress
+
+
+def _restore_tensors(loop: Any, checkpoint: Path, averaged: int | None, n_process: int, step: int) -> None:
+    """Weights, averaged weights, optimiser, memory and random numbers."""
+    trained: TrainedModel = loop.trained
+    loop.average = None
     if averaged is not None:
         loop.average = WeightAverage(loop.model, loop.run.train.average_mu)
         loop.average.count = averaged
-    else:
-        loop.average = None
-    tensors = _training_tensors(checkpoint, trained, loop.optimizer)
+    tensors = _training_tensors(checkpoint, trained)
     if trained.is_sharded:
         trained.load_shards(checkpoint, dict(loop.model.state_dict()))
     else:
@@ -138,8 +149,7 @@ def restore(loop: Any, checkpoint: Path) -> None:
             load_weights(loop.model, under("weights.", tensors), str(checkpoint))
     load_optimizer_tensors(loop.optimizer, loop.model, under("optimizer.", tensors))
     loop.states = _divided(under("memory.", tensors), loop)
-    _set_random_states(under("random.", tensors), loop, progress.step)
-    loop.position, loop.progress = position, progress
+    _set_random_states(under("random.", tensors), loop, n_process, step)
 
 
 def _short(identity: Any) -> str:
@@ -147,7 +157,7 @@ def _short(identity: Any) -> str:
     return text[:12]
 
 
-def _training_tensors(checkpoint: Path, trained: TrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tensor]:
     """All tensors but the weights; sharded where the model is."""
     tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
     folder = checkpoint / STATE_SHARDS
@@ -226,15 +236,17 @@ def _random_states(device: str) -> dict[str, Tensor]:
     return states
 
 
-def _set_random_states(states: dict[str, Tensor], loop: Any, step: int) -> None:
+def _set_random_states(states: dict[str, Tensor], loop: Any, n_process: int, step: int) -> None:
     """Those of this process, or fresh ones if the run had another number of processes."""
     processes = loop.trained.processes
-    if any(len(each) != processes.count for each in states.values()):
+    if any(len(states[name]) != n_process for name in {"cpu", *states}):
+        raise ValueError(f"random states of {len(states['cpu'])} processes, of a run with {n_process}")
+    if n_process != processes.count:
         seed_of_process(loop.run.train.seed, processes.rank, step)
         if processes.is_first:
             loop.display.message(
-                f"note: there were {len(states['cpu'])} processes, now there are {processes.count}: the lanes' texts "
-                f"and memory are the same, dropout draws other numbers"
+                f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory "
+                f"are the same, dropout draws other numbers"
             )
         return
     torch.set_rng_state(states["cpu"][processes.rank].clone())

@@ -1,0 +1,86 @@
+"""How long training stands still for a checkpoint: written beside it, or at once.
+
+    python -m benchmarks.saving
+
+Trains a preset for a few steps on the standard library's sources, a checkpoint after every second one, and prints as
+JSON the medians of: seconds to copy the state, seconds to write, verify and sync it, and the seconds of a step alone,
+of one beside which a checkpoint is written, and of the pause between two steps with a checkpoint in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.config import with_options
+from txl.run_directory import RunDirectory
+from txl.training import loop as loop_module
+from txl.training.environment import describe_hardware, describe_software
+
+
+def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[str, float]:
+    """Train once, and time every step and every pause between two."""
+    options = {
+        "data.corpus": "stdlib",
+        "train.steps": str(steps),
+        "train.batch_size": "4",
+        "train.segment": "128",
+        "model.mem_len": "128",
+        "train.warmup_steps": "0",
+        "train.eval_every": "0",
+        "train.checkpoint_every": "2",
+        "train.keep_checkpoints": "1",
+        "train.async_checkpoints": str(in_background).lower(),
+    }
+    times, real = [], loop_module.training_step
+
+    def timed(*arguments):
+        began = time.perf_counter()
+        result = real(*arguments)
+        times.append((began, time.perf_counter()))
+        return result
+
+    loop_module.training_step = timed
+    try:
+        txl.Trainer(with_options(txl.preset(preset), options), out=folder, quiet=True).fit()
+    finally:
+        loop_module.training_step = real
+    events = [event for event in RunDirectory(folder).events() if event["event"] == "checkpoint"]
+    lengths = [end - began for began, end in times]
+    pauses = [began - end for (_, end), (began, _) in itertools.pairwise(times)]
+    # Steps are counted from 0 here: after the odd ones comes a checkpoint, and beside the even ones it is written.
+    return {
+        "state_bytes": sum(path.stat().st_size for path in RunDirectory(folder).checkpoint("latest").iterdir()),
+        "copy_seconds": statistics.median(event["copy_seconds"] for event in events),
+        "write_seconds": statistics.median(event["write_seconds"] for event in events),
+        "pause_with_checkpoint_seconds": statistics.median(pauses[1::2]),
+        "pause_without_seconds": statistics.median(pauses[2::2]),
+        "step_seconds_first_after_checkpoint": statistics.median(lengths[2::2]),
+        "step_seconds_before_any_checkpoint": lengths[1],
+    }
+
+
+def main() -> None:
+    """Measure both ways and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--preset", default="enwik8-12L")
+    parser.add_argument("--steps", type=int, default=14)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        results = {
+            name: measure(arguments.preset, arguments.steps, in_background, Path(folder) / name)
+            for name, in_background in (("in_background", True), ("at_once", False))
+        }
+    print(json.dumps({"preset": arguments.preset, "steps": arguments.steps, **results, "hardware": describe_hardware("cpu"), "software": describe_software()}))  # fmt: skip  # noqa: E501
+
+
+if __name__ == "__main__":
+    main()
