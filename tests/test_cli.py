@@ -321,8 +321,8 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         ("config is no JSON", "config.json: not JSON"),
         ("config of the future", "soul is not known to this version"),
         ("wrong type", "model.n_layer is '2'; expected a whole number"),
-        ("other heads", "u has shape [2, 8], the configuration (n_head, d_head, d_model, ...) needs [4, 4]"),
-        ("vocabulary", "the vocabulary has 2 tokens, the checkpoint 256"),
+        ("other heads", "config.json: model.n_head is 4, but step-00000012 was written with 2"),
+        ("vocabulary", "vocabulary.json: altered: its sha256"),
         ("no checkpoints", "no checkpoint best or latest"),
     ],
 )
