@@ -18,7 +18,7 @@ from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
-Encoding = Literal["relative", "learned", "sinusoid"]
+Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -32,8 +32,10 @@ class ModelConfig:
 
     encoding: Encoding = _setting(
         "relative",
-        "of positions. relative: the paper's. Without memory: learned at every layer (Al-Rfou et al.), or sinusoid",
+        "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
+        "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)",
     )
+    max_distance: int = _setting(64, "shaw: distances above this one share its vector")
     max_segment: int = _setting(512, "without memory: tokens of the longest segment")
 
     n_layer: int = _setting(12, "number of layers N")
@@ -264,8 +266,14 @@ def validate_model(model: ModelConfig) -> None:
     _validate_clusters(model)
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
     _require(model.max_segment >= 1, "model.max_segment", model.max_segment, "1 token or more")
-    if model.encoding != "relative":
+    _require(0 <= model.max_distance < 2**24, "model.max_distance", model.max_distance, "0 or more positions")
+    if has_absolute_positions(model):
         _require_no_memory(model, model, "model.")
+
+
+def has_absolute_positions(model: ModelConfig) -> bool:
+    """Whether positions are those within a segment, so that no memory can be read beside it (Section 3.3)."""
+    return model.encoding in ("learned", "sinusoid")
 
 
 def _require_no_memory(model: ModelConfig, lengths: ModelConfig | EvalConfig, prefix: str) -> None:
@@ -277,6 +285,24 @@ def _require_no_memory(model: ModelConfig, lengths: ModelConfig | EvalConfig, pr
                 f"are absolute, and those of two segments could not be told apart (Section 3.3); expected "
                 f"{_shown(nothing)}"
             )
+
+
+def longest_distance(model: ModelConfig, segment: int) -> int:
+    """The largest distance between a query and a key that it sees, in segments of that many tokens."""
+    farthest = model.mem_len + segment - 1
+    limits = [farthest, *([] if model.window is None else [model.window - 1])]
+    return min([*limits, *([] if model.clamp_len is None else [model.clamp_len])])
+
+
+def _require_trained_distances(model: ModelConfig, train: TrainConfig) -> None:
+    """Every learned vector of a distance is met in training; one that is not would be noise in a longer evaluation."""
+    farthest = longest_distance(model, train.segment)
+    if model.max_distance > farthest:
+        raise UserError(
+            f"model.max_distance is {model.max_distance}, but training sees no distance above {farthest} (mem_len "
+            f"{model.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
+            f"most {farthest}"
+        )
 
 
 def _validate_clusters(model: ModelConfig) -> None:
@@ -354,7 +380,9 @@ def validate(run: RunConfig) -> None:
         _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
     validate_temperature(run.eval.temperature, "eval.temperature")
-    if run.model.encoding != "relative":
+    if run.model.encoding == "shaw":
+        _require_trained_distances(run.model, train)
+    if has_absolute_positions(run.model):
         _require_no_memory(run.model, run.eval, "eval.")
         for name, segment in (("train.segment", train.segment), ("eval.segment", run.eval.segment)):
             _require(

@@ -15,7 +15,7 @@ from txl.commands.options import (
     pick_device,
     print_json,
 )
-from txl.config import validate, validate_model, with_options
+from txl.config import has_absolute_positions, validate, validate_model, with_options
 from txl.errors import UserError
 
 _LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
@@ -120,7 +120,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
     validate_model(config.model)
-    if config.model.encoding != "relative":
+    if has_absolute_positions(config.model):
         raise UserError(f"{config.name} is a vanilla Transformer itself; give a preset of Transformer-XL")
     device = pick_device(arguments.device)
     keep_freed_memory()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl.config import RunConfig
+from txl.config import RunConfig, has_absolute_positions
 from txl.models import build_model
 from txl.models.cross_entropy import MAX_LOGITS
 
@@ -48,6 +48,8 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
         names = name.split(".")
         if names[-1] in ("u", "v"):
             part = "u and v"
+        elif names[-1] == "distances":
+            part = "positions"
         elif "norm" in names:
             part = "layer norm"
         elif "feed_forward" in names:
@@ -96,7 +98,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     full, low = 4, 2 if train.dtype == "bfloat16" else 4
     dropped = 1 if shape.dropout > 0 else 0
     masked = 0 if shape.locked_dropout else dropped
-    with_memory = shape.encoding == "relative"  # without, the fused attention keeps no probabilities
+    with_memory = not has_absolute_positions(shape)  # without, the fused attention keeps no probabilities
     scores = shape.n_head * n_query * n_key if with_memory or shape.dropatt > 0 else 0
     layer = (
         (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model

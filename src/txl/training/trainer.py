@@ -30,6 +30,7 @@ MAY_DIFFER = frozenset(
 )
 """Fields that a continued run may change, because they do not change what it computes."""
 WEIGHTS_DEPEND_ON = (
+    "encoding",
     "n_layer",
     "d_model",
     "n_head",
