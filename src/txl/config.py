@@ -18,6 +18,7 @@ from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
+LossName = Literal["full", "half", "last"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 
 
@@ -72,6 +73,11 @@ class ModelConfig:
     temporal_reg: float = _setting(
         0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss"
     )
+    layer_losses: bool = _setting(
+        False, "without memory: every layer predicts, layer l of n until l/(2n) of training is done (Al-Rfou et al.)"
+    )
+    n_target: int = _setting(1, "without memory: tokens predicted at a position, the next and those after it")
+    extra_target_weight: float = _setting(0.5, "weight of the loss of a target after the next one")
     attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
 
 
@@ -100,6 +106,9 @@ class TrainConfig:
     batch_size: int = _setting(22, "lanes B read in parallel")
     micro_batches: int = _setting(1, "parts the lanes are divided into, one forward and backward each, to save memory")
     segment: int = _setting(512, "tokens T of each lane in one step")
+    loss: LossName = _setting(
+        "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
+    )
     random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
     optimizer: Literal["adam", "adamw"] = _setting("adam", "optimiser")
     learning_rate: float = _setting(2.5e-4, "peak learning rate")
@@ -260,7 +269,9 @@ def validate_model(model: ModelConfig) -> None:
     for name in rates:
         rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
-    for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg", "layer_norm_eps"):
+    for name in (
+        "init_std", "proj_init_std", "activation_reg", "temporal_reg", "layer_norm_eps", "extra_target_weight"
+    ):  # fmt: skip
         value = getattr(model, name)
         _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
     _validate_clusters(model)
@@ -269,6 +280,30 @@ def validate_model(model: ModelConfig) -> None:
     _require(0 <= model.max_distance < 2**24, "model.max_distance", model.max_distance, "0 or more positions")
     if has_absolute_positions(model):
         _require_no_memory(model, model, "model.")
+    _validate_auxiliary(model)
+
+
+def has_auxiliary_losses(model: ModelConfig) -> bool:
+    """Whether it has classifiers that serve in training alone (`txl.models.auxiliary`)."""
+    return model.layer_losses or model.n_target > 1
+
+
+def _validate_auxiliary(model: ModelConfig) -> None:
+    """The rules of Al-Rfou et al.'s auxiliary losses."""
+    _require(1 <= model.n_target <= 2**10, "model.n_target", model.n_target, "1 (the next token) or a few more")
+    if not has_auxiliary_losses(model):
+        return
+    given = "model.layer_losses is true" if model.layer_losses else f"model.n_target is {model.n_target}"
+    if not has_absolute_positions(model):
+        raise UserError(
+            f"{given}, but model.encoding is {model.encoding}: auxiliary losses are those of a vanilla Transformer; "
+            f"expected the encoding learned or sinusoid"
+        )
+    if model.cutoffs:
+        raise UserError(
+            f"{given}, but model.cutoffs is {list(model.cutoffs)}: each auxiliary prediction has a plain softmax of "
+            f"its own; expected no cutoffs"
+        )
 
 
 def has_absolute_positions(model: ModelConfig) -> bool:
@@ -378,6 +413,11 @@ def validate(run: RunConfig) -> None:
         _require(data.max_words >= 1, "data.max_words", data.max_words, "1 or more words, or none for all")
     for name in ("segment", "batch_size"):
         _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
+    if train.loss == "last" and run.model.n_target > 1:
+        raise UserError(
+            f"train.loss is last, but model.n_target is {run.model.n_target}: what follows a segment's last target is "
+            f"not read; expected full or half, or model.n_target 1"
+        )
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
     validate_temperature(run.eval.temperature, "eval.temperature")
     if run.model.encoding == "shaw":

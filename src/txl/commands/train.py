@@ -98,6 +98,8 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_parameters:>14,}")
     print(f"\ntokens a step              {costs.tokens_per_step:>14,}")
+    if costs.targets_per_step != costs.tokens_per_step:
+        print(f"targets that count         {costs.targets_per_step:>14,}")
     print("memory, estimated (bytes)")
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")

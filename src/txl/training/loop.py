@@ -44,7 +44,9 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    """Targets trained on."""
+    """Targets trained on, those that count alone."""
+    tokens_read: int = 0
+    """Tokens of all segments; more than `tokens` where not every position has a loss."""
     seconds: float = 0.0
     """Time spent, over all stretches."""
     best_nll: float | None = None
@@ -122,7 +124,7 @@ class TrainingLoop:
     def _train(self) -> None:
         train, progress = self.run.train, self.progress
         began, seconds_before, first_step = time.perf_counter(), progress.seconds, progress.step
-        line_seconds, line_tokens = 0.0, progress.tokens
+        line_seconds, line_tokens = 0.0, progress.tokens_read
         while progress.step < train.steps:
             self._begin_average()
             rate = learning_rate(progress.step, train) * (train.average_lr_factor if self.average else 1.0)
@@ -135,7 +137,7 @@ class TrainingLoop:
             reading = Reading(
                 step=step,
                 loss=progress.loss_sum / progress.loss_count,
-                tokens_per_second=(progress.tokens - line_tokens) / line_seconds,
+                tokens_per_second=(progress.tokens_read - line_tokens) / line_seconds,
                 learning_rate=rate,
                 grad_norm=grad_norm,
                 seconds_left=(train.steps - step) * (now - began) / (step - first_step),
@@ -143,7 +145,7 @@ class TrainingLoop:
             self.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
-                line_seconds, line_tokens = 0.0, progress.tokens
+                line_seconds, line_tokens = 0.0, progress.tokens_read
             if train.eval_every and (step % train.eval_every == 0 or is_last):
                 self._validate()
             if (train.checkpoint_every and step % train.checkpoint_every == 0) or is_last:
@@ -179,7 +181,8 @@ class TrainingLoop:
             rate *= segment.tokens.shape[1] / train.segment
         set_learning_rate(self.optimizer, rate)
         tokens, targets = segment.tokens.to(self.device), segment.targets.to(self.device)
-        result = training_step(self.model, self.optimizer, tokens, targets, self.states, train)
+        done = progress.step / train.steps
+        result = training_step(self.model, self.optimizer, tokens, targets, self.states, train, done)
         if not result.updated:
             last = self.directory.newest()
             self.directory.append("stop", progress.step, reason="not finite")
@@ -192,9 +195,10 @@ class TrainingLoop:
             self.average.update(self.model)
         self.states, self.position = result.states, segment.next
         progress.step += 1
-        progress.tokens += segment.tokens.numel()
-        progress.loss_sum += result.loss * segment.tokens.numel()
-        progress.loss_count += segment.tokens.numel()
+        progress.tokens += result.targets
+        progress.tokens_read += segment.tokens.numel()
+        progress.loss_sum += result.loss * result.targets
+        progress.loss_count += result.targets
         return result.grad_norm
 
     def _log(self, reading: Reading) -> None:
@@ -205,6 +209,7 @@ class TrainingLoop:
             learning_rate=reading.learning_rate,
             grad_norm=reading.grad_norm,
             tokens=self.progress.tokens,
+            tokens_read=self.progress.tokens_read,
             tokens_per_second=reading.tokens_per_second,
             elapsed=self.progress.seconds,
         )
@@ -326,7 +331,8 @@ class TrainingLoop:
         if "random.cuda" in tensors and self.device.startswith("cuda"):
             torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
         self.position = StreamPosition.from_dict(numbers["position"])
-        self.progress = Progress(**numbers["progress"])
+        saved = numbers["progress"]
+        self.progress = Progress(**{"tokens_read": saved["tokens"]} | saved)  # what older runs did not tell apart
         if not self.progress.validation_due:  # else it is saved once more, after its evaluation
             self.saved_step = self.progress.step
         self._point_at_best()  # a crash may have come between the two pointers

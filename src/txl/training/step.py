@@ -14,6 +14,7 @@ from torch import Tensor
 
 from txl.config import TrainConfig
 from txl.models.language_model import LanguageModel
+from txl.models.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class StepResult:
     """What an update leaves behind."""
 
     loss: float
-    """Mean nats over all targets, before the update and without what a model adds to regularise itself."""
+    """Mean nats over the targets that count, before the update and without what a model adds to regularise itself."""
     grad_norm: float
     """Norm of the gradient, before clipping."""
     states: list[Any]
     """The memory of each part of the lanes."""
+    targets: int
+    """How many targets counted."""
     updated: bool
     """False if the loss or the gradient was not finite; the weights are then as they were."""
 
@@ -37,6 +40,7 @@ def training_step(
     targets: Tensor,
     states: list[Any],
     config: TrainConfig,
+    progress: float = 0.0,
 ) -> StepResult:
     """Forward, backward, clip, update.
 
@@ -48,14 +52,16 @@ def training_step(
         optimizer: with the learning rate of this update already set.
         tokens, targets: int64 [B,T].
         states: one for each part.
-        config: its dtype and clip are used.
+        config: its dtype, clip and loss are used.
+        progress: fraction of all updates that are made, for schedules of auxiliary losses.
     """
+    objective = Objective(config.loss, progress)
     parts = len(states)
     total, new_states = 0.0, []
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     for part_tokens, part_targets, state in zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True):
         with autocast:
-            loss, penalty, new_state = model.training_terms(part_tokens, part_targets, state)
+            loss, penalty, new_state = model.training_terms(part_tokens, part_targets, state, objective)
         ((loss + penalty) / parts).backward()
         total += loss.item() / parts
         new_states.append(new_state)
@@ -64,4 +70,4 @@ def training_step(
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm, new_states, finite)
+    return StepResult(total, norm, new_states, len(targets) * objective.counted(targets.shape[1]), finite)

@@ -17,6 +17,7 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import build_model
+from txl.models.objective import Objective
 from txl.run_directory import RunDirectory, load_weights
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
 from txl.training.display import Display
@@ -204,6 +205,7 @@ class Trainer:
             train.segment,
             random_segments=train.random_segments,
             seed=train.seed,
+            shift=Objective(train.loss).counted(train.segment),
         )
         loop = TrainingLoop(
             run=self.run,
