@@ -428,6 +428,11 @@ def validate(run: RunConfig) -> None:
             _require(
                 segment <= run.model.max_segment, name, segment, f"at most model.max_segment, {run.model.max_segment}"
             )
+        if train.random_segments and run.model.max_segment < train.segment + 40:  # eight standard deviations
+            raise UserError(
+                f"train.random_segments draws segments longer than train.segment, {train.segment}, but positions end "
+                f"at model.max_segment, {run.model.max_segment}; expected at least {train.segment + 40}"
+            )
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:

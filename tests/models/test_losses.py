@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.models.auxiliary import layer_counts
 from txl.models.objective import Objective
-from txl.models.vanilla import VanillaTransformer
 from txl.run_directory import RunDirectory
 from txl.training.estimate import parameters_by_part
 from txl.training.optimisers import build_optimizer
@@ -41,7 +41,7 @@ def text(length: int = T, seed: int = 1) -> tuple[Tensor, Tensor]:
     return both[:, :-1], both[:, 1:]
 
 
-def model_of(config: ModelConfig):
+def model_of(config: ModelConfig) -> Any:
     torch.manual_seed(0)
     model = build_model(config, V).double()
     for parameter in model.parameters():
@@ -100,9 +100,11 @@ def test_the_half_loss_counts_every_target_within_two_epochs():
         seen[position.epoch] += segment.targets[0, -counted:].tolist()
         position = segment.next
     assert starts == [0, 4]
-    assert len(seen[0]) == 25 and not set(range(5, 48)) - set(seen[0]) - set(seen[1])
+    assert len(seen[0]) == 25
+    assert not set(range(5, 48)) - set(seen[0]) - set(seen[1])
     assert sorted(set(seen[0]) & set(seen[1])) == [47, 48, 49]  # the last segments are short
-    assert stream.read(position).starts_epoch and position.offset == 0
+    assert stream.read(position).starts_epoch
+    assert position.offset == 0
 
 
 def test_the_full_loss_s_epochs_all_begin_at_the_beginning():
@@ -199,9 +201,7 @@ def test_layer_l_of_n_counts_until_l_over_2n_of_training():
         assert [layer_counts(layer, 4, progress) for layer in (1, 2, 3, 4)] == expected, progress
 
 
-def auxiliary_by_hand(
-    model: VanillaTransformer, tokens: Tensor, targets: Tensor, progress: float, first: int
-) -> Tensor:
+def auxiliary_by_hand(model: Any, tokens: Tensor, targets: Tensor, progress: float, first: int) -> Tensor:
     """Every layer's every prediction of every position, one at a time, from hidden states caught on their way."""
     caught: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: caught.append(out)) for layer in model.layers]
