@@ -20,6 +20,8 @@ Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
 LossName = Literal["full", "half", "last"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
+RANDOM_LENGTHS = 40
+"""By how much segments of random length may be longer than their mean: eight standard deviations."""
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -428,10 +430,10 @@ def validate(run: RunConfig) -> None:
             _require(
                 segment <= run.model.max_segment, name, segment, f"at most model.max_segment, {run.model.max_segment}"
             )
-        if train.random_segments and run.model.max_segment < train.segment + 40:  # eight standard deviations
+        if train.random_segments and run.model.max_segment < train.segment + RANDOM_LENGTHS:
             raise UserError(
                 f"train.random_segments draws segments longer than train.segment, {train.segment}, but positions end "
-                f"at model.max_segment, {run.model.max_segment}; expected at least {train.segment + 40}"
+                f"at model.max_segment, {run.model.max_segment}; expected at least {train.segment + RANDOM_LENGTHS}"
             )
 
 
