@@ -76,8 +76,8 @@ class Decoder(LanguageModel[StateT]):
             UserError: for tokens that do not fit the state, or a state of another model.
         """
 
-    def _embedded(self, tokens: Tensor, state: StateT) -> Tensor:
-        """h^0: [B,T] -> [B,T,E]."""
+    def _embedded(self, tokens: Tensor, state: StateT, positions: Tensor | None = None) -> Tensor:
+        """h^0: [B,T] -> [B,T,E], with `positions` [T,E] added before its dropout, if there are any."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
@@ -86,7 +86,7 @@ class Decoder(LanguageModel[StateT]):
         if self.training and self.config.dropout_words > 0:
             mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
             hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
-        return self.dropout_embed(hidden)
+        return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 
     def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
