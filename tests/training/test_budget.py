@@ -14,6 +14,7 @@ from txl.cli import main
 from txl.config import RunConfig, validate
 from txl.errors import UserError
 from txl.training.budget import LiveBytes, longest_segment, peak_bytes, with_segment
+from txl.training.estimate import estimate
 
 V = 97
 NO_MEMORY = {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
@@ -59,6 +60,15 @@ def test_the_peak_is_what_the_allocator_saw(name, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     peak = max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
     assert measured == pytest.approx(peak, rel=0.05)
+
+
+def test_made_up_tokens_have_the_proportions_of_zipf_s_law():
+    tokens = budget.ranked_tokens(10_000, 20, 50)
+    assert (tokens.shape, tokens.dtype) == ((20, 50), torch.int64)
+    assert (int(tokens.min()), int(tokens.max())) == (0, 9_953)  # 10,000^0.9995 - 1
+    for share in (0.25, 0.5, 0.75):
+        assert (tokens < 10_000**share - 1).double().mean() == pytest.approx(share, abs=0.075 if share < 0.5 else 0.01)
+    assert not torch.equal(tokens.flatten(), tokens.flatten().sort().values)
 
 
 def test_measured_again_it_is_the_same_and_random_numbers_are_untouched():
@@ -146,3 +156,27 @@ def test_mistakes_are_one_line(words, message, capsys):
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert len([line for line in lines if line.startswith("txl: error")]) == 1
+
+
+SHAPE = {
+    "model.n_layer": "4", "model.d_model": "128", "model.n_head": "4", "model.d_head": "32", "model.d_inner": "512",
+    "model.dropatt": "0", "model.mem_len": "128", "train.segment": "128", "train.batch_size": "8",
+}  # fmt: skip
+ABSOLUTE = NO_MEMORY | {"model.encoding": "learned", "model.max_segment": "128"}
+AUXILIARY = ABSOLUTE | {"model.layer_losses": "true", "model.n_target": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab_size"),
+    [
+        ({"train.loss": "half"}, 4096),
+        ({"model.encoding": "shaw", "model.max_distance": "255"}, 256),
+        (ABSOLUTE, 256),
+        (AUXILIARY, 256),
+        (AUXILIARY, 4096),
+        (AUXILIARY | {"train.loss": "half"}, 4096),
+    ],
+)
+def test_what_dry_run_estimates_is_about_what_is_measured(changes, vocab_size):
+    run = a_run(**(SHAPE | changes))
+    assert estimate(run, vocab_size).total_bytes == pytest.approx(peak_bytes(run, vocab_size), rel=0.2)

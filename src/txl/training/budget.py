@@ -1,9 +1,11 @@
 """The most memory that training holds, measured, and the longest segment that fits into it (Table 10).
 
 Table 10 compares models not at one backpropagation length but at one budget of memory: without recurrence a segment may
-be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on random tokens behind a
+be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on made-up tokens behind a
 full memory: on CUDA the allocator's own peak, elsewhere the bytes of all tensors alive at once, counted operation by
 operation. The latter is the same in every run, and leaves out what an operation takes for itself inside.
+
+Shapes: B lanes, T tokens of a segment, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,10 +99,21 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     parts = train.micro_batches
     states: list[Any] = [_full(model.init_state(train.batch_size // parts)) for _ in range(parts)]
     for _ in range(STEPS):
-        tokens = torch.randint(vocab_size, (train.batch_size, train.segment), device=device)
+        tokens = ranked_tokens(vocab_size, train.batch_size, train.segment).to(device)
         states = training_step(model, optimizer, tokens, tokens, states, train).states
         if average is not None:
             average.update(model)
+
+
+def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
+    """Token ids in the proportions of Zipf's law, in random order: int64 [B,T].
+
+    How much an adaptive softmax takes depends on how many targets its clusters have. Proportions, not draws, so that
+    it grows evenly with the length. Ids are ranks; half of all tokens are among the sqrt(V) most frequent ones.
+    """
+    n_token = batch_size * segment
+    quantiles = (torch.randperm(n_token) + 0.5) / n_token
+    return (vocab_size**quantiles).long().sub_(1).clamp_(0, vocab_size - 1).view(batch_size, segment)
 
 
 def _full(state: Any) -> Any:
