@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import forward_operations, matmul_rate
-from txl.benchmarking.workloads import full_of_noise
 from txl.cli import main
 from txl.config import ModelConfig
 from txl.errors import UserError
@@ -28,7 +27,7 @@ def test_the_formula_counts_what_a_profiler_counts(memory, frozen):
     model = build_model(SHAPE, V).train(not frozen)
     state = model.init_state(B)
     if memory:
-        state = full_of_noise(state)
+        state = state.filled_with_noise()
     tokens = torch.randint(V, (B, T))
     with torch.no_grad():
         _, state = model.nll(tokens, tokens, state)  # frozen: now everything about the memory is known
@@ -46,7 +45,7 @@ def test_a_training_step_is_counted_as_three_forward_passes():
     model = build_model(SHAPE, V)
     tokens = torch.randint(V, (B, T))
     with FlopCounterMode(display=False) as both:
-        loss, _ = model.training_loss(tokens, tokens, full_of_noise(model.init_state(B)))
+        loss, _ = model.training_loss(tokens, tokens, model.init_state(B).filled_with_noise())
         loss.backward()
     expected = 3 * forward_operations(SHAPE, V, B, T, 11)
     padding = 3 * SHAPE.n_layer * 2 * B * T * SHAPE.n_head * SHAPE.d_head
@@ -61,7 +60,7 @@ def test_models_that_the_formula_does_not_describe_are_refused():
 
 def test_memory_is_full_and_of_the_model_s_dtype():
     model = build_model(SHAPE, V).double()
-    state = full_of_noise(model.init_state(B, window=5))
+    state = model.init_state(B, window=5).filled_with_noise()
     assert (state.length, state.hidden[0].dtype) == (4, torch.float64)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import txl
-from txl.config import validate
+from txl.config import has_absolute_positions, validate
+from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
 
@@ -17,6 +18,7 @@ EXACT = {
     "text8-24L": (27, 277_050_395),
     "wt103-base": (267_735, 151_107_538),
     "wt103-large": (267_735, 285_170_506),
+    "wt103-ablation-151M": (267_735, 151_107_538),
     "ptb": (10_000, 24_038_120),
 }
 """Vocabulary and parameters, computed elsewhere from the authors' scripts."""
@@ -27,6 +29,10 @@ ROUNDED = {
     "lm1b-large": 841e6,
     "lm1b-ablation": 300e6,
     "ptb": 24e6,
+    "enwik8-vanilla-12L": 44e6,
+    "enwik8-vanilla-64L": 235e6,
+    **{name: 128e6 for name in txl.presets() if name.startswith("wt103-ablation") and not name.endswith("151M")},
+    **{name: 300e6 for name in txl.presets() if name.startswith("lm1b-ablation")},
 }
 
 
@@ -43,7 +49,7 @@ def test_parameter_counts_to_the_unit(name):
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_parameter_counts_that_are_only_known_rounded(name):
-    allowed = 0.02 if name == "ptb" else 0.06
+    allowed = 0.005 if "vanilla" in name else 0.02 if name == "ptb" else 0.07
     assert abs(parameters(name) / ROUNDED[name] - 1) < allowed
 
 
@@ -54,10 +60,53 @@ def test_every_preset_is_a_valid_configuration_of_its_name(name):
     assert run.name == name
     cluster_bounds(txl.presets()[name].vocab_size, run.model.cutoffs)
     assert txl.RunConfig.from_dict(run.to_dict()) == run
-    if run.model.encoding != "relative":
+    if has_absolute_positions(run.model):
         assert run.eval.segment == run.model.max_segment
         return
     assert run.eval.mem_len > run.train.segment or run.eval.mem_len >= run.model.mem_len
+
+
+def test_the_rows_of_table_6():
+    """Name, encoding, recurrence, loss and perplexity, read off the paper."""
+    table = {
+        "wt103-ablation": ("relative", True, "full", "26.77 ppl"),
+        "wt103-ablation-shaw": ("shaw", True, "full", "27.94 ppl"),
+        "wt103-ablation-half": ("relative", True, "half", "28.33 ppl"),
+        "wt103-ablation-no-memory": ("relative", False, "full", "29.02 ppl"),
+        "wt103-ablation-no-memory-half": ("relative", False, "half", "30.1 ppl"),
+        "wt103-ablation-shaw-no-memory": ("shaw", False, "full", "29.75 ppl"),
+        "wt103-ablation-shaw-no-memory-half": ("shaw", False, "half", "30.5 ppl"),
+        "wt103-ablation-sinusoid-half": ("sinusoid", False, "half", "30.97 ppl"),
+        "wt103-ablation-learned-half": ("learned", False, "half", "31.16 ppl"),
+        "wt103-ablation-151M": ("relative", True, "full", "23.09 ppl"),
+    }
+    for name, (encoding, recurrence, loss, published) in table.items():
+        run = txl.preset(name)
+        assert (run.model.encoding, run.model.mem_len > 0, run.train.loss) == (encoding, recurrence, loss), name
+        assert txl.presets()[name].published == published
+        assert (run.eval.mem_len > 0) == recurrence
+    assert txl.preset("wt103-ablation-shaw").model.max_distance == 255
+    assert txl.preset("wt103-ablation-shaw-no-memory").model.max_distance == 127
+    assert [txl.preset(f"wt103-ablation-no-memory{end}").train.segment for end in ("-176", "-half-172")] == [176, 172]
+
+
+def test_small_ablations_are_the_rows_of_table_6_on_one_base():
+    paper = {name.removeprefix("wt103-ablation") for name in txl.presets() if name.startswith("wt103-ablation")}
+    paper -= {"-151M", "-no-memory-176", "-no-memory-half-172"}
+    for base in ("wikitext-2-ablation", "stdlib-ablation"):
+        names = [name for name in txl.presets() if name.startswith(base)]
+        assert {name.removeprefix(base) for name in names} == paper
+        assert len({(txl.preset(name).train.steps, txl.preset(name).train.segment) for name in names}) == 1
+
+
+def test_segments_of_random_length_need_room_for_positions():
+    run = txl.preset("wikitext-2-ablation-learned-half")
+    run.train.random_segments = True
+    with pytest.raises(UserError, match=r"expected at least 110"):
+        validate(run)
+    run.model.max_segment = 110
+    run.eval.segment = 110
+    validate(run)
 
 
 def test_each_call_gives_a_configuration_of_its_own():

@@ -18,7 +18,10 @@ from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
-Encoding = Literal["relative", "learned", "sinusoid"]
+LossName = Literal["full", "half", "last"]
+Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
+RANDOM_LENGTHS = 40
+"""By how much segments of random length may be longer than their mean: eight standard deviations."""
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -32,8 +35,10 @@ class ModelConfig:
 
     encoding: Encoding = _setting(
         "relative",
-        "of positions. relative: the paper's. Without memory: learned at every layer (Al-Rfou et al.), or sinusoid",
+        "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
+        "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)",
     )
+    max_distance: int = _setting(64, "shaw: distances above this one share its vector")
     max_segment: int = _setting(512, "without memory: tokens of the longest segment")
 
     n_layer: int = _setting(12, "number of layers N")
@@ -70,6 +75,11 @@ class ModelConfig:
     temporal_reg: float = _setting(
         0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss"
     )
+    layer_losses: bool = _setting(
+        False, "without memory: every layer predicts, layer l of n until l/(2n) of training is done (Al-Rfou et al.)"
+    )
+    n_target: int = _setting(1, "without memory: tokens predicted at a position, the next and those after it")
+    extra_target_weight: float = _setting(0.5, "weight of the loss of a target after the next one")
     attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
 
 
@@ -98,6 +108,9 @@ class TrainConfig:
     batch_size: int = _setting(22, "lanes B read in parallel")
     micro_batches: int = _setting(1, "parts the lanes are divided into, one forward and backward each, to save memory")
     segment: int = _setting(512, "tokens T of each lane in one step")
+    loss: LossName = _setting(
+        "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
+    )
     random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
     optimizer: Literal["adam", "adamw"] = _setting("adam", "optimiser")
     learning_rate: float = _setting(2.5e-4, "peak learning rate")
@@ -276,14 +289,46 @@ def validate_model(model: ModelConfig) -> None:
     for name in rates:
         rate: float | None = getattr(model, name)
         _require(rate is None or 0 <= rate < 1, f"model.{name}", rate, "a probability from 0 up to but not including 1")
-    for name in ("init_std", "proj_init_std", "activation_reg", "temporal_reg", "layer_norm_eps"):
+    for name in (
+        "init_std", "proj_init_std", "activation_reg", "temporal_reg", "layer_norm_eps", "extra_target_weight"
+    ):  # fmt: skip
         value = getattr(model, name)
         _require(0 <= value < math.inf, f"model.{name}", value, "0 or more")
     _validate_clusters(model)
     validate_lengths(model.mem_len, model.window, model.clamp_len, "model.")
     _require(model.max_segment >= 1, "model.max_segment", model.max_segment, "1 token or more")
-    if model.encoding != "relative":
+    _require(0 <= model.max_distance < 2**24, "model.max_distance", model.max_distance, "0 or more positions")
+    if has_absolute_positions(model):
         _require_no_memory(model, model, "model.")
+    _validate_auxiliary(model)
+
+
+def has_auxiliary_losses(model: ModelConfig) -> bool:
+    """Whether it has classifiers that serve in training alone (`txl.models.auxiliary`)."""
+    return model.layer_losses or model.n_target > 1
+
+
+def _validate_auxiliary(model: ModelConfig) -> None:
+    """The rules of Al-Rfou et al.'s auxiliary losses."""
+    _require(1 <= model.n_target <= 2**10, "model.n_target", model.n_target, "1 (the next token) or a few more")
+    if not has_auxiliary_losses(model):
+        return
+    given = "model.layer_losses is true" if model.layer_losses else f"model.n_target is {model.n_target}"
+    if not has_absolute_positions(model):
+        raise UserError(
+            f"{given}, but model.encoding is {model.encoding}: auxiliary losses are those of a vanilla Transformer; "
+            f"expected the encoding learned or sinusoid"
+        )
+    if model.cutoffs:
+        raise UserError(
+            f"{given}, but model.cutoffs is {list(model.cutoffs)}: each auxiliary prediction has a plain softmax of "
+            f"its own; expected no cutoffs"
+        )
+
+
+def has_absolute_positions(model: ModelConfig) -> bool:
+    """Whether positions are those within a segment, so that no memory can be read beside it (Section 3.3)."""
+    return model.encoding in ("learned", "sinusoid")
 
 
 def _require_no_memory(model: ModelConfig, lengths: ModelConfig | EvalConfig, prefix: str) -> None:
@@ -295,6 +340,24 @@ def _require_no_memory(model: ModelConfig, lengths: ModelConfig | EvalConfig, pr
                 f"are absolute, and those of two segments could not be told apart (Section 3.3); expected "
                 f"{_shown(nothing)}"
             )
+
+
+def longest_distance(model: ModelConfig, segment: int) -> int:
+    """The largest distance between a query and a key that it sees, in segments of that many tokens."""
+    farthest = model.mem_len + segment - 1
+    limits = [farthest, *([] if model.window is None else [model.window - 1])]
+    return min([*limits, *([] if model.clamp_len is None else [model.clamp_len])])
+
+
+def _require_trained_distances(model: ModelConfig, train: TrainConfig) -> None:
+    """Every learned vector of a distance is met in training; one that is not would be noise in a longer evaluation."""
+    farthest = longest_distance(model, train.segment)
+    if model.max_distance > farthest:
+        raise UserError(
+            f"model.max_distance is {model.max_distance}, but training sees no distance above {farthest} (mem_len "
+            f"{model.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
+            f"most {farthest}"
+        )
 
 
 def _validate_clusters(model: ModelConfig) -> None:
@@ -375,13 +438,25 @@ def validate(run: RunConfig) -> None:
         _require(data.max_words >= 1, "data.max_words", data.max_words, "1 or more words, or none for all")
     for name in ("segment", "batch_size"):
         _require(getattr(run.eval, name) >= 1, f"eval.{name}", getattr(run.eval, name), "1 or more")
+    if train.loss == "last" and run.model.n_target > 1:
+        raise UserError(
+            f"train.loss is last, but model.n_target is {run.model.n_target}: what follows a segment's last target is "
+            f"not read; expected full or half, or model.n_target 1"
+        )
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
     validate_temperature(run.eval.temperature, "eval.temperature")
-    if run.model.encoding != "relative":
+    if run.model.encoding == "shaw":
+        _require_trained_distances(run.model, train)
+    if has_absolute_positions(run.model):
         _require_no_memory(run.model, run.eval, "eval.")
         for name, segment in (("train.segment", train.segment), ("eval.segment", run.eval.segment)):
             _require(
                 segment <= run.model.max_segment, name, segment, f"at most model.max_segment, {run.model.max_segment}"
+            )
+        if train.random_segments and run.model.max_segment < train.segment + RANDOM_LENGTHS:
+            raise UserError(
+                f"train.random_segments draws segments longer than train.segment, {train.segment}, but positions end "
+                f"at model.max_segment, {run.model.max_segment}; expected at least {train.segment + RANDOM_LENGTHS}"
             )
 
 

@@ -21,6 +21,10 @@ VARIANTS = {
     "untied biases": dataclasses.replace(SMALL, untie_r=True),
     "reference attention": dataclasses.replace(SMALL, attention="reference"),
     "narrow embedding": dataclasses.replace(SMALL, d_embed=6),
+    "Shaw et al.": dataclasses.replace(SMALL, encoding="shaw", max_distance=8),
+    "Shaw et al., pre-norm, untied": dataclasses.replace(
+        SMALL, encoding="shaw", max_distance=0, pre_norm=True, untie_r=True
+    ),
     "adaptive": dataclasses.replace(SMALL, cutoffs=(5, 9)),
     "adaptive, narrower clusters": dataclasses.replace(SMALL, cutoffs=(5, 9), div_val=2),
 }

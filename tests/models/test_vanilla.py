@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,54 @@ def test_the_equations_written_out(model):
         hidden = hidden if config.pre_norm else norm(hidden, "feed_forward")
     found, _ = model.hidden_states(tokens, model.init_state(B))
     torch.testing.assert_close(found, hidden, rtol=0, atol=1e-10)
+
+
+def test_vaswani_et_al_s_positions():
+    """PE(pos, 2i) = sin(pos / 10000^(2i/E)), PE(pos, 2i + 1) = cos of the same (Section 3.5), added to the embedding
+    times sqrt(E) (Section 3.4). Here all sines come first: another order of the same features."""
+    model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid"), V).double().eval()
+    entered: list[Any] = []
+    model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
+    tokens = text()[0]
+    model.hidden_states(tokens, model.init_state(B))
+    added = entered[0] - model.get_parameter("embedding.tables.0")[tokens] * math.sqrt(10)
+    for position in range(T):
+        for i in range(5):
+            angle = position / 10000 ** (2 * i / 10)
+            both = added[:, position, i], added[:, position, 5 + i]
+            for found, expected in zip(both, (math.sin(angle), math.cos(angle)), strict=True):
+                torch.testing.assert_close(found, torch.full_like(found, expected), rtol=0, atol=1e-12)
+
+
+def test_dropout_is_on_the_sum_of_embedding_and_sinusoid():
+    """Vaswani et al., Section 5.4; one mask, not one for each."""
+    model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid", dropout=0.5), V).double()
+    entered: list[Any] = []
+    model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
+    tokens = text()[0]
+    for mode in (False, True):
+        model.train(mode)
+        model.hidden_states(tokens, model.init_state(B))
+    plain, dropped = entered
+    kept = dropped != 0
+    assert 0.3 < kept.double().mean() < 0.7
+    torch.testing.assert_close(dropped[kept], 2 * plain[kept], rtol=0, atol=1e-12)
+
+
+def test_al_rfou_et_al_s_positions_enter_every_layer():
+    """A learned vector for each position and layer, added to what enters the layer ("Positional Embeddings")."""
+    model = build_model(LEARNED, V).double().eval()
+    entered: list[Any] = []
+    left: list[Any] = [model.get_parameter("embedding.tables.0")[text()[0]] * math.sqrt(10)]
+    for number in range(LEARNED.n_layer):
+        layer = model.get_submodule(f"layers.{number}")
+        layer.register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
+        layer.register_forward_hook(lambda _, __, output: left.append(output))
+    model.hidden_states(text()[0], model.init_state(B))
+    positions = model.get_parameter("positions")
+    assert positions.shape == (LEARNED.n_layer, LEARNED.max_segment, LEARNED.d_model)
+    for number, found in enumerate(entered):
+        torch.testing.assert_close(found, left[number] + positions[number, :T], rtol=0, atol=1e-12)
 
 
 def test_causality_and_independent_lanes(model):

@@ -97,7 +97,7 @@ def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeyp
         poisoned = [type(state).from_tensors(
             {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
         ) for state in result.states]  # fmt: skip
-        return loop_module.StepResult(math.nan, math.nan, poisoned, False)
+        return loop_module.StepResult(math.nan, math.nan, poisoned, result.targets, False)
 
     monkeypatch.setattr(loop_module, "training_step", overflown)
     outcome = train(small_run(str(story)), tmp_path / "run", data_dir)
@@ -144,7 +144,7 @@ def leaping(monkeypatch):
         def leaping_step(model, optimizer, tokens, *args):
             result = real(model, optimizer, tokens, *args)
             if torch.equal(tokens, position_tokens):
-                return loop_module.StepResult(result.loss + 100, result.grad_norm, result.states, True)
+                return loop_module.StepResult(result.loss + 100, result.grad_norm, result.states, result.targets, True)
             return result
 
         monkeypatch.setattr(loop_module, "training_step", leaping_step)

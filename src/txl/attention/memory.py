@@ -88,6 +88,11 @@ class Memory:
         keep = min(self.capacity, self.length + segment.n_new)
         return self._followed_by(segment.n_new, *segment.finish(keep))
 
+    def filled_with_noise(self) -> Memory:
+        """A memory at its capacity, of random numbers: what a step takes does not depend on what they are."""
+        shape = (self.batch_size, self.capacity, self.hidden[0].shape[-1])
+        return replace(self, hidden=tuple(torch.randn(shape).to(old) for old in self.hidden), filled=None)
+
     def detach(self) -> Memory:
         """Itself: memory never carries a gradient."""
         return self

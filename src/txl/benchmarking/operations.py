@@ -47,6 +47,8 @@ def forward_operations(
     keys, width = memory + segment, model.n_head * model.d_head
     rows = batch_size * segment
     key_rows, distances = (rows, 0) if frozen else (batch_size * keys, keys)
+    if model.encoding == "shaw":
+        distances = 0  # their vectors are looked up
     layer = (
         2 * rows * model.d_model * width
         + 2 * key_rows * model.d_model * width * 2

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from txl.benchmarking.workloads import full_of_noise, timed
+from txl.benchmarking.workloads import timed
 from txl.config import ModelConfig
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models.transformer_xl import TransformerXL
@@ -71,7 +71,7 @@ def _recurrent_seconds(
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
     model = TransformerXL(shape, vocab_size).to(device)
-    state = full_of_noise(model.init_state(1))
+    state = model.init_state(1).filled_with_noise()
 
     def read_segment() -> None:
         nonlocal state

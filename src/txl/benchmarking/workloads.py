@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from txl.attention.memory import Memory
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
 from txl.config import RunConfig
 from txl.evaluation.perplexity import evaluation_mode
@@ -58,12 +57,6 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def full_of_noise(memory: Memory) -> Memory:
-    """A memory at its capacity: how fast a step is does not depend on what the numbers are."""
-    shape = (memory.batch_size, memory.capacity, memory.hidden[0].shape[-1])
-    return replace(memory, hidden=tuple(torch.randn(shape).to(old) for old in memory.hidden))
-
-
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
     """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
     torch.manual_seed(0)
@@ -78,7 +71,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
         tokens = torch.randint(vocab_size, shape, device=device)
         states = training_step(model, optimizer, tokens, tokens, states, train).states
 
-    states = [full_of_noise(state) for state in states]
+    states = [state.filled_with_noise() for state in states]
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
@@ -98,7 +91,8 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     model = build_model(run.model, vocab_size).to(device).eval()
     settings = run.eval
     clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
-    state = full_of_noise(model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len))
+    state = model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len)
+    state = state.filled_with_noise()
     shape = (settings.batch_size, settings.segment)
 
     def step() -> None:

@@ -1,4 +1,7 @@
-"""`txl bench train | eval | table9`: speed beside the machine's own matrix rate, or the vanilla Transformer's."""
+"""`txl bench train | eval | table9 | budget`: speed beside the machine's own matrix rate, or the vanilla Transformer's.
+
+`budget` is in `txl.commands.budget`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from txl.commands.budget import add_workload as add_budget
 from txl.commands.options import (
     add_config_options,
     add_device,
@@ -15,7 +19,7 @@ from txl.commands.options import (
     pick_device,
     print_json,
 )
-from txl.config import validate, validate_model, with_options
+from txl.config import has_absolute_positions, validate, validate_model, with_options
 from txl.errors import UserError
 
 _LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
@@ -24,7 +28,7 @@ _LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
 def add_parser(commands: Any) -> None:
     """Add the command and its workloads to the command line."""
     parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
-    workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9", required=True)
+    workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
     for workload, what in (("train", "a training step"), ("eval", "evaluation in segments")):
         each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.")
         each.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
@@ -47,6 +51,7 @@ def add_parser(commands: Any) -> None:
     add_json(table)
     add_config_options(table, ("model",))
     table.set_defaults(run=run_table9)
+    add_budget(workloads)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -120,7 +125,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
     validate_model(config.model)
-    if config.model.encoding != "relative":
+    if has_absolute_positions(config.model):
         raise UserError(f"{config.name} is a vanilla Transformer itself; give a preset of Transformer-XL")
     device = pick_device(arguments.device)
     keep_freed_memory()

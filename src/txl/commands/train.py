@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or show what would be trained."""
-    config = with_options(_base(arguments.preset), config_options(arguments))
+    config = with_options(base_config(arguments.preset), config_options(arguments))
     config.data.corpus = absolute_path(config.data.corpus)
     validate(config)
     if arguments.dry_run:
@@ -103,7 +103,7 @@ def forked(config: RunConfig, out: Path, init_from: str | None, data_dir: str | 
     return candidate, out
 
 
-def _base(name: str) -> RunConfig:
+def base_config(name: str) -> RunConfig:
     """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
     from txl.presets import preset, presets
     from txl.run_directory import RunDirectory
@@ -113,14 +113,21 @@ def _base(name: str) -> RunConfig:
     return preset(name)
 
 
+def vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Tokens in the vocabulary of a configuration's corpus; nothing is downloaded only to be counted."""
+    from txl.data.corpora import known_vocabulary_size, open_corpus
+
+    known = known_vocabulary_size(config.data)
+    if known is not None:
+        return known
+    return len(open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir).vocabulary)
+
+
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
-    from txl.data.corpora import known_vocabulary_size, open_corpus
     from txl.training.estimate import estimate
 
-    vocab_size = known_vocabulary_size(config.data)  # nothing is downloaded only to be counted
-    if vocab_size is None:
-        vocab_size = len(open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir).vocabulary)
+    vocab_size = vocabulary_size(config, arguments)
     costs = estimate(config, vocab_size)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
@@ -132,6 +139,8 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_parameters:>14,}")
     print(f"\ntokens a step              {costs.tokens_per_step:>14,}")
+    if costs.targets_per_step != costs.tokens_per_step:
+        print(f"targets that count         {costs.targets_per_step:>14,}")
     print("memory, estimated (bytes)")
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")

@@ -61,13 +61,24 @@ class LaneStream:
             deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). It is a function of seed, epoch
             and offset alone, so a position is all that need be saved.
         seed: of these lengths.
+        shift: each epoch begins this many tokens later than the one before, modulo T. Where only the recent positions
+            of a segment have a loss, their number: other targets then count in every epoch.
 
     Raises:
         UserError: if a lane is shorter than one segment and its last target.
     """
 
-    def __init__(self, tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0):
-        self._tokens = tokens
+    def __init__(
+        self,
+        tokens: Any,
+        batch_size: int,
+        segment: int,
+        *,
+        random_segments: bool = False,
+        seed: int = 0,
+        shift: int = 0,
+    ):
+        self._tokens, self.shift = tokens, shift
         self.batch_size, self.segment = batch_size, segment
         self.random_segments, self.seed = random_segments, seed
         self.lane_length = len(tokens) // batch_size
@@ -94,10 +105,16 @@ class LaneStream:
         block = torch.from_numpy(np.stack(lanes).astype(np.int64))
         end = first + width
         if end >= self.lane_length - 1:
-            following = StreamPosition(position.epoch + 1, 0)
+            following = StreamPosition(position.epoch + 1, self._begin(position.epoch + 1))
         else:
             following = StreamPosition(position.epoch, end)
-        return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch=first == 0)
+        return Segment(
+            block[:, :-1], block[:, 1:], following, position, starts_epoch=first == self._begin(position.epoch)
+        )
+
+    def _begin(self, epoch: int) -> int:
+        """Where an epoch's first segment begins in every lane."""
+        return epoch * self.shift % self.segment
 
     def _tokens_of(self, epoch: int) -> Any:
         """The token stream of an epoch."""
@@ -123,13 +140,23 @@ class SentenceStream(LaneStream):
         segment: tokens T of a segment.
         random_segments: as for `LaneStream`.
         seed: of the orders, and of these lengths.
+        shift: as for `LaneStream`.
 
     Raises:
         UserError: if a lane is shorter than one segment and its last target.
     """
 
-    def __init__(self, tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0):
-        super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed)
+    def __init__(
+        self,
+        tokens: Any,
+        batch_size: int,
+        segment: int,
+        *,
+        random_segments: bool = False,
+        seed: int = 0,
+        shift: int = 0,
+    ):
+        super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
         self._edges = sentence_edges(tokens, tokens.sentences)
         self._shuffled: tuple[int, _Rearranged] | None = None  # of the epoch that was read last
 
@@ -141,11 +168,11 @@ class SentenceStream(LaneStream):
 
 
 def training_stream(
-    tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0
+    tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0, shift: int = 0
 ) -> LaneStream:
     """The stream that a training split is read in: sentences shuffled where a corpus is made of them, else as it is."""
     kind = SentenceStream if getattr(tokens, "sentences", None) is not None else LaneStream
-    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed)
+    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
 
 
 def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-from txl.config import ModelConfig
+from txl.config import ModelConfig, has_absolute_positions
 from txl.models.decoder import Decoder
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
@@ -22,4 +22,4 @@ def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
         UserError: for a configuration that cannot be built.
     """
     vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
-    return (TransformerXL if config.encoding == "relative" else VanillaTransformer)(config, vocab_size)
+    return (VanillaTransformer if has_absolute_positions(config) else TransformerXL)(config, vocab_size)

@@ -19,6 +19,7 @@ from txl.models.cross_entropy import at_least_float32
 from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, StateT
 from txl.models.linear import Linear
+from txl.models.objective import EVERY_TARGET, Objective
 
 
 class Decoder(LanguageModel[StateT]):
@@ -75,8 +76,8 @@ class Decoder(LanguageModel[StateT]):
             UserError: for tokens that do not fit the state, or a state of another model.
         """
 
-    def _embedded(self, tokens: Tensor, state: StateT) -> Tensor:
-        """h^0: [B,T] -> [B,T,E]."""
+    def _embedded(self, tokens: Tensor, state: StateT, positions: Tensor | None = None) -> Tensor:
+        """h^0: [B,T] -> [B,T,E], with `positions` [T,E] added before its dropout, if there are any."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
@@ -85,11 +86,11 @@ class Decoder(LanguageModel[StateT]):
         if self.training and self.config.dropout_words > 0:
             mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
             hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
-        return self.dropout_embed(hidden)
+        return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 
     def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
-        _check_targets(tokens, targets)
+        check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
         return self._nll_of(hidden, targets), state
 
@@ -98,21 +99,29 @@ class Decoder(LanguageModel[StateT]):
         hidden, _ = self.hidden_states(tokens, state)
         return self._nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
 
-    def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, StateT]:
         """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
 
         alpha * mean(h^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h before their dropout (Merity
-        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither).
+        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither). All positions
+        of the segment are regularised, those whose loss does not count included.
         """
-        _check_targets(tokens, targets)
+        check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
+        return *self._terms_of(hidden, targets, objective), state.detach()
+
+    def _terms_of(self, hidden: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        """The two terms of `training_terms` from h^N [B,T,E]; the softmax is that of the positions that count."""
         final = at_least_float32(hidden)
         penalty = final.new_zeros(())
         if self.config.activation_reg > 0:
             penalty = penalty + self.config.activation_reg * final.square().mean()
-        if self.config.temporal_reg > 0 and tokens.shape[1] > 1:
+        if self.config.temporal_reg > 0 and targets.shape[1] > 1:
             penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
-        return self._nll_of(hidden, targets).mean(), penalty, state.detach()
+        counted = objective.counted(targets.shape[1])
+        return self._nll_of(hidden[:, -counted:], targets[:, -counted:]).mean(), penalty
 
     def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
@@ -148,7 +157,12 @@ class PositionwiseFeedForward(nn.Module):
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
 
-def _check_targets(tokens: Tensor, targets: Tensor) -> None:
+def check_targets(tokens: Tensor, targets: Tensor) -> None:
+    """Every token has a target.
+
+    Raises:
+        UserError: if the shapes differ.
+    """
     if tokens.shape != targets.shape:
         raise UserError(
             f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"

@@ -10,6 +10,8 @@ from typing import Generic, Literal, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
+from txl.models.objective import EVERY_TARGET, Objective
+
 
 class State(Protocol):
     """What a model carries from one segment to the next, for B lanes.
@@ -82,15 +84,20 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         log_probs, _ = self.log_probs(tokens, state)
         return -log_probs[:, -1].gather(-1, target[:, None]).squeeze(-1)
 
-    def training_terms(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, Tensor, StateT]:
-        """The mean loss in nats over all targets, and what a model adds to it while training (0 if nothing).
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, StateT]:
+        """The mean loss in nats over the targets that count, and what a model adds to it while training (0 if nothing).
 
         Two scalars with gradient; the state that comes out is detached.
         """
         nll, state = self.nll(tokens, targets, state)
-        return nll.mean(), nll.new_zeros(()), state.detach()
+        counted = objective.counted(targets.shape[1])
+        return nll[:, -counted:].mean(), nll.new_zeros(()), state.detach()
 
-    def training_loss(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+    def training_loss(
+        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, StateT]:
         """What training minimises: the sum of `training_terms`, a scalar with gradient, and the detached state."""
-        loss, penalty, state = self.training_terms(tokens, targets, state)
+        loss, penalty, state = self.training_terms(tokens, targets, state, objective)
         return loss + penalty, state

@@ -1,5 +1,10 @@
 """Transformer-XL (Dai et al. 2019, Section 3): segment-level recurrence and relative positional encoding.
 
+With `encoding` "shaw" it has the encoding that Tables 6 and 7 compare with, that of Shaw et al. (2018) as Section 3.3
+describes it: terms (a) and (b) alone, and in the place of W_{k,R} R_d a learned vector for each distance, layer and
+head. As Shaw et al. clip distances (their equation 5), all above `max_distance` share its vector, so that memory may
+be longer in evaluation than it was in training.
+
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head,
 E d_model, F d_inner, V vocabulary, N tokens of all lanes.
 """
@@ -11,6 +16,7 @@ from collections.abc import Hashable
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention import RelativeAttention, attention_backend
@@ -38,9 +44,13 @@ class RelativeMultiHeadAttention(nn.Module):
         self.q_proj = Linear(config.d_model, d_attention, bias=False)  # W_q
         self.k_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,E}
         self.v_proj = Linear(config.d_model, d_attention, bias=False)  # W_v
-        self.r_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,R}
+        self.learns_distances = config.encoding == "shaw"
+        if self.learns_distances:
+            self.distances = nn.Parameter(torch.empty(config.max_distance + 1, config.n_head, config.d_head))
+        else:
+            self.r_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,R}
         self.o_proj = Linear(d_attention, config.d_model, bias=False)
-        if config.untie_r:
+        if config.untie_r and not self.learns_distances:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
@@ -55,7 +65,7 @@ class RelativeMultiHeadAttention(nn.Module):
         Args:
             hidden: [B,T,E], h^{n-1}.
             memory: [B,M,E], m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
-            r: [S,E], the rows R_d, farthest distance first.
+            r: [S,E], the rows R_d, farthest distance first; with learned distances these themselves, int64 [S].
             shared_biases: u and v, [H,D] each, if all layers share them.
             scope: which keys a query sees.
 
@@ -92,8 +102,26 @@ class RelativeMultiHeadAttention(nn.Module):
         return self._heads(self.dropout_qkv(key)), self._heads(self.dropout_qkv(value))
 
     def position(self, r: Tensor) -> Tensor:
-        """W_{k,R} R: [S,E] -> [S,H,D]."""
-        return self._heads(self.dropout_qkv(self.r_proj(r)))
+        """W_{k,R} R: [S,E] -> [S,H,D]; or the learned vectors of distances [S]."""
+        if self.learns_distances:
+            rows = F.embedding(r.clamp(max=len(self.distances) - 1), self.distances.flatten(1))
+            if torch.is_autocast_enabled(rows.device.type):  # which leaves look-ups as they are
+                rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        else:
+            rows = self.r_proj(r)
+        return self._heads(self.dropout_qkv(rows))
+
+    @property
+    def position_weight(self) -> Tensor:
+        """What `position` computes with."""
+        return self.distances if self.learns_distances else self.r_proj.weight
+
+    def _biases(self, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """u and v; zeros without terms (c) and (d)."""
+        if self.learns_distances:
+            zeros = self.distances.new_zeros(self.n_head, self.d_head)
+            return zeros, zeros
+        return (self.u, self.v) if shared is None else shared
 
     def _attended(
         self,
@@ -105,7 +133,7 @@ class RelativeMultiHeadAttention(nn.Module):
         shared_biases: tuple[Tensor, Tensor] | None,
         scope: KeyScope,
     ) -> Tensor:
-        u, v = (self.u, self.v) if shared_biases is None else shared_biases
+        u, v = self._biases(shared_biases)
         attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
@@ -153,7 +181,8 @@ class TransformerXL(Decoder[Memory]):
         super().__init__(config, vocab_size)
         self.attention_name, attend = attention_backend(config.attention)
         self.layers = nn.ModuleList(TransformerXLLayer(config, attend) for _ in range(config.n_layer))
-        if not config.untie_r:
+        self.shares_biases = config.encoding == "relative" and not config.untie_r
+        if self.shares_biases:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.dropout_r = self._dropout(config.dropout_r)
@@ -195,8 +224,8 @@ class TransformerXL(Decoder[Memory]):
         if not self.training and not torch.is_grad_enabled():
             return self._read_frozen(hidden, state)
         distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
-        r = self.dropout_r(sinusoid(distances, self.config.d_model, hidden.dtype))
-        shared_biases = None if self.config.untie_r else (self.u, self.v)
+        r = self._encoded(distances, hidden.dtype)
+        shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
         layer_inputs = []
         for layer, memory in zip(self.layers, state.hidden, strict=True):
@@ -204,12 +233,18 @@ class TransformerXL(Decoder[Memory]):
             hidden = layer(hidden, memory, r, shared_biases, scope)
         return hidden, state.extended(layer_inputs)
 
+    def _encoded(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the layers make position vectors from: R [S,E], or the distances [S] themselves."""
+        if self.config.encoding == "shaw":
+            return distances
+        return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
+
     def _read_frozen(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
         held = self._projections(hidden, state, n_new)
         segment = FrozenSegment(state.hidden, held, n_new)
-        shared_biases = None if self.config.untie_r else (self.u, self.v)
+        shared_biases = (self.u, self.v) if self.shares_biases else None
         scope, n_key = state.scope(), state.length + n_new
         for number, layer in enumerate(self.layers):
             position = held.positions[number]
@@ -233,7 +268,7 @@ class TransformerXL(Decoder[Memory]):
             # Not at once for all of a memory that may never fill: twice as many as before.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
             distances = distances_farthest_first(n_distance, state.clamp_len, hidden.device)
-            r = sinusoid(distances, self.config.d_model, hidden.dtype)
+            r = self._encoded(distances, hidden.dtype)  # not in training, so without dropout
             positions = tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
             held = dataclasses.replace(held, positions=positions)
         return held
@@ -247,7 +282,7 @@ def _identity(attentions: list[RelativeMultiHeadAttention], device: str) -> Hash
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     weights: list[Tensor] = []
     for attention in attentions:
-        weights += [attention.k_proj.weight, attention.v_proj.weight, attention.r_proj.weight]
+        weights += [attention.k_proj.weight, attention.v_proj.weight, attention.position_weight]
         if attention.pre_norm:
             weights += [attention.norm.weight, attention.norm.bias]
     # An inference tensor has no version, and nothing but inference mode can change it.

@@ -1,15 +1,18 @@
 """The vanilla Transformer that the paper compares with: every segment on its own, absolute positions.
 
 Al-Rfou et al. (2018) add a learned vector for each position at the input of every layer; Vaswani et al. (2017) add
-sinusoids to the embedding alone. As in the paper's own baselines, auxiliary losses are left out. Al-Rfou et al. predict
-all positions of a training segment and, when they test, only the last one of a window that slides by one
-(`txl.evaluate_sliding`): what a position can see is never cut short there, at the price of recomputing everything.
+sinusoids to the embedding alone. The auxiliary losses of Al-Rfou et al. are options (`auxiliary.py`), off by default as
+in the paper's own baselines. They predict all positions of a training segment and, when they test, only the last one of
+a window that slides by one (`txl.evaluate_sliding`): what a position can see is never cut short there, at the price of
+recomputing everything.
 
 Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention.positions import sinusoid
-from txl.config import ModelConfig
+from txl.config import ModelConfig, has_auxiliary_losses
 from txl.errors import UserError
-from txl.models.decoder import Decoder, PositionwiseFeedForward
+from txl.models.auxiliary import AuxiliaryHeads
+from txl.models.decoder import Decoder, PositionwiseFeedForward, check_targets
 from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
 from txl.models.linear import Linear
+from txl.models.objective import EVERY_TARGET, Objective
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ class VanillaTransformer(Decoder[NoMemory]):
         self.layers = nn.ModuleList(VanillaLayer(config) for _ in range(config.n_layer))
         if config.encoding == "learned":
             self.positions = nn.Parameter(torch.empty(config.n_layer, config.max_segment, config.d_model))
+        if has_auxiliary_losses(config):
+            self.auxiliary = AuxiliaryHeads(config, vocab_size)
         self._finish()
 
     def init_state(
@@ -131,6 +138,25 @@ class VanillaTransformer(Decoder[NoMemory]):
 
     def hidden_states(self, tokens: Tensor, state: NoMemory) -> tuple[Tensor, NoMemory]:
         """h^N of a segment on its own; see `Decoder.hidden_states`."""
+        return deque(self._layer_outputs(tokens, state), maxlen=1).pop(), state
+
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: NoMemory, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, NoMemory]:
+        """As `Decoder.training_terms`; auxiliary losses are in the second term."""
+        if not has_auxiliary_losses(self.config):
+            return super().training_terms(tokens, targets, state, objective)
+        check_targets(tokens, targets)
+        hidden = list(self._layer_outputs(tokens, state))
+        loss, penalty = self._terms_of(hidden[-1], targets, objective)
+        return loss, penalty + self.auxiliary(hidden, targets, objective, self.dropout_out), state
+
+    def _layer_outputs(self, tokens: Tensor, state: NoMemory) -> Iterator[Tensor]:
+        """h^1 ... h^N, [B,T,E] each.
+
+        Raises:
+            UserError: as `hidden_states`.
+        """
         if not isinstance(state, NoMemory):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
         n_token = tokens.shape[1]
@@ -139,12 +165,13 @@ class VanillaTransformer(Decoder[NoMemory]):
                 f"the segment has {n_token} tokens, but this model's positions end at model.max_segment, "
                 f"{self.config.max_segment}; use segments of at most that"
             )
-        hidden = self._embedded(tokens, state)
-        if self.config.encoding == "sinusoid":
-            rows = sinusoid(torch.arange(n_token, device=tokens.device), self.config.d_model, hidden.dtype)
-            hidden = hidden + self.dropout_embed(rows)
+        rows = None
+        if self.config.encoding == "sinusoid":  # Vaswani et al. 2017, Sections 3.4, 3.5 and 5.4
+            places = torch.arange(n_token, device=tokens.device)
+            rows = sinusoid(places, self.config.d_model, self.softmax.bias.dtype)
+        hidden = self._embedded(tokens, state, rows)
         for number, layer in enumerate(self.layers):
             if self.config.encoding == "learned":
                 hidden = hidden + self.positions[number, :n_token]
             hidden = layer(hidden)
-        return hidden, state
+            yield hidden

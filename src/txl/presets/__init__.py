@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.presets import published, small
+from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, UNPUBLISHED, Row, apply
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,21 @@ _OURS = "this project"
 _CPU_HOUR = "about an hour on two CPU cores"
 _LM1B_WORDS = 793_472
 _WT103_WORDS = 267_735
+
+
+def _rows(rows: Iterable[Row], base: Callable[[], RunConfig], corpus: str, source: str, words: int) -> list[Preset]:
+    """A preset for every row of an ablation."""
+    return [
+        Preset(
+            base().name + row.suffix,
+            f"{corpus}, {row.description}",
+            source,
+            row.published,
+            words,
+            lambda row=row: apply(row, base()),
+        )
+        for row in rows
+    ]
 
 
 def presets() -> dict[str, Preset]:
@@ -62,17 +78,17 @@ def presets() -> dict[str, Preset]:
         Preset(
             "enwik8-vanilla-12L",
             "enwik8, vanilla Transformer, 12 layers",
-            "Table 2 (Al-Rfou et al.); no auxiliary losses",
+            "Table 2 (Al-Rfou et al.), with their auxiliary losses",
             "1.11 bpc (44M)",
-            204,
+            256,
             lambda: published.vanilla("enwik8", 12),
         ),
         Preset(
             "enwik8-vanilla-64L",
             "enwik8, vanilla Transformer, 64 layers",
-            "Table 2 (Al-Rfou et al.); no auxiliary losses",
+            "Table 2 (Al-Rfou et al.), with their auxiliary losses",
             "1.06 bpc (235M)",
-            204,
+            256,
             lambda: published.vanilla("enwik8", 64),
         ),
         Preset(
@@ -115,6 +131,16 @@ def presets() -> dict[str, Preset]:
             _WT103_WORDS,
             published.wt103_ablation,
         ),
+        *_rows(TABLE_6[1:], published.wt103_ablation, "WikiText-103", "Table 6; shape ours, to 128M", _WT103_WORDS),
+        Preset(
+            "wt103-ablation-151M",
+            "WikiText-103, ablation, the standard size",
+            f"Table 6; {_SCRIPTS}",
+            "23.09 ppl",
+            _WT103_WORDS,
+            published.wt103_ablation_151m,
+        ),
+        *_rows(TABLE_10, published.wt103_ablation, "WikiText-103", "Table 10; shape ours, to 128M", _WT103_WORDS),
         Preset(
             "lm1b-base",
             "One Billion Word, base",
@@ -139,6 +165,7 @@ def presets() -> dict[str, Preset]:
             _LM1B_WORDS,
             published.lm1b_ablation,
         ),
+        *_rows(TABLE_7[1:], published.lm1b_ablation, "One Billion Word", "Table 7; shape ours, to 0.3B", _LM1B_WORDS),
         Preset(
             "ptb",
             "Penn Treebank",
@@ -182,6 +209,8 @@ def presets() -> dict[str, Preset]:
             33_278,
             lambda: small.words("wikitext-2-small", "wikitext-2", (2000, 10_000)),
         ),
+        *_rows(UNPUBLISHED, small.wikitext_2_ablation, "WikiText-2, as Table 6", _OURS, 33_278),
+        *_rows(UNPUBLISHED, small.stdlib_ablation, "standard library, as Table 6", _OURS, 256),
         Preset("wt103-small", _CPU_HOUR, _OURS, "none", _WT103_WORDS, small.wt103),
     ]
     return {each.name: each for each in every}

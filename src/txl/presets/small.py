@@ -87,6 +87,20 @@ def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
     )
 
 
+def wikitext_2_ablation() -> RunConfig:
+    """WikiText-2 for the rows of Table 6: wikitext-2-small in segments of one length, which absolute positions need."""
+    run = words("wikitext-2-ablation", "wikitext-2", (2000, 10_000))
+    run.train.random_segments = False
+    return run
+
+
+def stdlib_ablation() -> RunConfig:
+    """The standard library for the rows of Table 6: the demo's shape and steps, minutes each."""
+    run = stdlib_tiny()
+    run.name = "stdlib-ablation"
+    return run
+
+
 def wt103() -> RunConfig:
     """WikiText-103 with adaptive embeddings and softmax."""
     return RunConfig(

@@ -100,8 +100,10 @@ def _training(config: RunConfig, found: Findings) -> str:
     last, corpus = found.train[-1], found.start["corpus"]
     tokens = corpus["splits"]["train"]["tokens"]
     dropout = ", with dropout" if config.model.dropout or config.model.dropatt else ""
+    which = {"half": ", the recent half of each segment", "last": ", the last position of each segment"}
+    which = which.get(config.train.loss, "")
     caption = (
-        f"Training: mean over the steps of each line of the log{dropout} ({len(found.train):,} lines"
+        f"Training: mean over the steps of each line of the log{dropout}{which} ({len(found.train):,} lines"
         + (f", averaged down to {POINTS} points" if len(found.train) > POINTS else "")
         + "); where there is a pale line, the strong one is its running mean."
     )

@@ -137,7 +137,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         header = json.loads(file.read(header_size))
         for key, tensor in contiguous.items():
             file.seek(8 + header_size + header[key]["data_offsets"][0])
-            content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
             for first in range(0, len(content), _CHUNK):
                 piece = content[first : first + _CHUNK]
                 if file.read(len(piece)) != piece:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl.config import RunConfig
+from txl.config import RunConfig, has_absolute_positions, has_auxiliary_losses
 from txl.models import build_model
 from txl.models.cross_entropy import MAX_LOGITS
+from txl.models.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Costs:
 
     parameters: dict[str, int]
     tokens_per_step: int
+    targets_per_step: int
+    """Of these tokens' targets, those that have a loss."""
     memory_bytes: dict[str, int]
 
     @property
@@ -43,11 +46,14 @@ class Costs:
 def parameters_by_part(model: nn.Module) -> dict[str, int]:
     """Number of parameters of the embedding, positions, attention and so on, as far as the model has them."""
     names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm", "softmax")
+    names_of_parts += ("auxiliary",)
     parts = dict.fromkeys(names_of_parts, 0)
     for name, parameter in model.named_parameters():
         names = name.split(".")
         if names[-1] in ("u", "v"):
             part = "u and v"
+        elif names[-1] == "distances":
+            part = "positions"
         elif "norm" in names:
             part = "layer norm"
         elif "feed_forward" in names:
@@ -77,6 +83,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
               + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
               + w * (1 + d + m) * T*F ]             after the ReLU; its dropout mask and the product
       + f*B*T * ((2*m + 2)*E + 3*V)                 embedding; logits, log-probabilities, their gradient
+      with auxiliary losses, f*B*T*V more for every classifier; with half or last losses T of the logits is what counts
       where pre-norm adds N*B * (f*S - w*T) * E, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
       `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it,
     - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
@@ -96,7 +103,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     full, low = 4, 2 if train.dtype == "bfloat16" else 4
     dropped = 1 if shape.dropout > 0 else 0
     masked = 0 if shape.locked_dropout else dropped
-    with_memory = shape.encoding == "relative"  # without, the fused attention keeps no probabilities
+    with_memory = not has_absolute_positions(shape)  # without, the fused attention keeps no probabilities
     scores = shape.n_head * n_query * n_key if with_memory or shape.dropatt > 0 else 0
     layer = (
         (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model
@@ -109,14 +116,19 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     if shape.pre_norm:  # the LayerNorm before the attention sees memory and segment
         layer += (full * n_key - low * n_query) * shape.d_model
     head = shape.cutoffs[0] if shape.cutoffs else vocab_size
-    n_logit = 3 * lanes * n_query * head
+    n_counted = Objective(train.loss).counted(n_query)
+    n_logit = 3 * lanes * n_counted * head
     if n_logit > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
         n_logit = 2 * max(MAX_LOGITS, head)
+    if has_auxiliary_losses(shape):  # log-probabilities of every classifier
+        n_head = (shape.n_layer if shape.layer_losses else 1) * shape.n_target - 1
+        n_logit += n_head * lanes * n_counted * head
     ends = full * (lanes * n_query * (2 * masked + 2) * shape.d_model + n_logit)
     averaged = train.average_from is not None or train.average_patience is not None
     return Costs(
         parameters,
         train.batch_size * n_query,
+        train.batch_size * n_counted,
         {
             "weights": (full + (2 if low == 2 else 0)) * total,
             "gradients": full * total,

@@ -113,7 +113,7 @@ class TrainingLoop:
 
     def _train(self) -> None:
         train, began, steps_made = self.run.train, time.perf_counter(), 0
-        line_seconds, line_tokens, ticked = 0.0, self.progress.tokens, began
+        line_seconds, line_tokens, ticked = 0.0, self.progress.tokens_read, began
         while self.progress.step < train.steps:
             self._begin_average()
             rate = learning_rate(self.progress.step, train) * (train.average_lr_factor if self.average else 1.0)
@@ -128,7 +128,7 @@ class TrainingLoop:
             reading = Reading(
                 step=step,
                 loss=progress.loss_sum / progress.loss_count if progress.loss_count else math.nan,
-                tokens_per_second=max(0, progress.tokens - line_tokens) / line_seconds,
+                tokens_per_second=max(0, progress.tokens_read - line_tokens) / line_seconds,
                 learning_rate=rate,
                 grad_norm=grad_norm,
                 seconds_left=(train.steps - step) * (now - began) / steps_made,
@@ -136,7 +136,7 @@ class TrainingLoop:
             self.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
-                line_seconds, line_tokens = 0.0, progress.tokens
+                line_seconds, line_tokens = 0.0, progress.tokens_read
             is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
             if is_due:
                 progress.scheduled_step = step
@@ -182,10 +182,9 @@ class TrainingLoop:
         lanes = self.trained.processes.share(train.batch_size)
         tokens, targets = (each[lanes.start : lanes.stop].to(self.device) for each in (segment.tokens, segment.targets))
         random = torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if "cuda" in self.device else None
+        done, abandon = progress.step / train.steps, lambda: self._asked_to_stop() > 0
         try:
-            result = training_step(
-                self.trained, self.optimizer, tokens, targets, self.states, train, lambda: self._asked_to_stop() > 0
-            )
+            result = training_step(self.trained, self.optimizer, tokens, targets, self.states, train, done, abandon)
         except StepAbandoned:
             # As if it had not begun: only random numbers had been drawn for it.
             torch.set_rng_state(random[0])
@@ -196,13 +195,14 @@ class TrainingLoop:
             self.average.update(self.model)
         self.states, self.position = result.states, segment.next
         progress.step += 1
-        progress.tokens += segment.tokens.numel()
+        progress.tokens += result.targets
+        progress.tokens_read += segment.tokens.numel()
         if not result.updated:
             self._skipped(result, segment)
             return result.grad_norm
         progress.skipped_in_a_row = 0
-        progress.loss_sum += result.loss * segment.tokens.numel()
-        progress.loss_count += segment.tokens.numel()
+        progress.loss_sum += result.loss * result.targets
+        progress.loss_count += result.targets
         if train.spike is not None and progress.watch.sees(result.loss, train.spike):
             self._spiked(result)
         return result.grad_norm
@@ -295,6 +295,7 @@ class TrainingLoop:
             learning_rate=reading.learning_rate,
             grad_norm=reading.grad_norm,
             tokens=self.progress.tokens,
+            tokens_read=self.progress.tokens_read,
             tokens_per_second=reading.tokens_per_second,
             elapsed=self.progress.seconds,
         )

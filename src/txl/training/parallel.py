@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
+from txl.models.objective import EVERY_TARGET, Objective
 from txl.processes import Processes
 
 
@@ -49,14 +50,18 @@ class TrainedModel:
                 self._sharded.append(layer)
             register_fsdp_forward_method(model, "training_terms")
         elif processes.count > 1:
-            # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient.
-            self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=bool(model.config.cutoffs))
+            # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient;
+            # the same goes for the heads of auxiliary losses that have been switched off.
+            may_be_unused = bool(model.config.cutoffs) or model.config.layer_losses or model.config.n_target > 1
+            self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=may_be_unused)
 
-    def training_terms(self, tokens: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, Any]:
         """See `LanguageModel.training_terms`; for this process's lanes."""
         if self._ddp is not None:
-            return self._ddp(tokens, targets, state)
-        return self.model.training_terms(tokens, targets, state)
+            return self._ddp(tokens, targets, state, objective)
+        return self.model.training_terms(tokens, targets, state, objective)
 
     @contextmanager
     def part(self, is_last: bool) -> Iterator[None]:
@@ -135,8 +140,8 @@ class _Terms(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        return self.model.training_terms(tokens, targets, state)
+    def forward(self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective) -> tuple[Tensor, Tensor, Any]:
+        return self.model.training_terms(tokens, targets, state, objective)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

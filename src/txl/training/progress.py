@@ -16,7 +16,9 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    """Targets trained on."""
+    """Targets trained on, those that count alone."""
+    tokens_read: int = 0
+    """Tokens of all segments; more than `tokens` where not every position has a loss."""
     seconds: float = 0.0
     best_nll: float | None = None
     best_step: int | None = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from txl.config import TrainConfig
 from txl.models.language_model import LanguageModel
+from txl.models.objective import Objective
 from txl.training.parallel import TrainedModel, full_tensor
 
 
@@ -23,11 +24,13 @@ class StepResult:
     """What an update leaves behind."""
 
     loss: float
-    """Mean nats over all targets, before the update and without what a model adds to regularise itself."""
+    """Mean nats over the targets that count, before the update and without what a model adds to regularise itself."""
     grad_norm: float
     """Norm of the gradient, before clipping."""
     states: list[Any]
     """The memory of each part of the lanes."""
+    targets: int
+    """How many targets counted, in all processes."""
     updated: bool
     """False if the loss or the gradient was not finite; the weights are then as they were."""
 
@@ -43,6 +46,7 @@ def training_step(
     targets: Tensor,
     states: list[Any],
     config: TrainConfig,
+    progress: float = 0.0,
     abandon: Callable[[], bool] | None = None,
 ) -> StepResult:
     """Forward, backward, clip, update.
@@ -55,14 +59,15 @@ def training_step(
         optimizer: with the learning rate of this update already set.
         tokens, targets: int64 [B,T], of this process's lanes.
         states: one for each part.
-        config: its dtype and clip are used.
+        config: its dtype, clip and loss are used.
+        progress: fraction of all updates that are made, for schedules of auxiliary losses.
         abandon: asked between two parts whether to give up the step.
 
     Raises:
         StepAbandoned: if it was.
     """
     trained = model if isinstance(model, TrainedModel) else TrainedModel(model)
-    processes, parts = trained.processes, len(states)
+    processes, parts, objective = trained.processes, len(states), Objective(config.loss, progress)
     total, new_states = 0.0, []
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     lanes = zip(tokens.chunk(parts), targets.chunk(parts), states, strict=True)
@@ -72,7 +77,7 @@ def training_step(
             raise StepAbandoned
         with trained.part(is_last=number == parts - 1):
             with autocast:
-                loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state)
+                loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
             ((loss + penalty) / parts).backward()
         total += loss.item() / parts
         new_states.append(new_state)
@@ -84,4 +89,5 @@ def training_step(
     if finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm, new_states, finite)
+    n_target = processes.count * len(targets) * objective.counted(targets.shape[1])
+    return StepResult(total, norm, new_states, n_target, finite)

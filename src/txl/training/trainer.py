@@ -20,6 +20,7 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import build_model
+from txl.models.objective import Objective
 from txl.processes import Processes, processes_of
 from txl.run_directory import RunDirectory, load_weights
 from txl.training.checkpoints import (
@@ -46,6 +47,7 @@ MAY_DIFFER = frozenset(
 )
 """Fields that a continued run may change, because they do not change what it computes."""
 WEIGHTS_DEPEND_ON = (
+    "encoding",
     "n_layer",
     "d_model",
     "n_head",
@@ -247,6 +249,7 @@ class Trainer:
             train.segment,
             random_segments=train.random_segments,
             seed=train.seed,
+            shift=Objective(train.loss).counted(train.segment),
         )
         loop = TrainingLoop(
             run=self.run,
