@@ -139,10 +139,11 @@ class VanillaTransformer(Decoder[NoMemory]):
                 f"the segment has {n_token} tokens, but this model's positions end at model.max_segment, "
                 f"{self.config.max_segment}; use segments of at most that"
             )
-        hidden = self._embedded(tokens, state)
+        rows = None
         if self.config.encoding == "sinusoid":
-            rows = sinusoid(torch.arange(n_token, device=tokens.device), self.config.d_model, hidden.dtype)
-            hidden = hidden + self.dropout_embed(rows)
+            places = torch.arange(n_token, device=tokens.device)
+            rows = sinusoid(places, self.config.d_model, self.softmax.bias.dtype)
+        hidden = self._embedded(tokens, state, rows)
         for number, layer in enumerate(self.layers):
             if self.config.encoding == "learned":
                 hidden = hidden + self.positions[number, :n_token]
