@@ -246,6 +246,9 @@ def test_it_trains_goes_on_evaluates_and_generates_by_the_same_commands(kind, st
     assert all(torch.equal(first[name], second[name]) for name in first)
     for each in (["eval", out], ["eval", out, "--sliding", "20", "--max-tokens", "200"], ["report", out]):
         assert main([*each, *(data if each[0] == "eval" else [])]) == 0, capsys.readouterr().err
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "its state carried" in page
+    assert "Quality against memory length" not in page
     assert main(["generate", out, "--prompt", "It was", "--max-tokens", "30"]) == 0
     recl = ["recl", out, "--step", "4", "--longest", "12", "--targets", "20", *data]
     assert main(recl) == 0, capsys.readouterr().err
