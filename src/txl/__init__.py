@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
     from txl.errors import RunInterrupted, UserError
+    from txl.evaluation.cache_tuning import CacheTuning, tune_cache
     from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding, losses_at_context
     from txl.generation import generate, generate_samples, generate_tokens
     from txl.models import build_model
+    from txl.models.cache import ContinuousCache
     from txl.models.language_model import LanguageModel
     from txl.models.transformer_xl import TransformerXL
     from txl.reporting.report import write_report
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from txl.training.trainer import Trainer
 
 _HOMES = {
+    "CacheTuning": "txl.evaluation.cache_tuning",
+    "ContinuousCache": "txl.models.cache",
     "EvaluationResult": "txl.evaluation.perplexity",
     "LanguageModel": "txl.models.language_model",
     "RunConfig": "txl.config",
@@ -45,10 +49,13 @@ _HOMES = {
     "losses_at_context": "txl.evaluation.sliding",
     "open_corpus": "txl.data.corpora",
     "relative_effective_context_length": "txl.evaluation.effective_context",
+    "tune_cache": "txl.evaluation.cache_tuning",
     "write_report": "txl.reporting.report",
 }
 __version__ = "0.1.0"
 __all__ = [
+    "CacheTuning",
+    "ContinuousCache",
     "EvaluationResult",
     "LanguageModel",
     "RunConfig",
@@ -70,6 +77,7 @@ __all__ = [
     "relative_effective_context_length",
     "preset",
     "presets",
+    "tune_cache",
     "write_report",
 ]
 

@@ -16,10 +16,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import txl
-from txl.commands import bench, data, demo, evaluate, export, generate, import_, presets, recl, report, status, train
+from txl.commands import (
+    bench,
+    cache,
+    data,
+    demo,
+    evaluate,
+    export,
+    generate,
+    import_,
+    presets,
+    recl,
+    report,
+    status,
+    train,
+)
 from txl.errors import ProcessLost, RunInterrupted, UserError
 
-COMMANDS = (presets, data, train, status, evaluate, recl, generate, report, import_, export, bench, demo)
+COMMANDS = (presets, data, train, status, evaluate, cache, recl, generate, report, import_, export, bench, demo)
 
 
 class Parser(argparse.ArgumentParser):

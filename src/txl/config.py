@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from txl.errors import UserError
+from txl.model_kinds import Kind, validate_kind, validate_no_positions
 
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted"]
@@ -31,7 +32,10 @@ def _setting(default: Any, help: str) -> Any:
 
 @dataclass
 class ModelConfig:
-    """A Transformer-XL (Section 3 of the paper), or a vanilla Transformer. Lengths count tokens, widths features."""
+    """A Transformer-XL (Section 3 of the paper), or what it is compared with. Lengths count tokens, widths features.
+
+    Fields that a kind of model does not have keep their defaults (`txl.model_kinds`).
+    """
 
     encoding: Encoding = _setting(
         "relative",
@@ -65,8 +69,8 @@ class ModelConfig:
     untie_r: bool = _setting(False, "one pair of biases u and v a layer instead of one pair for all")
     cutoffs: tuple[int, ...] = _setting((), "adaptive softmax: vocabulary ids at which a new cluster begins")
     div_val: int = _setting(1, "adaptive embedding: each cluster is this many times narrower than the one before")
-    tie_projections: Literal["all", "all_but_first", "none"] = _setting(
-        "all", "clusters whose output projection is the embedding's own"
+    tie_projections: Literal["all", "all_but_first", "tails", "none"] = _setting(
+        "all", "clusters whose output projection is the embedding's own; tails: the others, the first has none"
     )
     tie_embeddings: bool = _setting(True, "the output's tables are the embedding's")
     init_std: float = _setting(0.02, "standard deviation of the initial weights")
@@ -81,6 +85,28 @@ class ModelConfig:
     n_target: int = _setting(1, "without memory: tokens predicted at a position, the next and those after it")
     extra_target_weight: float = _setting(0.5, "weight of the loss of a target after the next one")
     attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
+    dropout_inner: float | None = _setting(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
+    dropout_tail: float = _setting(0.0, "dropout on hidden states in the width of an adaptive softmax's tail cluster")
+    init: Literal["normal", "xavier"] = _setting(
+        "normal", "first weights. normal: the authors'; xavier: as Baevski and Auli's code has it"
+    )
+
+    kind: Kind = _setting("transformer", "transformer: the one that `encoding` names; or recurrent: lstm, qrnn")
+    d_hidden: int | None = _setting(None, "recurrent: units of every layer but the last; none: d_model")
+    d_last: int | None = _setting(
+        None, "recurrent: units of the last layer; none: d_model (others need n_softmax above 1)"
+    )
+    weight_drop: float = _setting(
+        0.0, "recurrent: dropout of the weights, once a segment (lstm: the recurrent ones; qrnn: the convolution's)"
+    )
+    kernel_sizes: tuple[int, ...] = _setting(
+        (2,), "qrnn: tokens that each layer's convolution reads; the last number holds for all further layers"
+    )
+    zoneout: float = _setting(0.0, "qrnn: probability with which a unit keeps its state for a token")
+    n_softmax: int = _setting(1, "softmaxes that are mixed (Yang et al. 2017)")
+    dropout_latent: float | None = _setting(
+        None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"
+    )
 
 
 @dataclass
@@ -112,7 +138,8 @@ class TrainConfig:
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
     random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw"] = _setting("adam", "optimiser")
+    optimizer: Literal["adam", "adamw", "sgd"] = _setting("adam", "optimiser")
+    momentum: float = _setting(0.0, "sgd: Nesterov's momentum; 0: none")
     learning_rate: float = _setting(2.5e-4, "peak learning rate")
     min_learning_rate: float = _setting(0.0, "learning rate at the end of the cosine, floor of inverse_sqrt")
     embedding_lr_factor: float = _setting(1.0, "the embedding tables' learning rate, relative to the others'")
@@ -282,7 +309,8 @@ def validate_model(model: ModelConfig) -> None:
     }
     for name, most in most_of.items():
         _require(1 <= getattr(model, name) <= most, f"model.{name}", getattr(model, name), f"1 or more, at most {most}")
-    _require(model.d_model % 2 == 0, "model.d_model", model.d_model, "an even number (R is half sines, half cosines)")
+    even = model.d_model % 2 == 0 or model.kind != "transformer"
+    _require(even, "model.d_model", model.d_model, "an even number (R is half sines, half cosines)")
     if model.d_embed is not None:
         _require(model.d_embed >= 1, "model.d_embed", model.d_embed, "1 or more, or none for d_model")
     rates = [item.name for item in dataclasses.fields(model) if item.name.startswith("drop")]
@@ -301,6 +329,7 @@ def validate_model(model: ModelConfig) -> None:
     if has_absolute_positions(model):
         _require_no_memory(model, model, "model.")
     _validate_auxiliary(model)
+    validate_kind(model)
 
 
 def has_auxiliary_losses(model: ModelConfig) -> bool:
@@ -414,6 +443,9 @@ def validate(run: RunConfig) -> None:
     if train.on_spike == "rollback" and not train.checkpoint_every:
         raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
     _validate_averaging(train)
+    _require(0 <= train.momentum < 1, "train.momentum", train.momentum, "from 0 up to but not including 1")
+    if train.momentum > 0 and train.optimizer != "sgd":
+        raise UserError(f"train.momentum is {train.momentum}, but train.optimizer is {train.optimizer}; expected sgd")
     _require(train.eps > 0, "train.eps", train.eps, "a number above 0")
     for name in ("beta1", "beta2"):
         _require(
@@ -445,6 +477,7 @@ def validate(run: RunConfig) -> None:
         )
     validate_lengths(run.eval.mem_len, run.eval.window, run.eval.clamp_len, "eval.")
     validate_temperature(run.eval.temperature, "eval.temperature")
+    validate_no_positions(run.model.kind, run.eval, "eval.")
     if run.model.encoding == "shaw":
         _require_trained_distances(run.model, train)
     if has_absolute_positions(run.model):

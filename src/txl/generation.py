@@ -135,8 +135,10 @@ def _continue(
         with evaluation_mode(model):
             if context is not None:
                 read = read[:, -context:]
-            log_probs, state = model.log_probs(read, state)
+            log_probs, after = model.log_probs(read, state)
             log_probs = log_probs[:, -1]
+            if context is None:
+                state = after
             if forbidden:
                 log_probs = log_probs.index_fill(-1, torch.tensor(forbidden, device=device), float("-inf"))
             token = sampling.draw(log_probs, generators)

@@ -130,7 +130,7 @@ def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
 
 
 def test_each_site_draws_its_own_mask():
-    """Counted by hooks, because one module serves both places of the feed-forward."""
+    """Counted by hooks."""
     model = build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.5), 11).train()
     calls: dict[str, list[tuple[int, ...]]] = {}
     for name, module in model.named_modules():
@@ -144,7 +144,8 @@ def test_each_site_draws_its_own_mask():
     assert calls["dropout_r"] == [(7, 8)]
     for layer in ("layers.0", "layers.1"):
         assert calls[f"{layer}.attention.dropout"] == [(3, 7, 8)]
-        assert calls[f"{layer}.feed_forward.dropout"] == [(3, 7, 16), (3, 7, 8)]  # after the ReLU, output
+        assert calls[f"{layer}.feed_forward.dropout_inner"] == [(3, 7, 16)]  # after the ReLU
+        assert calls[f"{layer}.feed_forward.dropout"] == [(3, 7, 8)]
 
 
 def test_log_probs_in_training_have_dropout_as_the_loss_has():

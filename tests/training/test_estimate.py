@@ -43,6 +43,8 @@ def train(run, steps, vocab_size=256):
 torch.set_num_threads(1)
 run = with_options(RunConfig(), json.loads(sys.argv[1]))
 small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4", "model.mem_len": "4"}
+if run.model.kind != "transformer":
+    small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
 train(with_options(run, small), 2)
 before = kilobytes("VmRSS")
 train(run, 4, int(sys.argv[2]))
@@ -60,23 +62,43 @@ CASES = {
     "dropout everywhere": {"model.d_inner": "512", "model.dropatt": "0.1", "train.batch_size": "8"},
     "two parts": {"model.d_inner": "512", "train.batch_size": "24", "train.micro_batches": "2"},
     "pre-norm, long memory": {
-        "model.d_inner": "256", "model.pre_norm": "true", "train.batch_size": "8", "model.mem_len": "300",
+        "model.d_inner": "256",
+        "model.pre_norm": "true",
+        "train.batch_size": "8",
+        "model.mem_len": "300",
         "model.dropout": "0",
     },
     "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
     "locked dropout": {
-        "model.d_inner": "1024", "model.locked_dropout": "true", "model.dropout_qkv": "0.1", "train.batch_size": "16",
+        "model.d_inner": "1024",
+        "model.locked_dropout": "true",
+        "model.dropout_qkv": "0.1",
+        "train.batch_size": "16",
     },
     "dropout of queries, keys and values": {"model.dropout_qkv": "0.1", "train.batch_size": "8"},
     "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
+}
+RECURRENT = {
+    "model.mem_len": "0",
+    "model.d_hidden": "384",
+    "model.d_model": "128",
+    "model.n_layer": "3",
+    "train.batch_size": "32",
+    "train.segment": "128",
+}
+RECURRENT_CASES = {
+    "awd-lstm": {"model.kind": "lstm", "model.weight_drop": "0.5", "model.locked_dropout": "true"},
+    "mixture": {"model.kind": "lstm", "model.n_softmax": "4", "model.d_last": "192"},
+    "qrnn, wide kernels": {"model.kind": "qrnn", "model.kernel_sizes": "4", "model.weight_drop": "0.1"},
 }  # fmt: skip
 TOLERANCE = 0.15
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's MALLOC_MMAP_THRESHOLD_")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT_CASES])
 def test_memory_is_what_a_run_takes(case):
-    options, vocab_size = SHAPE | CASES[case], 100_000 if case == "large vocabulary" else 256
+    options = SHAPE | CASES[case] if case in CASES else RECURRENT | RECURRENT_CASES[case]
+    vocab_size = 100_000 if case == "large vocabulary" else 256
     # Every tensor is mapped by itself, so that the system's count is that of the live tensors, without fragmentation.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(

@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
     if "train.dtype" in config_options(arguments):
         raise UserError("--train.dtype does nothing here; use --dtype float32, bfloat16 or both")
     config = preset(arguments.preset)
+    if config.model.kind != "transformer":
+        raise UserError(f"{config.name} is recurrent (model.kind {config.model.kind}); give a preset of a Transformer")
     if arguments.workload == "train":
         # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.
         config.model = dataclasses.replace(config.model, mem_len=128, dropout=0.0, dropatt=0.0, dropout_r=0.0)
@@ -125,8 +127,8 @@ def run_table9(arguments: argparse.Namespace) -> None:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
     validate_model(config.model)
-    if has_absolute_positions(config.model):
-        raise UserError(f"{config.name} is a vanilla Transformer itself; give a preset of Transformer-XL")
+    if has_absolute_positions(config.model) or config.model.kind != "transformer":
+        raise UserError(f"{config.name} is a baseline itself; give a preset of Transformer-XL")
     device = pick_device(arguments.device)
     keep_freed_memory()
     rows = []

@@ -47,6 +47,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
     )
+    add_cache_options(parser)
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
@@ -55,6 +56,30 @@ def add_parser(commands: Any) -> None:
     add_device(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """A continuous cache around the model."""
+    parser.add_argument("--cache-size", type=int, metavar="N", help="with a continuous cache of the last N tokens")
+    parser.add_argument("--cache-theta", type=float, metavar="X", help="its theta (txl cache finds both)")
+    parser.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability")
+
+
+def with_cache(model: Any, arguments: argparse.Namespace) -> Any:
+    """The model, in a continuous cache if the options ask for one.
+
+    Raises:
+        UserError: if only some of the options are given, or one is out of its range.
+    """
+    names = ("cache_size", "cache_theta", "cache_lambda")
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
+    if len(missing) == len(names):
+        return model
+    if missing:
+        raise UserError(f"a continuous cache needs {' and '.join(missing)} too; txl cache finds theta and lambda")
+    from txl.models.cache import ContinuousCache
+
+    return ContinuousCache(model, *(getattr(arguments, name) for name in names))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -77,6 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device(arguments.device)
     checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=device)
+    model = with_cache(model, arguments)
     corpus = open_run_corpus(run_directory, vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
 
@@ -200,6 +226,9 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
     print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
+    if first["cache_size"] is not None:
+        shown = f"theta {first['cache_theta']:g}, lambda {first['cache_lambda']:g}"
+        print(f"with a continuous cache of {first['cache_size']:,} tokens, {shown}")
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:

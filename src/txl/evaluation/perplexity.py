@@ -24,6 +24,7 @@ from torch import Tensor
 
 from txl.config import validate_lengths, validate_temperature
 from txl.errors import UserError
+from txl.models.cache import CacheState, ContinuousCache
 from txl.models.language_model import LanguageModel, Limit
 from txl.processes import Processes
 
@@ -54,6 +55,10 @@ class EvaluationResult:
     temperature: float
     sliding: bool = False
     """Whether each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
+    cache_size: int | None = None
+    """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
+    cache_theta: float | None = None
+    cache_lambda: float | None = None
 
     @property
     def ppl(self) -> float:
@@ -229,6 +234,7 @@ def evaluate(
         dtype=dtype,
         temperature=temperature,
         **settings,
+        **cache_settings(model),
     )
 
 
@@ -256,8 +262,16 @@ def evaluate_memory_lengths(
     return results
 
 
+def cache_settings(model: Any) -> dict[str, Any]:
+    """Size, theta and lambda of a continuous cache; nothing for a model without."""
+    if not isinstance(model, ContinuousCache):
+        return {}
+    return {"cache_size": model.size, "cache_theta": model.theta, "cache_lambda": model.weight}
+
+
 def resolved_lengths(state: Any) -> dict[str, Any]:
     """The memory length, window and clamp that a state carries (0 and none for a model without memory)."""
+    state = state.inner if isinstance(state, CacheState) else state
     return {
         "mem_len": getattr(state, "mem_len", 0),
         "window": getattr(state, "window", None),

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from txl.errors import UserError
-from txl.evaluation.perplexity import EvaluationResult, Progress, bytes_per_token, check_ids, evaluation_mode
+from txl.evaluation.perplexity import (
+    EvaluationResult,
+    Progress,
+    bytes_per_token,
+    cache_settings,
+    check_ids,
+    evaluation_mode,
+)
 from txl.models.language_model import LanguageModel
 
 
@@ -72,6 +79,7 @@ def evaluate_sliding(
         dtype=dtype,
         temperature=1.0,
         sliding=True,
+        **cache_settings(model),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from txl.config import ModelConfig, has_absolute_positions
 from txl.models.decoder import Decoder
+from txl.models.recurrent import RecurrentModel
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
@@ -15,11 +16,13 @@ def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
     """A model with fresh weights, drawn from torch's default generator.
 
     Args:
-        config: its shape; `encoding` says which model it is.
+        config: its shape; `kind` says which model it is, and `encoding` which Transformer.
         vocabulary: a vocabulary, or the number of tokens in one.
 
     Raises:
         UserError: for a configuration that cannot be built.
     """
     vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
+    if config.kind != "transformer":
+        return RecurrentModel(config, vocab_size)
     return (VanillaTransformer if has_absolute_positions(config) else TransformerXL)(config, vocab_size)

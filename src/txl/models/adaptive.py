@@ -53,13 +53,14 @@ def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> li
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token ids to vectors of width d_model, scaled by sqrt(d_model) as in Vaswani et al. (2017)."""
+    """Token ids to vectors of width d_model; Transformers' are scaled by sqrt(d_model) as in Vaswani et al. (2017)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig):
         super().__init__()
         d_embed = config.d_embed or config.d_model
         self.bounds = cluster_bounds(vocab_size, config.cutoffs)
         self.d_model = config.d_model
+        self.scale = math.sqrt(config.d_model) if config.kind == "transformer" else 1.0
         # The authors split the table only if the clusters differ in width; one table is the same function.
         if config.div_val == 1:
             sizes, widths = [vocab_size], [d_embed]
@@ -101,7 +102,7 @@ class AdaptiveEmbedding(nn.Module):
                 rows = F.linear(rows, self.projections[cluster])
                 embedded = embedded.index_copy(0, places, rows.to(embedded.dtype))
             embedded = embedded.view(*tokens.shape, self.d_model)
-        return embedded * math.sqrt(self.d_model)
+        return embedded if self.scale == 1 else embedded * self.scale
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -122,11 +123,16 @@ class AdaptiveSoftmax(nn.Module):
             self.cluster_bias = nn.Parameter(torch.empty(n_tail))
         if not config.tie_embeddings:
             self.own_tables = nn.ParameterList(torch.empty_like(table) for table in embedding.tables)
+        self.dropout_tail = nn.Dropout(config.dropout_tail)
+        # Baevski and Auli 2018, Section 3: tails share the embedding's projections, the shortlist's logits need none.
+        self.plain_head = config.tie_projections == "tails"
         # One entry for each cluster whose output projection is its own; the others use the embedding's. (With div_val 1
         # the clusters share the embedding's one projection but may still have output projections of their own.)
         self.own_projections = nn.ParameterDict()
         for cluster in range(len(self.bounds)):
-            tied = config.tie_projections == "all" or (config.tie_projections == "all_but_first" and cluster > 0)
+            tied = config.tie_projections in ("all", "tails") or (
+                config.tie_projections == "all_but_first" and cluster > 0
+            )
             shared = embedding.projection(cluster)
             if shared is not None and not tied:
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
@@ -172,9 +178,12 @@ class AdaptiveSoftmax(nn.Module):
 
     def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
         """Hidden states in the width of a cluster's table: [N,E] -> [N,d_i]."""
+        if cluster == 0 and self.plain_head:
+            return hidden
         own = str(cluster) in self.own_projections
         projection = self.own_projections[str(cluster)] if own else embedding.projection(cluster)
-        return hidden if projection is None else F.linear(hidden, projection.t())
+        projected = hidden if projection is None else F.linear(hidden, projection.t())
+        return projected if cluster == 0 else self.dropout_tail(projected)
 
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
         """Weight and bias of a cluster's logits; those of the tail clusters follow cluster 0: [V_i (+ C), d_i]."""

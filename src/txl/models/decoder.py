@@ -19,6 +19,7 @@ from txl.models.cross_entropy import at_least_float32
 from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, StateT
 from txl.models.linear import Linear
+from txl.models.mixture import MixtureOfSoftmaxes
 from txl.models.objective import EVERY_TARGET, Objective
 
 
@@ -42,9 +43,14 @@ class Decoder(LanguageModel[StateT]):
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
 
-    def _finish(self) -> None:
-        """What comes after the layers, and the first weights of everything."""
-        self.softmax = AdaptiveSoftmax(self.embedding, self.config)
+    def _finish(self, d_last: int | None = None) -> None:
+        """What comes after the layers, and the first weights of everything; `d_last` is the width of h^N, E if None."""
+        config = self.config
+        self.softmax = AdaptiveSoftmax(self.embedding, config)
+        self.mixture = None
+        if config.n_softmax > 1:
+            dropout = self._dropout(config.dropout_latent)
+            self.mixture = MixtureOfSoftmaxes(d_last or config.d_model, config.d_model, config.n_softmax, dropout)
         self.dropout_embed = self._dropout(self.config.dropout_embed)
         self.dropout_out = self._dropout(self.config.dropout_out)
         self.init_weights()
@@ -55,7 +61,10 @@ class Decoder(LanguageModel[StateT]):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The authors' initialisation: everything normal, biases 0, LayerNorm around 1."""
+        """The first weights: the authors' (everything normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
+        if self.config.init == "xavier":
+            self._init_xavier()
+            return
         std, proj_std = self.config.init_std, self.config.proj_init_std
         for name, parameter in self.named_parameters():
             parent = self.get_submodule(name.rpartition(".")[0])
@@ -68,6 +77,22 @@ class Decoder(LanguageModel[StateT]):
             else:
                 parameter.normal_(0.0, std)
 
+    def _init_xavier(self) -> None:
+        """As Baevski and Auli's code: Xavier-uniform matrices, embeddings N(0, 1/d_i), biases 0, LayerNorm 1.
+
+        The queries', keys' and values' have a gain of 1/sqrt(2), as one matrix for all three would nearly give.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".norm." in name:
+                parameter.fill_(1.0)
+            elif "tables." in name or "positions" in name:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            else:
+                in_attention = name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj"))
+                nn.init.xavier_uniform_(parameter, gain=2**-0.5 if in_attention else 1.0)
+
     @abstractmethod
     def hidden_states(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """h^N, and the state for the next segment: [B,T] int64 -> [B,T,E].
@@ -77,7 +102,7 @@ class Decoder(LanguageModel[StateT]):
         """
 
     def _embedded(self, tokens: Tensor, state: StateT, positions: Tensor | None = None) -> Tensor:
-        """h^0: [B,T] -> [B,T,E], with `positions` [T,E] added before its dropout, if there are any."""
+        """h^0: [B,T] -> [B,T,E]; `positions` [T,E], if any, are added before the dropout (Vaswani et al., 5.4)."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
@@ -125,8 +150,10 @@ class Decoder(LanguageModel[StateT]):
 
     def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
-        nll = self.softmax.nll(self.dropout_out(hidden).flatten(0, 1), targets.flatten(), self.embedding)
-        return nll.view_as(targets)
+        hidden = self.dropout_out(hidden)
+        if self.mixture is not None:
+            return self.mixture.nll(hidden, targets, self.softmax, self.embedding)
+        return self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding).view_as(targets)
 
     def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
@@ -135,8 +162,10 @@ class Decoder(LanguageModel[StateT]):
 
     def log_probs_of(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of the next token from h^N: [B,T,E] -> [B,T,V]."""
-        log_probs = self.softmax.log_probs(self.dropout_out(hidden).flatten(0, 1), self.embedding)
-        return log_probs.unflatten(0, hidden.shape[:2])
+        hidden = self.dropout_out(hidden)
+        if self.mixture is not None:
+            return self.mixture.log_probs(hidden, self.softmax, self.embedding)
+        return self.softmax.log_probs(hidden.flatten(0, 1), self.embedding).unflatten(0, hidden.shape[:2])
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -149,11 +178,13 @@ class PositionwiseFeedForward(nn.Module):
         self.outer = Linear(config.d_inner, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
+        inner = config.dropout if config.dropout_inner is None else config.dropout_inner
+        self.dropout_inner = make_dropout(inner, config.locked_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """One segment."""
         inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
-        output = self.dropout(self.outer(self.dropout(F.relu(inner))))
+        output = self.dropout(self.outer(self.dropout_inner(F.relu(inner))))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
 

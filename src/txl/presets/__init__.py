@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from txl.config import RunConfig
 from txl.errors import UserError
-from txl.presets import published, small
+from txl.presets import baselines, published, small
 from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, UNPUBLISHED, Row, apply
 
 
@@ -29,6 +31,7 @@ class Preset:
 _SCRIPTS = "the authors' PyTorch scripts"
 _OURS = "this project"
 _CPU_HOUR = "about an hour on two CPU cores"
+_AWD = "awd-lstm-lm"
 _LM1B_WORDS = 793_472
 _WT103_WORDS = 267_735
 
@@ -174,6 +177,62 @@ def presets() -> dict[str, Preset]:
             10_000,
             published.ptb,
         ),
+        Preset(
+            "wt103-adaptive",
+            "WikiText-103, adaptive input",
+            "Table 1 (Baevski and Auli); fairseq",
+            "20.5 ppl (247M)",
+            _WT103_WORDS,
+            baselines.wt103_adaptive,
+        ),
+        Preset(
+            "wt103-qrnn",
+            "WikiText-103, QRNN",
+            f"Tables 1 and 8 (Merity et al. 2018); {_AWD}",
+            "33.0 ppl (151M)",
+            _WT103_WORDS,
+            baselines.wt103_qrnn,
+        ),
+        Preset(
+            "wt103-lstm",
+            "WikiText-103, LSTM",
+            "Table 8; shape ours, to 151M",
+            "none",
+            _WT103_WORDS,
+            baselines.wt103_lstm,
+        ),
+        Preset(
+            "ptb-awd-lstm",
+            "Penn Treebank, AWD-LSTM",
+            f"Table 5 (Merity et al. 2017); {_AWD}",
+            "58.8 ppl (24M)",
+            10_000,
+            baselines.ptb_awd_lstm,
+        ),
+        Preset(
+            "ptb-awd-lstm-mos",
+            "Penn Treebank, AWD-LSTM-MoS",
+            "Table 5 (Yang et al. 2017); mos",
+            "55.97 ppl (22M)",
+            10_000,
+            baselines.ptb_awd_lstm_mos,
+        ),
+        Preset(
+            "ptb-qrnn",
+            "Penn Treebank, QRNN",
+            f"{_AWD}, whose result it is",
+            "58.3 ppl",
+            10_000,
+            baselines.ptb_qrnn,
+        ),
+        Preset(
+            "wikitext-2-awd-lstm",
+            "WikiText-2, AWD-LSTM",
+            f"{_AWD}, whose result it is",
+            "65.6 ppl (33M)",
+            33_278,
+            baselines.wikitext_2_awd_lstm,
+        ),
         Preset("wikitext-2", "WikiText-2, as ptb", _OURS, "none", 33_278, published.wikitext_2),
         Preset("stdlib-tiny", "the demo: minutes on two CPU cores", _OURS, "none", 256, small.stdlib_tiny),
         Preset(
@@ -212,8 +271,34 @@ def presets() -> dict[str, Preset]:
         *_rows(UNPUBLISHED, small.wikitext_2_ablation, "WikiText-2, as Table 6", _OURS, 33_278),
         *_rows(UNPUBLISHED, small.stdlib_ablation, "standard library, as Table 6", _OURS, 256),
         Preset("wt103-small", _CPU_HOUR, _OURS, "none", _WT103_WORDS, small.wt103),
+        *_small_baselines(),
     ]
     return {each.name: each for each in every}
+
+
+def _small_baselines() -> list[Preset]:
+    """What ptb-small and wikitext-2-small are compared with, in the same budget."""
+    kinds: list[tuple[str, Literal["lstm", "qrnn"], bool]] = [
+        ("lstm", "lstm", False),
+        ("awd-lstm", "lstm", True),
+        ("qrnn", "qrnn", False),
+    ]
+    shapes = [("ptb", 10_000, (1000, 4000)), ("wikitext-2", 33_278, (2000, 10_000))]
+    return [
+        Preset(
+            f"{corpus}-{model}-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            vocab_size,
+            functools.partial(baselines.small_recurrent, f"{corpus}-{model}-small", corpus, cutoffs, kind, awd=awd),
+        )
+        for corpus, vocab_size, cutoffs in shapes
+        for model, kind, awd in kinds
+    ] + [
+        Preset("ptb-awd-lstm-mos-small", _CPU_HOUR, _OURS, "none", 10_000, baselines.small_mos),
+        Preset("wikitext-2-adaptive-small", _CPU_HOUR, _OURS, "none", 33_278, baselines.small_adaptive),
+    ]
 
 
 def find_preset(name: str) -> Preset:

@@ -136,6 +136,7 @@ def _evaluations(events: Sequence[Event]) -> tuple[list[Row], list[Row]]:
 def _targets(row: Row) -> tuple[Any, ...]:
     """What two evaluations must share for their difference to be the memory's."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
+    names += ("cache_size", "cache_theta", "cache_lambda")
     return tuple(row.get(name) for name in names)
 
 
@@ -147,6 +148,7 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     settings, else the longest: never the one that happened to come out best.
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
+    rows = [row for row in rows if row.get("cache_size") is None]  # a cache is no part of the model
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     if not rows:
         return None, None

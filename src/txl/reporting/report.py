@@ -14,7 +14,7 @@ from txl.reporting.comparison import measure_compression
 from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
-from txl.reporting.result import evaluation_cells, evaluation_headings, result_section
+from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, result_section
 from txl.reporting.wording import (
     counted,
     duration_text,
@@ -147,6 +147,8 @@ def _measure(unit: str) -> str:
 
 def _memory(config: RunConfig, found: Findings, name: str) -> str:
     heading, curve = "Quality against memory length", found.curve
+    if not curve and is_recurrent(found):
+        return ""  # there is no length to measure against
     if not curve:
         lengths = ",".join(str(length) for length in sorted({0, config.model.mem_len, config.eval.mem_len}))
         return section(heading, note(f"Not measured yet: `txl eval {shlex.quote(name)} --mem-lens {lengths}` adds it."))

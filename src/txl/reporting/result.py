@@ -34,13 +34,13 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
             "Result", note(f"Not tested yet: `txl eval {shlex.quote(name)} --mem-lens {lengths}` adds it.", "warning")
         )
     settings = settings_text(result, found.split_of(result))
-    parts = [_figures(result, without), note(f"Measured on {settings}.", "lead")]
+    parts = [_figures(found, result, without), note(f"Measured on {settings}.", "lead")]
     rows = [row for row in (result, without) if row is not None]
     parts.append(
         table(
             f"Loss on the {result['split']} split of {result['corpus']}",
             ("", *evaluation_headings(result["unit"])),
-            [[_memory_name(row), *evaluation_cells(row)] for row in rows],
+            [[_memory_name(found, row), *evaluation_cells(row)] for row in rows],
             numbers=range(1, 7),
             strong=[0],
         )
@@ -53,6 +53,11 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
         parts.append(note(f"zlib and lzma are not shown: {problem}."))
     parts.append(_caveat(found, result))
     return section(f"Result on the {result['split']} split", *parts)
+
+
+def is_recurrent(found: Findings) -> bool:
+    """Whether the model carries a state instead of positions of memory."""
+    return found.start["config"]["model"].get("kind", "transformer") != "transformer"
 
 
 def evaluation_headings(unit: str) -> tuple[str, ...]:
@@ -73,10 +78,10 @@ def evaluation_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(result: dict[str, Any], without: dict[str, Any] | None) -> str:
+def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | None) -> str:
     unit = result["unit"]
     label = quality_label(unit)
-    figures = [(quality_text(result["nll"], unit), f"{label}, {_memory_name(result)}")]
+    figures = [(quality_text(result["nll"], unit), f"{label}, {_memory_name(found, result)}")]
     if without is not None:
         figures.append((quality_text(without["nll"], unit), f"{label}, without memory"))
         amount, words = change_text(result["nll"], without["nll"]).split(" ", 1)
@@ -85,7 +90,9 @@ def _figures(result: dict[str, Any], without: dict[str, Any] | None) -> str:
     return f'<div class="result">{boxes}</div>'
 
 
-def _memory_name(row: dict[str, Any]) -> str:
+def _memory_name(found: Findings, row: dict[str, Any]) -> str:
+    if is_recurrent(found):
+        return "its state carried"
     return f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
 
 
@@ -93,7 +100,7 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
     if found.compression is None or found.result is None or found.result.get("bits_per_byte") is None:
         return ""
     text, result = found.compression["text"], found.result
-    lines = [(f"this model, {_memory_name(row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
+    lines = [(f"this model, {_memory_name(found, row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
     names = {"lzma": "lzma (xz -9)", "zlib": "zlib (level 9)"}
     lines += [(words, 8 * found.compression[name] / text, False) for name, words in names.items()]
     split = found.split_of(result)

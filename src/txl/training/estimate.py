@@ -16,6 +16,7 @@ from txl.config import RunConfig, has_absolute_positions, has_auxiliary_losses
 from txl.models import build_model
 from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.objective import Objective
+from txl.training.estimate_recurrent import recurrent_costs
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Costs:
 
 def parameters_by_part(model: nn.Module) -> dict[str, int]:
     """Number of parameters of the embedding, positions, attention and so on, as far as the model has them."""
-    names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm", "softmax")
-    names_of_parts += ("auxiliary",)
+    names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm")
+    names_of_parts += ("recurrent layers", "mixture", "softmax", "auxiliary")
     parts = dict.fromkeys(names_of_parts, 0)
     for name, parameter in model.named_parameters():
         names = name.split(".")
@@ -60,6 +61,8 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
             part = "feed-forward"
         elif "attention" in names:
             part = "attention"
+        elif "lstm" in names or "convolution" in names:
+            part = "recurrent layers"
         else:
             part = names[0] if names[0] in parts else "softmax"
         parts[part] += parameter.numel()
@@ -87,6 +90,9 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
       where pre-norm adds N*B * (f*S - w*T) * E, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
       `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it,
     - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
+
+    With K softmaxes 3*B*T*V is K times as much, and f*B*T*K*(2 + 2*m)*E more. The layers of recurrent models are
+    counted in `txl.training.estimate_recurrent`.
 
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
     allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
@@ -117,13 +123,20 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
         layer += (full * n_key - low * n_query) * shape.d_model
     head = shape.cutoffs[0] if shape.cutoffs else vocab_size
     n_counted = Objective(train.loss).counted(n_query)
-    n_logit = 3 * lanes * n_counted * head
+    n_logit = 3 * lanes * n_counted * head * shape.n_softmax
     if n_logit > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
         n_logit = 2 * max(MAX_LOGITS, head)
     if has_auxiliary_losses(shape):  # log-probabilities of every classifier
         n_head = (shape.n_layer if shape.layer_losses else 1) * shape.n_target - 1
         n_logit += n_head * lanes * n_counted * head
-    ends = full * (lanes * n_query * (2 * masked + 2) * shape.d_model + n_logit)
+    widths = (1 + (shape.n_softmax if shape.n_softmax > 1 else 0)) * shape.d_model
+    ends = full * (lanes * n_query * (2 * masked + 2) * widths + n_logit)
+    layers, scratch = shape.n_layer * lanes * layer, low * lanes * max(3 * scores, 2 * n_query * shape.d_inner)
+    if shape.kind != "transformer":
+        recurrent = recurrent_costs(shape, lanes, train.batch_size, n_query)
+        # The softmax is done with before the layers' backward pass begins.
+        ends, scratch = ends - full * n_logit, max(full * n_logit, recurrent.scratch)
+        layers, memory = recurrent.activations, recurrent.state
     averaged = train.average_from is not None or train.average_patience is not None
     return Costs(
         parameters,
@@ -134,8 +147,8 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
             "gradients": full * total,
             "optimiser": 2 * full * total,
             **({"averaged weights": full * total} if averaged else {}),
-            **({"memory": memory} if with_memory else {}),
-            "activations": shape.n_layer * lanes * layer + ends,
-            "scratch": low * lanes * max(3 * scores, 2 * n_query * shape.d_inner),
+            **({"memory": memory} if with_memory or shape.kind != "transformer" else {}),
+            "activations": layers + ends,
+            "scratch": scratch,
         },
     )

@@ -10,7 +10,7 @@ from txl.errors import UserError
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Adam or AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and v.
+    """Adam, AdamW or SGD; weight decay acts on matrices only, not on biases, LayerNorms, u and v.
 
     Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
     """
@@ -20,12 +20,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         decay = config.weight_decay if is_matrix else 0.0
         factor = config.embedding_lr_factor if name.startswith("embedding.tables.") else 1.0
         groups.setdefault((decay, factor), []).append(parameter)
+    divided = [
+        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor), parameters in groups.items()
+    ]
+    if config.optimizer == "sgd":
+        momentum = config.momentum
+        return torch.optim.SGD(divided, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0, fused=True)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(
-        [
-            {"params": parameters, "weight_decay": decay, "lr_factor": factor}
-            for (decay, factor), parameters in groups.items()
-        ],
+        divided,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -60,7 +64,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         by_name.setdefault(name, {})[what] = value
     parameters = dict(model.named_parameters())
     for name, values in by_name.items():
-        if name not in parameters or values["exp_avg"].shape != parameters[name].shape:
+        shapes = {each.shape for each in values.values() if each.ndim > 0}  # Adam's step is a number
+        if name not in parameters or not shapes <= {parameters[name].shape}:
             raise UserError("the optimiser's state in the checkpoint belongs to another model")
     # The optimiser counts parameters group by group; its own loader takes care of devices and types.
     names = {id(parameter): name for name, parameter in parameters.items()}

@@ -61,6 +61,11 @@ WEIGHTS_DEPEND_ON = (
     "div_val",
     "tie_projections",
     "tie_embeddings",
+    "kind",
+    "d_hidden",
+    "d_last",
+    "kernel_sizes",
+    "n_softmax",
 )
 """Fields of the model without which weights mean something else; lengths and dropout may change."""
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})

@@ -1,0 +1,126 @@
+"""`txl cache DIR`: tune a continuous cache on the validation split, and measure what it brings on the test split."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.evaluate import checkpoint_step, open_run_corpus, print_rows, record, split_tokens
+from txl.commands.options import (
+    add_checkpoint,
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    add_memory_options,
+    existing_run,
+    memory_settings,
+    pick_device,
+    print_json,
+    progress_bar,
+)
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.evaluation.cache_tuning import CacheTuning
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "cache",
+        help="tune a continuous cache (Grave et al. 2016) and measure it",
+        description="Find theta and lambda of a continuous cache on the validation split, then measure the test split "
+        "with and without it.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that the cache holds (2000)")
+    parser.add_argument("--thetas", type=_fractions, metavar="X,X,...", help="to try (default: suited to the model)")
+    parser.add_argument("--lambdas", type=_fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
+    parser.add_argument("--split", default="test", metavar="NAME", help="to measure (default: test)")
+    parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
+    add_memory_options(parser)
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
+    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with a cache of its own")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_config_options(parser, ("data",))
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _fractions(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+_fractions.__name__ = "list of numbers"  # argparse names a type by its function when it refuses a value
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tune, measure, print, and add the results to the run's log."""
+    from txl.allocator import keep_freed_memory
+    from txl.evaluation.cache_tuning import LAMBDAS, tune_cache
+    from txl.evaluation.perplexity import evaluate
+    from txl.models.cache import ContinuousCache
+    from txl.run_directory import RunDirectory
+
+    if arguments.split == arguments.tune_on:
+        raise UserError(
+            f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
+        )
+    keep_freed_memory()
+    directory = RunDirectory(existing_run(arguments.directory))
+    config = directory.config()
+    checkpoint = directory.checkpoint(arguments.checkpoint)
+    model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+    corpus = open_run_corpus(directory, vocabulary, arguments)
+    tune_on, measured = (split_tokens(corpus, name) for name in (arguments.tune_on, arguments.split))
+    common = {
+        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
+        "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
+        "max_tokens": arguments.max_tokens,
+        "dtype": arguments.dtype,
+        **memory_settings(arguments, config),
+    }
+    grid = {"size": arguments.size, "thetas": arguments.thetas, "lambdas": arguments.lambdas or LAMBDAS}
+    progress, move = progress_bar(f"tuning on the {arguments.tune_on} split", quiet=arguments.json)
+    with progress:
+        tuned = tune_cache(model, tune_on, **grid, **common, progress=move)
+    progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
+    cached = ContinuousCache(model, tuned.size, tuned.theta, tuned.weight)
+    described = {
+        "split": arguments.split,
+        "corpus": corpus.name,
+        "unit": corpus.unit,
+        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
+        "checkpoint": checkpoint.name,
+    }
+    with progress:
+        results = [evaluate(each, measured, **common, progress=move) for each in (model, cached)]
+    rows = [described | result.to_dict() for result in results]
+    step = checkpoint_step(checkpoint)
+    tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
+    record(directory, "cache", step, **tuning)
+    for row in rows:
+        record(directory, "eval", step, **row)
+    if arguments.json:
+        print_json({"tuning": tuning, "without": rows[0], "with": rows[1]})
+        return
+    _print(arguments, tuned, rows)
+
+
+def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[str, Any]]) -> None:
+    settings = f"--cache-size {tuned.size} --cache-theta {tuned.theta:g} --cache-lambda {tuned.weight:g}"
+    print(
+        f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: theta {tuned.theta:g}, lambda "
+        f"{tuned.weight:g} ({tuned.plain_nll:.4f} -> {tuned.best_nll:.4f} nats a token)"
+    )
+    for name in tuned.at_edge:
+        print(f"the best {name} is at an end of those that were tried; try others with --{name}s")
+    for row in rows:
+        print_rows([row])
+    print(f"with the cache again: txl eval {arguments.directory} {settings}")

@@ -1,0 +1,147 @@
+"""The two numbers of a continuous cache, found on a validation split (Grave et al. 2016, Section 4).
+
+The split is read once: each target's loss under the model and its probability under the cache, at every theta, are
+mixed with every lambda on the spot, and only sums are kept.
+
+Shapes: B lanes, T tokens of a segment, Q thetas, L lambdas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from txl.errors import UserError
+from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode
+from txl.models.cache import ContinuousCache, check_cache
+from txl.models.decoder import Decoder
+from txl.models.language_model import Limit
+
+LAMBDAS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""Shares of the cache that are tried."""
+SHARPNESS = (0.0, 1.0, 2.0, 2.8, 4.0, 5.6, 8.0, 11.3, 16.0, 22.6, 32.0, 45.3, 64.0, 128.0)
+"""Thetas that are tried, times the mean of h . h: what a hidden state would score with itself."""
+
+
+@dataclass(frozen=True)
+class CacheTuning:
+    """Mean losses over the grid, and the best point of it."""
+
+    size: int
+    thetas: list[float]
+    lambdas: list[float]
+    nll: list[list[float]]
+    """Nats a token, by theta and lambda."""
+    plain_nll: float
+    """Nats a token without the cache."""
+    tokens: int
+    """Targets scored."""
+    theta: float
+    """The best, with `weight`."""
+    weight: float
+    best_nll: float
+
+    @property
+    def at_edge(self) -> list[str]:
+        """Which of the two lies at an end of what was tried, and so may be better beyond it."""
+        thetas, lambdas = sorted(self.thetas), sorted(self.lambdas)
+        found = []
+        if len(thetas) > 1 and (self.theta == thetas[-1] or (self.theta == thetas[0] and self.theta > 0)):
+            found.append("theta")
+        if len(lambdas) > 1 and self.weight in (lambdas[0], lambdas[-1]):
+            found.append("lambda")
+        return found
+
+
+def tune_cache(
+    model: Decoder[Any],
+    tokens: Any,
+    *,
+    size: int = 2000,
+    thetas: Sequence[float] | None = None,
+    lambdas: Sequence[float] = LAMBDAS,
+    segment: int = 128,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    batch_size: int = 10,
+    max_tokens: int | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> CacheTuning:
+    """The theta and lambda with the least mean loss over a stream of tokens, in one pass over it.
+
+    Args:
+        model: any model of this project.
+        tokens: a validation split's tokens, or any one-dimensional array of token ids.
+        size: pairs that the cache holds.
+        thetas: to try; None: `SHARPNESS` over the mean of h . h in the first segment.
+        lambdas: to try.
+        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, progress: as `txl.evaluate`.
+
+    Raises:
+        UserError: for numbers out of their ranges, or too few tokens.
+    """
+    if not lambdas or (thetas is not None and not thetas):
+        raise UserError("there is no theta or no lambda to try; give one or more of each")
+    check_cache(size, thetas or [0.0], lambdas)
+    if segment < 1:
+        raise UserError(f"segment is {segment}; expected 1 token or more")
+    ids = np.asarray(tokens)[:max_tokens]
+    lanes = Lanes.cut(len(ids), batch_size)
+    device = next(model.parameters()).device
+    cache = ContinuousCache(model, size, 0.0, 0.0)
+    state = cache.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    weights = torch.tensor(list(lambdas), dtype=torch.float64, device=device)
+    total, plain, done = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        for inputs, targets, counts in lanes.segments(ids, segment):
+            check_ids(inputs, model.vocab_size)
+            check_ids(targets, model.vocab_size)
+            inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
+            if thetas is None:
+                thetas = _spread(model, inputs, state.inner)
+            nll, cached, any_pair, state = cache.parts(inputs, targets, state, thetas)
+            nll = nll.double().masked_fill(~counts, 0.0)
+            total = total.to(device) + _mixed(nll, cached, any_pair & counts, weights)
+            plain = plain.to(device) + nll.sum()
+            done += int(counts.sum())
+            if progress is not None:
+                progress(done, lanes.n_target)
+    assert thetas is not None  # Lanes.cut leaves at least one segment
+    means = total / done
+    row, column = divmod(int(means.argmin()), len(weights))
+    return CacheTuning(
+        size=size,
+        thetas=list(thetas),
+        lambdas=list(lambdas),
+        nll=means.tolist(),
+        plain_nll=plain.item() / done,
+        tokens=done,
+        theta=thetas[row],
+        weight=list(lambdas)[column],
+        best_nll=means.min().item(),
+    )
+
+
+def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, weights: Tensor) -> Tensor:
+    """Sums over [B,T] of -log((1 - lambda) p_model + lambda p_cache), by theta and lambda: [Q,L]."""
+    plain = nll[~any_pair].sum()
+    likely, cached = -nll[any_pair], cached[:, any_pair].log()
+    sums = [
+        -torch.logaddexp(torch.log1p(-weight) + likely, weight.log() + cached).sum(dim=-1)
+        for weight in weights.unbind()
+    ]
+    return torch.stack(sums, dim=-1) + plain
+
+
+def _spread(model: Decoder[Any], inputs: Tensor, state: Any) -> list[float]:
+    """Thetas that suit the size of this model's hidden states."""
+    hidden, _ = model.hidden_states(inputs, state)
+    square = hidden.double().square().sum(dim=-1).mean().item()
+    return [float(f"{each / square:.3g}") for each in SHARPNESS]

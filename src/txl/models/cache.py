@@ -1,0 +1,216 @@
+"""The continuous cache (Grave et al. 2016) around any model: what was read lately is likelier to come again.
+
+The cache holds pairs (h_i, x_{i+1}) of a hidden state and the token that followed it. At position t, which predicts
+x_{t+1}, it gives (Equation 3 of the paper)
+
+    p_cache(w) proportional to the sum over the pairs with x_{i+1} = w of exp(theta h_t . h_i),
+
+over the last `size` pairs with i < t, and the model's distribution becomes (1 - lambda) p_model + lambda p_cache
+(Equation 4). Where there is no pair yet it is p_model. Nothing is trained: theta and lambda are tuned by
+`txl.tune_cache`.
+
+Shapes: B lanes, T tokens of a segment, E width of the hidden states, S pairs within reach, V vocabulary, Q thetas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from txl.errors import UserError
+from txl.models.cross_entropy import at_least_float32
+from txl.models.decoder import Decoder
+from txl.models.language_model import LanguageModel, Limit
+from txl.models.objective import EVERY_TARGET, Objective
+
+MAX_SCORES = 1 << 24
+"""Products h_t . h_i that may exist at a time."""
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What the model itself carries, and the newest hidden states with the tokens that followed all but the last."""
+
+    inner: Any
+    hidden: Tensor
+    """[B,n,E], oldest first; what follows the last one is the next token to be read."""
+    following: Tensor
+    """int64 [B,n-1] (none where n is 0)."""
+    valid: Tensor
+    """bool [B,n]: false for what a lane read before it was reset."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of lanes B."""
+        return self.hidden.shape[0]
+
+    def detach(self) -> CacheState:
+        """The same state, cut off from the graph that computed it."""
+        return replace(self, inner=self.inner.detach(), hidden=self.hidden.detach())
+
+    def select(self, lanes: Tensor) -> CacheState:
+        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+        chosen = lanes.to(self.hidden.device)
+        inner = self.inner.select(lanes)
+        return CacheState(inner, self.hidden[chosen], self.following[chosen], self.valid[chosen])
+
+    def reset(self, mask: Tensor) -> CacheState:
+        """The state with nothing in the lanes where the boolean `mask` [B] is true."""
+        kept = ~mask.to(self.valid.device)
+        return replace(self, inner=self.inner.reset(mask), valid=self.valid & kept[:, None])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some positions of a segment and the pairs that any of them sees."""
+
+    positions: slice
+    scores: Tensor
+    """h_t . h_i, [B,t,S]."""
+    seen: Tensor
+    """bool [B,t,S]."""
+    following: Tensor
+    """int64 [B,S]."""
+
+
+class ContinuousCache(LanguageModel[CacheState]):
+    """A model with a cache of what it has read. Its state is the model's and the last `size` pairs.
+
+    Args:
+        model: any model of this project; it is not changed.
+        size: pairs that a position sees.
+        theta: how much more similar contexts count, 0 or more; 0 counts all pairs alike.
+        weight: lambda, the cache's share of the probability, from 0 up to but not including 1.
+
+    Raises:
+        UserError: for a number out of its range.
+    """
+
+    def __init__(self, model: Decoder[Any], size: int, theta: float, weight: float):
+        super().__init__()
+        check_cache(size, [theta], [weight])
+        self.model, self.size, self.theta, self.weight = model, size, theta, weight
+        self.vocab_size, self.context = model.vocab_size, model.context
+
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> CacheState:
+        """The model's empty memory, and an empty cache; see `LanguageModel.init_state`."""
+        inner = self.model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
+        like = next(self.model.parameters()).detach()
+        nothing = torch.zeros(batch_size, 0, device=like.device)
+        return CacheState(inner, like.new_zeros(batch_size, 0, 0), nothing.long(), nothing.bool())
+
+    def nll(self, tokens: Tensor, targets: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
+        """Negative log-likelihood of each target; see `LanguageModel.nll`. Without gradient."""
+        nll, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta])
+        mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
+        return torch.where(any_pair, mixed, nll), state
+
+    @torch.no_grad()
+    def parts(
+        self, tokens: Tensor, targets: Tensor, state: CacheState, thetas: Sequence[float]
+    ) -> tuple[Tensor, Tensor, Tensor, CacheState]:
+        """What is mixed, for several thetas at once.
+
+        Returns:
+            the model's loss of each target [B,T] in nats; the cache's probability of it, float64 [Q,B,T]; whether there
+            was any pair, bool [B,T] (where not, the cache says 0); the state after the segment.
+        """
+        hidden, blocks, after = self._read(tokens, state)
+        nll = self.model._nll_of(hidden, targets)
+        cached = torch.zeros(len(thetas), *targets.shape, dtype=torch.float64, device=hidden.device)
+        any_pair = torch.zeros_like(targets, dtype=torch.bool)
+        for block in blocks:
+            matches = block.following[:, None] == targets[:, block.positions, None]
+            any_pair[:, block.positions] = block.seen.any(dim=-1)
+            for number, theta in enumerate(thetas):
+                matched = _shares(block, theta) * matches
+                cached[number, :, block.positions] = matched.sum(dim=-1, dtype=torch.float64)
+        return nll, cached, any_pair, after
+
+    @torch.no_grad()
+    def log_probs(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
+        """Log-probabilities of the next token; see `LanguageModel.log_probs`. Without gradient."""
+        hidden, blocks, after = self._read(tokens, state)
+        log_probs = self.model.log_probs_of(hidden)
+        for block in blocks:
+            plain = log_probs[:, block.positions]
+            shares = _shares(block, self.theta).to(plain.dtype)
+            cached = torch.zeros_like(plain).scatter_add_(-1, block.following[:, None].expand_as(shares), shares)
+            mixed = torch.logaddexp(math.log1p(-self.weight) + plain, _log(self.weight) + cached.log())
+            log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
+        return log_probs, after
+
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
+    ) -> NoReturn:
+        """There is nothing to train.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("a continuous cache has nothing to train; train the model inside it")
+
+    def _read(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, Iterator[_Block], CacheState]:
+        """The model's hidden states [B,T,E], the segment block by block, and the state after it."""
+        if not isinstance(state, CacheState):
+            raise UserError("the state belongs to another model; expected one that this cache's init_state made")
+        hidden, inner = self.model.hidden_states(tokens, state.inner)
+        n_before, new = state.hidden.shape[1], at_least_float32(hidden)
+        keys = torch.cat([state.hidden, new], dim=1) if n_before else new
+        following = torch.cat([state.following, tokens if n_before else tokens[:, 1:]], dim=1)
+        valid = torch.cat([state.valid, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
+        oldest = max(0, keys.shape[1] - self.size)
+        after = CacheState(inner, keys[:, oldest:], following[:, oldest:], valid[:, oldest:])
+        return hidden, self._blocks(keys, following, valid, n_before), after
+
+    def _blocks(self, keys: Tensor, following: Tensor, valid: Tensor, n_before: int) -> Iterator[_Block]:
+        """The positions after the first `n_before`, as many at a time as `MAX_SCORES` allows."""
+        n_token = keys.shape[1] - n_before
+        step = max(1, MAX_SCORES // (keys.shape[0] * (self.size + n_token)))
+        for start in range(0, n_token, step):
+            end = min(start + step, n_token)
+            # Position t, whose hidden state has the number n + t, sees the pairs n + t - size to n + t - 1.
+            first, last = max(0, n_before + start - self.size), n_before + end - 1
+            if first == last:
+                continue  # the first token of all: nothing was read before it
+            place = torch.arange(first, last, device=keys.device)
+            newest = torch.arange(n_before + start, n_before + end, device=keys.device)[:, None]
+            within = (place < newest) & (place >= newest - self.size)
+            with torch.autocast(keys.device.type, enabled=False):
+                scores = keys[:, n_before + start : n_before + end] @ keys[:, first:last].transpose(1, 2)
+            yield _Block(slice(start, end), scores, within & valid[:, None, first:last], following[:, first:last])
+
+
+def _shares(block: _Block, theta: float) -> Tensor:
+    """What each pair has of the cache's probability: [B,t,S], rows of zeros where nothing is seen."""
+    largest = block.scores.masked_fill(~block.seen, -math.inf).amax(dim=-1, keepdim=True)
+    # A pair that is not seen may have a larger product: it must not overflow before its share becomes 0.
+    shares = ((block.scores - largest).clamp(max=0) * theta).exp() * block.seen
+    return shares / shares.sum(dim=-1, keepdim=True).clamp(min=1)  # the largest one seen counts 1
+
+
+def _log(weight: float) -> float:
+    return math.log(weight) if weight > 0 else -math.inf
+
+
+def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) -> None:
+    """The ranges of a cache's settings.
+
+    Raises:
+        UserError: naming the first that is out of its range.
+    """
+    if size < 1:
+        raise UserError(f"the cache's size is {size}; expected 1 pair or more")
+    for theta in thetas:
+        if not 0 <= theta < math.inf:
+            raise UserError(f"the cache's theta is {theta}; expected 0 or more")
+    for weight in weights:
+        if not 0 <= weight < 1:
+            raise UserError(f"the cache's lambda is {weight}; expected a share from 0 up to but not including 1")

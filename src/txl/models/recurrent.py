@@ -1,0 +1,220 @@
+"""Recurrent language models: LSTM and QRNN, plain or with the regularisation of AWD-LSTM.
+
+The layers stand one upon another, with a dropout between them; the last one has as many units as the softmax wants.
+What a step adds to a plain LSTM is in the configuration: `weight_drop`, `locked_dropout`, `dropout_words`,
+`activation_reg`, `temporal_reg` (Merity et al. 2017, Section 4), and `train.average_patience` for NT-ASGD.
+
+Unlike the Transformers these models do not scale their embeddings: AWD-LSTM's code does not.
+
+Shapes: B lanes, T tokens of a segment, I features that enter a layer, H units of it, K tokens of a convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl.config import ModelConfig
+from txl.errors import UserError
+from txl.model_kinds import kernel_sizes
+from txl.models.cross_entropy import at_least_float32
+from txl.models.decoder import Decoder
+from txl.models.language_model import Limit
+from txl.models.scan import linear_recurrence
+
+LayerState = tuple[Tensor, ...]
+"""What a layer carries, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What every layer carries from one segment to the next; zeros before the first."""
+
+    layers: tuple[LayerState, ...]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of lanes B."""
+        return self.layers[0][0].shape[0]
+
+    def detach(self) -> RecurrentState:
+        """The same state, cut off from the graph that computed it."""
+        return RecurrentState(tuple(tuple(each.detach() for each in layer) for layer in self.layers))
+
+    def select(self, lanes: Tensor) -> RecurrentState:
+        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+        chosen = lanes.to(self.layers[0][0].device)
+        return RecurrentState(tuple(tuple(each[chosen] for each in layer) for layer in self.layers))
+
+    def reset(self, mask: Tensor) -> RecurrentState:
+        """The state with zeros in the lanes where the boolean `mask` [B] is true."""
+        mask = mask.to(self.layers[0][0].device)
+
+        def emptied(each: Tensor) -> Tensor:
+            return each.masked_fill(mask.view(-1, *[1] * (each.ndim - 1)), 0)
+
+        return RecurrentState(tuple(tuple(emptied(each) for each in layer) for layer in self.layers))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Everything as named tensors, to be saved."""
+        return {
+            f"layers.{number}.{place}": each.contiguous()
+            for number, layer in enumerate(self.layers)
+            for place, each in enumerate(layer)
+        }
+
+
+class LSTMLayer(nn.Module):
+    """PyTorch's LSTM, with DropConnect on its hidden-to-hidden weights (Merity et al. 2017, Section 2).
+
+    i, f, o = sigmoid(W x_t + U h_{t-1}), g = tanh(W_g x_t + U_g h_{t-1}), c_t = f c_{t-1} + i g, h_t = o tanh(c_t),
+    with one mask on U for all tokens and lanes of a segment.
+    """
+
+    def __init__(self, n_in: int, n_unit: int, weight_drop: float):
+        super().__init__()
+        self.lstm = nn.LSTM(n_in, n_unit, batch_first=True)
+        self.weight_drop, self.fan = weight_drop, n_unit
+
+    def empty(self, batch_size: int, like: Tensor) -> LayerState:
+        """Zeros: h and c, [B,H] each."""
+        return tuple(like.new_zeros(batch_size, self.lstm.hidden_size) for _ in range(2))
+
+    def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """[B,T,I] -> h [B,T,H], and the state after the last token."""
+        before = (state[0][None], state[1][None])
+        if self.training and self.weight_drop > 0:
+            weights = cast(list[Tensor], list(self.lstm._flat_weights))
+            weights[1] = F.dropout(weights[1], self.weight_drop)  # weight_hh, after weight_ih
+            outputs, hidden, cell = torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, True)
+        else:
+            outputs, (hidden, cell) = self.lstm(inputs, before)
+        return outputs, (hidden[0], cell[0])
+
+    def extra_repr(self) -> str:
+        """The rate, for printing."""
+        return f"weight_drop={self.weight_drop}"
+
+
+class QRNNLayer(nn.Module):
+    """A quasi-recurrent layer with fo-pooling (Bradbury et al. 2016, Section 2).
+
+    Z, F, O = tanh, sigmoid, sigmoid of a convolution over x_{t-K+1}, ..., x_t; c_t = f_t c_{t-1} + (1 - f_t) z_t;
+    h_t = o_t c_t. Everything but c_t is computed for all tokens at once, and c_t by a parallel scan.
+    """
+
+    def __init__(self, n_in: int, n_unit: int, kernel_size: int, weight_drop: float, zoneout: float):
+        super().__init__()
+        self.kernel_size, self.weight_drop, self.zoneout = kernel_size, weight_drop, zoneout
+        self.convolution = nn.Linear(kernel_size * n_in, 3 * n_unit)  # of the K tokens side by side, oldest first
+        self.fan = kernel_size * n_in
+
+    def empty(self, batch_size: int, like: Tensor) -> LayerState:
+        """Zeros: c [B,H], and as many inputs as the convolution looks back, [B,K-1,I]."""
+        n_in, n_unit = self.convolution.in_features // self.kernel_size, self.convolution.out_features // 3
+        return like.new_zeros(batch_size, n_unit), like.new_zeros(batch_size, self.kernel_size - 1, n_in)
+
+    def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """[B,T,I] -> h [B,T,H], and the state after the last token."""
+        cell, earlier = state
+        read = torch.cat([earlier.to(inputs.dtype), inputs], dim=1)
+        windows = read if self.kernel_size == 1 else read.unfold(1, self.kernel_size, 1).transpose(2, 3).flatten(2)
+        weight = self.convolution.weight
+        if self.training and self.weight_drop > 0:
+            weight = F.dropout(weight, self.weight_drop)
+        candidate, forget, output = at_least_float32(F.linear(windows, weight, self.convolution.bias)).chunk(3, dim=-1)
+        forget = torch.sigmoid(forget)
+        if self.training and self.zoneout > 0:
+            # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
+            forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
+        cells = linear_recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
+        return torch.sigmoid(output) * cells, (cells[:, -1], read[:, read.shape[1] - self.kernel_size + 1 :])
+
+    def extra_repr(self) -> str:
+        """The rates, for printing."""
+        return f"kernel_size={self.kernel_size}, weight_drop={self.weight_drop}, zoneout={self.zoneout}"
+
+
+class RecurrentModel(Decoder[RecurrentState]):
+    """The language model. Its state has a constant size, so it reads a stream of any length whole.
+
+    Its numbers never depend on how a stream is cut. There are no positions of memory to count: `mem_len` is 0, and
+    means that none are kept, not that the state is dropped. A context of exactly c tokens is c tokens read from an
+    empty state (`txl.losses_at_context`). No gradient flows from a segment into the one before it.
+
+    Raises:
+        UserError: for a configuration that cannot be built.
+    """
+
+    attention_name = "no"
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__(config, vocab_size)
+        hidden, last = config.d_hidden or config.d_model, config.d_last or config.d_model
+        widths = [config.d_model, *[hidden] * (config.n_layer - 1), last]
+        self.layers = nn.ModuleList(
+            LSTMLayer(n_in, n_unit, config.weight_drop)
+            if config.kind == "lstm"
+            else QRNNLayer(n_in, n_unit, kernel_size, config.weight_drop, config.zoneout)
+            for n_in, n_unit, kernel_size in zip(widths, widths[1:], kernel_sizes(config), strict=False)
+        )
+        self.dropout_between = self._dropout(config.dropout)
+        self._finish(last)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Layers as PyTorch begins them, the rest as for every model.
+
+        An LSTM's are uniform within 1/sqrt(units), a convolution's within 1/sqrt(features that it reads).
+        """
+        super().init_weights()
+        for layer in self._layers():
+            bound = layer.fan**-0.5
+            for parameter in layer.parameters():
+                parameter.uniform_(-bound, bound)
+
+    def _layers(self) -> list[LSTMLayer | QRNNLayer]:
+        return [cast("LSTMLayer | QRNNLayer", layer) for layer in self.layers]
+
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> RecurrentState:
+        """Zeros for `batch_size` lanes; see `LanguageModel.init_state`."""
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
+        for name, value in (("mem_len", mem_len or None), ("window", window), ("clamp_len", clamp_len)):
+            if value not in (None, "none"):
+                raise UserError(
+                    f"{name} is {value}, but this model is recurrent (model.kind is {self.config.kind}): it carries a "
+                    f"state of constant size, which has no positions to count"
+                )
+        like = self.softmax.bias.detach()
+        return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._layers()))
+
+    def state_from_tensors(self, tensors: dict[str, Tensor]) -> RecurrentState:
+        """The state that `RecurrentState.to_tensors` described."""
+        return RecurrentState(
+            tuple((tensors[f"layers.{number}.0"], tensors[f"layers.{number}.1"]) for number in range(len(self.layers)))
+        )
+
+    def hidden_states(self, tokens: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        """h of the last layer, and the state for the next segment; see `Decoder.hidden_states`."""
+        self._check(state)
+        hidden, after = self._embedded(tokens, state), []
+        for number, layer in enumerate(self.layers):
+            hidden, carried = layer(hidden if number == 0 else self.dropout_between(hidden), state.layers[number])
+            after.append(carried)
+        return hidden, RecurrentState(tuple(after)).detach()
+
+    def _check(self, state: RecurrentState) -> None:
+        """Refuse another model's state."""
+        if isinstance(state, RecurrentState) and len(state.layers) == len(self.layers):
+            expected = self.init_state(1).layers
+            shapes = [[each.shape[1:] for each in layer] for layer in state.layers]
+            if shapes == [[each.shape[1:] for each in layer] for layer in expected]:
+                return
+        raise UserError("the state belongs to another model; expected one that this model's init_state made")

@@ -1,0 +1,215 @@
+"""The continuous cache against its equations in loops, in front of every kind of model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_contract_of_all import MODELS, built
+
+import txl
+from txl.errors import UserError
+from txl.evaluation.cache_tuning import tune_cache
+from txl.models import cache as cache_module
+from txl.models.cache import ContinuousCache
+
+V, B, T = 17, 3, 30
+KINDS = ("transformer-xl", "awd-lstm-mos", "qrnn", "lstm, adaptive softmax", "vanilla, learned")
+
+
+def stream(length: int = T) -> tuple[torch.Tensor, torch.Tensor]:
+    # Few different tokens, so that much comes again.
+    both = torch.randint(5, (B, length + 1), generator=torch.Generator().manual_seed(1))
+    return both[:, :-1], both[:, 1:]
+
+
+def by_loops(model, tokens, segment, size, theta, weight):
+    """log p of every token of the vocabulary, [B,T,V]: pair by pair, in Python's numbers."""
+    hidden, logs, state = [], [], model.init_state(B)
+    for start in range(0, tokens.shape[1], segment):
+        part, after = model.hidden_states(tokens[:, start : start + segment], state)
+        logs.append(model.log_probs(tokens[:, start : start + segment], state)[0])
+        hidden.append(part)
+        state = after
+    hidden, log_probs = torch.cat(hidden, dim=1), torch.cat(logs, dim=1).clone()
+    for lane in range(B):
+        for t in range(tokens.shape[1]):
+            pairs = [(hidden[lane, i], int(tokens[lane, i + 1])) for i in range(max(0, t - size), t)]
+            if not pairs:
+                continue
+            scores = [math.exp(theta * float((hidden[lane, t] @ h).item())) for h, _ in pairs]
+            for word in range(V):
+                share = sum(score for score, (_, next_word) in zip(scores, pairs, strict=True) if next_word == word)
+                p = (1 - weight) * math.exp(log_probs[lane, t, word].item()) + weight * share / sum(scores)
+                log_probs[lane, t, word] = math.log(p)
+    return log_probs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "theta", "weight"), [(7, 0.4, 0.3), (1, 0.4, 0.9), (100, 0.0, 0.1)])
+def test_the_equations_written_out(kind, size, theta, weight):
+    model = built(MODELS[kind])
+    tokens, targets = stream()
+    expected = by_loops(model, tokens, 11, size, theta, weight)
+    cached = ContinuousCache(model, size, theta, weight)
+    state, logs, nlls = cached.init_state(B), [], []
+    for start in range(0, T, 11):
+        log_probs, after = cached.log_probs(tokens[:, start : start + 11], state)
+        nll, state = cached.nll(tokens[:, start : start + 11], targets[:, start : start + 11], state)
+        assert torch.equal(after.following, state.following)
+        assert state.hidden.shape[1] <= size
+        logs.append(log_probs)
+        nlls.append(nll)
+    torch.testing.assert_close(torch.cat(logs, dim=1), expected, rtol=0, atol=1e-10)
+    taken = -expected.gather(-1, targets[..., None]).squeeze(-1)
+    torch.testing.assert_close(torch.cat(nlls, dim=1), taken, rtol=0, atol=1e-10)
+
+
+@pytest.fixture
+def cached() -> ContinuousCache:
+    return ContinuousCache(built(MODELS["awd-lstm"]), 6, 0.5, 0.3)
+
+
+def in_segments(cached, tokens, targets, segment):
+    state, parts = cached.init_state(B), []
+    for start in range(0, tokens.shape[1], segment):
+        part, state = cached.nll(tokens[:, start : start + segment], targets[:, start : start + segment], state)
+        parts.append(part)
+    return torch.cat(parts, dim=1)
+
+
+def test_how_a_stream_is_cut_changes_nothing(cached, monkeypatch):
+    whole = in_segments(cached, *stream(), T)
+    for segment in (1, 2, 7):
+        torch.testing.assert_close(in_segments(cached, *stream(), segment), whole, rtol=0, atol=1e-12)
+    monkeypatch.setattr(cache_module, "MAX_SCORES", 1)  # one position at a time
+    torch.testing.assert_close(in_segments(cached, *stream(), T), whole, rtol=0, atol=1e-12)
+
+
+def test_causality_and_lanes(cached):
+    tokens, targets = stream()
+    before = in_segments(cached, tokens, targets, 7)
+    for position in (0, 5, 19, T - 1):
+        changed = tokens.clone()
+        changed[1, position] = (changed[1, position] + 1) % V
+        after = in_segments(cached, changed, targets, 7)
+        assert torch.equal(after[[0, 2]], before[[0, 2]])
+        assert torch.equal(after[1, :position], before[1, :position])
+        assert (after[1, position] - before[1, position]).abs() > 1e-9
+
+
+def test_the_token_to_be_predicted_is_not_in_the_cache_yet():
+    """With nearly all the weight on the cache, a token that was never read is nearly impossible."""
+    cached = ContinuousCache(built(MODELS["lstm"]), 10, 0.1, 0.999)
+    tokens = torch.arange(10)[None].expand(B, -1)
+    nll, _ = cached.nll(tokens, tokens + 1, cached.init_state(B))
+    plain, _ = cached.model.nll(tokens, tokens + 1, cached.model.init_state(B))
+    torch.testing.assert_close(nll[:, 1:], plain[:, 1:] - math.log(0.001), rtol=0, atol=1e-9)
+    torch.testing.assert_close(nll[:, 0], plain[:, 0], rtol=0, atol=1e-12)
+
+
+def test_the_state_is_a_value(cached):
+    tokens, targets = stream()
+    _, state = cached.nll(tokens[:, :9], targets[:, :9], cached.init_state(B))
+    first, _ = cached.nll(tokens[:, 9:], targets[:, 9:], state)
+    assert torch.equal(first, cached.nll(tokens[:, 9:], targets[:, 9:], state.detach())[0])
+    order = torch.tensor([2, 0, 2])
+    picked, _ = cached.nll(tokens[order, 9:], targets[order, 9:], state.select(order))
+    torch.testing.assert_close(picked, first[order], rtol=0, atol=1e-12)
+    reset, _ = cached.nll(tokens[:, 9:], targets[:, 9:], state.reset(torch.tensor([True, False, False])))
+    fresh, _ = cached.nll(tokens[:, 9:], targets[:, 9:], cached.init_state(B))
+    torch.testing.assert_close(reset[0], fresh[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(reset[1:], first[1:], rtol=0, atol=1e-12)
+    assert state.batch_size == B
+
+
+def test_large_products_do_not_overflow():
+    model = built(MODELS["transformer-xl"]).float()
+    nll = in_segments(ContinuousCache(model, 9, 1e4, 0.5), *stream(), 7)
+    assert nll.isfinite().all()
+
+
+def test_no_weight_is_no_cache():
+    model = built(MODELS["lstm"])
+    plain, _ = model.nll(*stream(), model.init_state(B))
+    torch.testing.assert_close(
+        in_segments(ContinuousCache(model, 9, 1.0, 0.0), *stream(), 7), plain, rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [((0, 1.0, 0.1), "size is 0"), ((5, -1.0, 0.1), "theta is -1"), ((5, 1.0, 1.0), "lambda is 1")],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(UserError, match=message):
+        ContinuousCache(built(MODELS["lstm"]), *settings)
+
+
+def test_there_is_nothing_to_train(cached):
+    with pytest.raises(UserError, match="nothing to train"):
+        cached.training_loss(*stream(), cached.init_state(B))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer-xl", "vanilla, sinusoid"])
+def test_tuning_is_what_evaluating_each_point_gives(kind):
+    model = built(MODELS[kind])
+    tokens = torch.randint(5, (200,), generator=torch.Generator().manual_seed(2))
+    common: dict[str, Any] = {"segment": 9, "batch_size": 3}
+    thetas, lambdas = [0.0, 0.1, 0.5], [0.05, 0.3, 0.6]
+    tuned = tune_cache(model, tokens, size=20, thetas=thetas, lambdas=lambdas, **common)
+    assert tuned.plain_nll == pytest.approx(txl.evaluate(model, tokens, **common).nll, abs=1e-12)
+    for row, theta in enumerate(thetas):
+        for column, weight in enumerate(lambdas):
+            result = txl.evaluate(ContinuousCache(model, 20, theta, weight), tokens, **common)
+            assert tuned.nll[row][column] == pytest.approx(result.nll, abs=1e-12)
+            assert (result.cache_size, result.cache_theta, result.cache_lambda) == (20, theta, weight)
+            assert result.mem_len == txl.evaluate(model, tokens, **common).mem_len
+    assert tuned.best_nll == min(min(row) for row in tuned.nll)
+    assert tuned.nll[thetas.index(tuned.theta)][lambdas.index(tuned.weight)] == tuned.best_nll
+    assert tuned.tokens == 195
+
+
+def test_thetas_of_its_own_choice_suit_the_hidden_states():
+    """The same model with hidden states twice as large gets thetas a quarter as large, and the same result."""
+    tokens = torch.randint(5, (200,), generator=torch.Generator().manual_seed(2))
+    model = built(MODELS["lstm, adaptive softmax"])
+    tuned = tune_cache(model, tokens, size=20, batch_size=2)
+    assert len(tuned.thetas) > 10
+    assert tuned.thetas[0] == 0
+    hidden, _ = model.hidden_states(tokens[None, :100], model.init_state(1))
+    assert 100 < tuned.thetas[-1] * hidden.square().sum(-1).mean().item() < 160
+
+
+def test_an_edge_of_the_grid_is_told():
+    model = built(MODELS["lstm"])
+    tokens = torch.arange(5).repeat(40)
+    tuned = tune_cache(model, tokens, size=20, batch_size=2, lambdas=[0.1, 0.2], thetas=[0.0, 1.0])
+    assert "lambda" in tuned.at_edge  # a text that repeats itself wants all the cache it can get
+    assert tune_cache(model, tokens, size=20, batch_size=2, lambdas=[0.1], thetas=[0.0]).at_edge == []
+
+
+@pytest.mark.parametrize("settings", [{"lambdas": []}, {"thetas": []}, {"size": 0}, {"lambdas": [1.5]}, {"segment": 0}])
+def test_what_cannot_be_tuned(settings):
+    with pytest.raises(UserError):
+        tune_cache(built(MODELS["lstm"]), torch.arange(50) % V, **settings)
+
+
+def test_generation_with_a_cache():
+    for kind in ("lstm", "vanilla, learned"):
+        cached = ContinuousCache(built(MODELS[kind]), 8, 0.2, 0.2)
+        prompt = [3, 1, 4, 1, 5, 9]
+        greedy = [
+            int(token)
+            for token in txl.generate_tokens(
+                cached, prompt, max_tokens=9, sampling=txl.generation.Sampling(temperature=0)
+            )
+        ]
+        read = list(prompt)
+        for token in greedy:
+            within = read if cached.context is None else read[-cached.context :]
+            log_probs, _ = cached.log_probs(torch.tensor([within]), cached.init_state(1))
+            assert token == int(log_probs[0, -1].argmax()), kind
+            read.append(token)

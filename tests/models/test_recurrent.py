@@ -1,0 +1,277 @@
+"""LSTM and QRNN against their equations written out, and what is particular to a model that carries a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+import torch
+from tests.conftest import small_run
+
+import txl
+from txl.cli import main
+from txl.config import ModelConfig, validate, with_options
+from txl.errors import UserError
+from txl.models import build_model
+from txl.models.recurrent import LSTMLayer, RecurrentModel
+
+V, B, T = 17, 3, 11
+LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=3, d_model=6, d_hidden=10, dropout=0.2)
+QRNN = dataclasses.replace(LSTM, kind="qrnn", kernel_sizes=(3, 1))
+AWD = dataclasses.replace(LSTM, weight_drop=0.5, locked_dropout=True, dropout_words=0.1, activation_reg=2.0)
+
+
+def built(config: ModelConfig, scale: float = 0.5) -> RecurrentModel:
+    torch.manual_seed(0)
+    model = build_model(config, V).double().eval()
+    assert isinstance(model, RecurrentModel)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, scale)
+    return model
+
+
+def text(length: int = T) -> torch.Tensor:
+    return torch.randint(V, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def lstm_by_hand(layer, inputs: list[list[float]]) -> list[list[float]]:
+    """Unit by unit, token by token, in Python's own numbers; gates in PyTorch's order i, f, g, o."""
+    w_in, w_hidden, b_in, b_hidden = (each.tolist() for each in layer.lstm.parameters())
+    n_unit = layer.lstm.hidden_size
+    hidden, cell, outputs = [0.0] * n_unit, [0.0] * n_unit, []
+    for token in inputs:
+        sums = [
+            sum(w * x for w, x in zip(w_in[row], token, strict=True))
+            + sum(w * h for w, h in zip(w_hidden[row], hidden, strict=True))
+            + b_in[row]
+            + b_hidden[row]
+            for row in range(4 * n_unit)
+        ]
+        for unit in range(n_unit):
+            i, f, g = (sums[gate * n_unit + unit] for gate in range(3))
+            cell[unit] = sigmoid(f) * cell[unit] + sigmoid(i) * math.tanh(g)
+        hidden = [sigmoid(sums[3 * n_unit + unit]) * math.tanh(cell[unit]) for unit in range(n_unit)]
+        outputs.append(hidden)
+    return outputs
+
+
+def qrnn_by_hand(layer, inputs: list[list[float]]) -> list[list[float]]:
+    weight, bias = layer.convolution.weight.tolist(), layer.convolution.bias.tolist()
+    n_unit = len(bias) // 3
+    cell, outputs = [0.0] * n_unit, []
+    padded = [[0.0] * len(inputs[0])] * (layer.kernel_size - 1) + inputs
+    for place in range(len(inputs)):
+        window = [number for token in padded[place : place + layer.kernel_size] for number in token]
+        sums = [sum(w * x for w, x in zip(row, window, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+        hidden = []
+        for unit in range(n_unit):
+            z, f = math.tanh(sums[unit]), sigmoid(sums[n_unit + unit])
+            cell[unit] = f * cell[unit] + (1 - f) * z
+            hidden.append(sigmoid(sums[2 * n_unit + unit]) * cell[unit])
+        outputs.append(hidden)
+    return outputs
+
+
+@pytest.mark.parametrize("config", [LSTM, QRNN], ids=["lstm", "qrnn"])
+def test_the_equations_written_out(config):
+    model, tokens = built(config), text()
+    found, _ = model.hidden_states(tokens, model.init_state(B))
+    for lane in range(B):
+        # The embedding is not scaled.
+        rows = model.embedding.tables[0].detach()[tokens[lane]].tolist()
+        for layer in model.layers:
+            rows = lstm_by_hand(layer, rows) if isinstance(layer, LSTMLayer) else qrnn_by_hand(layer, rows)
+        torch.testing.assert_close(found[lane], torch.tensor(rows, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_it_is_pytorch_s_stack_of_lstms():
+    config = dataclasses.replace(LSTM, d_hidden=6)
+    model = built(config)
+    stack = torch.nn.LSTM(6, 6, num_layers=3, batch_first=True).double()
+    for number, layer in enumerate(model.layers):
+        for name, parameter in layer.named_parameters():
+            getattr(stack, name.removeprefix("lstm.").replace("_l0", f"_l{number}")).data.copy_(parameter)
+    expected, _ = stack(model.embedding(text()))
+    torch.testing.assert_close(model.hidden_states(text(), model.init_state(B))[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "qrnn"])
+def test_weight_drop_is_one_mask_for_all_tokens_and_lanes_and_only_in_training(kind):
+    config = dataclasses.replace(LSTM if kind == "lstm" else QRNN, n_layer=1, weight_drop=0.4, dropout=0.0)
+    config.kernel_sizes = (2,)
+    model = built(config).train()
+    name = "layers.0.lstm.weight_hh_l0" if kind == "lstm" else "layers.0.convolution.weight"
+    weight = model.get_parameter(name)
+    kept = weight.detach().clone()
+    torch.manual_seed(5)
+    mask = torch.nn.functional.dropout(torch.ones_like(weight), 0.4)
+    torch.manual_seed(5)
+    found, _ = model.hidden_states(text(), model.init_state(B))
+    assert torch.equal(weight, kept)  # the weights that train stay whole
+    plain = built(dataclasses.replace(config, weight_drop=0.0))
+    plain.get_parameter(name).data.mul_(mask)
+    expected, _ = plain.hidden_states(text(), plain.init_state(B))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradient = torch.autograd.grad(found.sum(), weight)[0]
+    assert (gradient[mask == 0] == 0).all()
+    assert (gradient[mask > 0] != 0).any()
+    model.eval()
+    first, _ = model.hidden_states(text(), model.init_state(B))
+    assert torch.equal(first, model.hidden_states(text(), model.init_state(B))[0])
+
+
+def test_zoneout_keeps_units_and_only_in_training():
+    config = dataclasses.replace(QRNN, n_layer=1, zoneout=0.999999, dropout=0.0, kernel_sizes=(2,))
+    model = built(config).train()
+    assert model.hidden_states(text(), model.init_state(B))[0].abs().max() == 0  # c stays at its zeros
+    assert model.eval().hidden_states(text(), model.init_state(B))[0].abs().min() > 0
+
+
+def test_the_same_seed_drops_the_same():
+    model = built(AWD).train()
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        losses.append(model.training_loss(text(), text(), model.init_state(B))[0])
+    assert torch.equal(*losses)
+
+
+def test_no_gradient_flows_into_the_segment_before():
+    model = built(LSTM)
+    _, state = model.nll(text(), text(), model.init_state(B))
+    assert not any(each.requires_grad for layer in state.layers for each in layer)
+
+
+def test_bfloat16_is_near():
+    """Under autocast the state's precision may change; what comes out is the same loss, nearly."""
+    for config in (LSTM, QRNN):
+        model = built(config).float()
+        exact, _ = model.nll(text(), text(), model.init_state(B))
+        with torch.autocast("cpu", torch.bfloat16):
+            _, state = model.nll(text(), text(), model.init_state(B))
+            near, _ = model.nll(text(), text(), model.init_state(B))
+            again, _ = model.nll(text(), text(), state)
+        assert near.dtype == again.dtype == torch.float32
+        torch.testing.assert_close(near, exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("lengths", [{"mem_len": 1}, {"window": 4}, {"clamp_len": 2}])
+def test_there_are_no_positions_to_count(lengths):
+    with pytest.raises(UserError, match="no positions to count"):
+        built(LSTM).init_state(B, **lengths)
+    built(LSTM).init_state(B, mem_len=0, window="none", clamp_len="none")
+
+
+def test_the_state_of_another_model_is_refused():
+    model = built(LSTM)
+    for other in (built(QRNN), built(dataclasses.replace(LSTM, d_hidden=9)), build_model(ModelConfig(n_layer=3), V)):
+        with pytest.raises(UserError, match="belongs to another model"):
+            model.nll(text(), text(), other.init_state(B))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.n_head": "4"}, r"model\.n_head is 4, but model\.kind is lstm.*default, 8"),
+        ({"model.encoding": "learned"}, r"model\.encoding is learned, but model\.kind is lstm"),
+        ({"model.pre_norm": "true"}, r"model\.pre_norm"),
+        ({"model.kernel_sizes": "3"}, r"model\.kernel_sizes is \[3\], but model\.kind is lstm"),
+        ({"model.mem_len": "5"}, r"model\.mem_len is 5, but model\.kind is lstm.*expected 0"),
+        ({"eval.mem_len": "5"}, r"eval\.mem_len is 5"),
+        ({"eval.clamp_len": "5"}, r"eval\.clamp_len is 5"),
+        ({"model.weight_drop": "1"}, r"model\.weight_drop is 1"),
+        ({"model.d_hidden": "0"}, r"model\.d_hidden is 0"),
+        ({"model.d_last": "7"}, r"model\.d_last is 7, but model\.n_softmax is 1"),
+        ({"model.dropout_latent": "0.1"}, r"model\.dropout_latent is 0.1, but model\.n_softmax is 1"),
+        ({"model.n_softmax": "0"}, r"model\.n_softmax is 0"),
+        ({"model.kind": "qrnn", "model.kernel_sizes": "2,2,2"}, r"model\.kernel_sizes is \[2, 2, 2\]; expected 1 to 2"),
+        ({"model.kind": "qrnn", "model.kernel_sizes": "0"}, r"model\.kernel_sizes"),
+        ({"model.kind": "transformer", "model.weight_drop": "0.1"}, r"model\.kind is transformer"),
+        ({"model.dropout_tail": "0.1"}, r"model\.dropout_tail"),
+        ({"train.momentum": "0.9"}, r"train\.momentum is 0.9, but train\.optimizer is adam"),
+    ],
+)
+def test_settings_that_do_nothing_or_cannot_be(changes, message):
+    run = with_options(
+        txl.RunConfig(), {"model.kind": "lstm", "model.mem_len": "0", "model.n_layer": "2", "eval.mem_len": "0"}
+    )
+    validate(run)
+    with pytest.raises(UserError, match=message):
+        validate(with_options(run, changes))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "qrnn"])
+def test_it_trains_goes_on_evaluates_and_generates_by_the_same_commands(kind, story, data_dir, tmp_path, capsys):
+    out, data = str(tmp_path / "run"), ["--data-dir", str(data_dir)]
+    shape = {
+        "kind": kind,
+        "n-layer": 2,
+        "d-model": 16,
+        "d-hidden": 24,
+        "mem-len": 0,
+        "weight-drop": 0.1,
+        "n-softmax": 2,
+    }
+    train = {"steps": 30, "batch-size": 4, "segment": 24, "learning-rate": 1.0, "optimizer": "sgd", "momentum": 0.5}
+    train |= {"eval-every": 10, "checkpoint-every": 10, "log-every": 10, "eval-tokens": 400, "average-patience": 1}
+    words = ["train", "stdlib-tiny", "--data.corpus", str(story), "--quiet", *data, "--eval.mem-len", "0"]
+    words += [
+        "--eval.window",
+        "none",
+        "--eval.segment",
+        "24",
+        "--train.warmup-steps",
+        "0",
+        "--train.schedule",
+        "constant",
+    ]
+    words += [option for name, value in shape.items() for option in (f"--model.{name}", str(value))]
+    words += [option for name, value in train.items() for option in (f"--train.{name}", str(value))]
+    words += ["--model.n-head", "8", "--model.d-head", "64", "--model.d-inner", "2048"]
+    assert main([*words, "--out", out]) == 0, capsys.readouterr().err
+    # Stopped after 20 steps and gone on with, it comes to the same weights.
+    again = tmp_path / "again"
+    shutil.copytree(out, again)
+    shutil.rmtree(again / "checkpoints" / "step-00000030")
+    (again / "latest").write_text("step-00000020\n")
+    (again / "best").write_text("step-00000020\n")
+    assert main([*words, "--out", str(again)]) == 0, capsys.readouterr().err
+    first, second = (txl.load(each, checkpoint="30")[0].state_dict() for each in (out, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for each in (["eval", out], ["eval", out, "--sliding", "20", "--max-tokens", "200"], ["report", out]):
+        assert main([*each, *(data if each[0] == "eval" else [])]) == 0, capsys.readouterr().err
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "its state carried" in page
+    assert "Quality against memory length" not in page
+    assert main(["generate", out, "--prompt", "It was", "--max-tokens", "30"]) == 0
+    recl = ["recl", out, "--step", "4", "--longest", "12", "--targets", "20", *data]
+    assert main(recl) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    for each in (["eval", out, "--mem-len", "8", *data], ["export", out, "--out", str(tmp_path / "exported")]):
+        assert main(each) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_exactly_the_context_is_read():
+    model = built(LSTM)
+    tokens = torch.randint(V, (40,), generator=torch.Generator().manual_seed(2))
+    found = txl.losses_at_context(model, tokens, context=5, targets=[5, 20, 39], batch_size=2)
+    for loss, target in zip(found, (5, 20, 39), strict=True):
+        log_probs, _ = model.log_probs(tokens[target - 5 : target][None], model.init_state(1))
+        assert loss.item() == pytest.approx(-log_probs[0, -1, tokens[target]].item(), abs=1e-10)
+
+
+def test_a_run_of_another_kind_is_no_start(story, data_dir, trained, tmp_path):
+    options = {"model.kind": "lstm", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
+    options |= {"model.n_head": "8", "model.d_head": "64", "model.d_inner": "2048", "model.dropatt": "0"}
+    trainer = txl.Trainer(
+        small_run(str(story), **options), tmp_path / "run", data_dir=data_dir, init_from=trained, quiet=True
+    )
+    with pytest.raises(UserError, match=r"model\.kind transformer -> lstm"):
+        trainer.fit()
