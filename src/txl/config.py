@@ -17,7 +17,7 @@ from typing import Any, Literal
 from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
-AttentionName = Literal["auto", "reference", "shifted"]
+AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
 Encoding = Literal["relative", "learned", "sinusoid"]
 
 

@@ -68,7 +68,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
     torch.manual_seed(0)
     train, dtype = run.train, run.train.dtype
-    model = build_model(run.model, vocab_size).to(device).train()
+    model = build_model(run.model, vocab_size, device).to(device).train()
     optimizer = build_optimizer(model, train)
     shape = (train.batch_size, train.segment)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]

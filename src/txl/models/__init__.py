@@ -11,15 +11,18 @@ from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
 
-def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
+def build_model(config: ModelConfig, vocabulary: Sized | int, device: str | None = None) -> Decoder[Any]:
     """A model with fresh weights, drawn from torch's default generator.
 
     Args:
         config: its shape; `encoding` says which model it is.
         vocabulary: a vocabulary, or the number of tokens in one.
+        device: where it will train (the caller moves it there); attention is chosen for it. None: not known yet.
 
     Raises:
         UserError: for a configuration that cannot be built.
     """
     vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
-    return (TransformerXL if config.encoding == "relative" else VanillaTransformer)(config, vocab_size)
+    if config.encoding == "relative":
+        return TransformerXL(config, vocab_size, device)
+    return VanillaTransformer(config, vocab_size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from txl.attention import attention_backend
 from txl.config import RunConfig, differences, validate
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
@@ -79,6 +80,8 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
+        if run.model.encoding == "relative":
+            attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or go on to it.
@@ -196,7 +199,7 @@ class Trainer:
     def _loop(self, corpus: Corpus, display: Display) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary).to(self.device).train()
+        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
