@@ -122,6 +122,7 @@ class TrainConfig:
     )
     average_lr_factor: float = _setting(1.0, "factor of the learning rate while weights are averaged")
     dtype: Literal["float32", "bfloat16"] = _setting("float32", "arithmetic of the matrix products (autocast)")
+    compile: bool = _setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
     seed: int = _setting(1, "seed of weights and dropout")
     log_every: int = _setting(100, "steps between lines of the log")
     eval_every: int = _setting(4000, "steps between evaluations on the validation split; 0: never")

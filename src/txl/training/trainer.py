@@ -20,6 +20,7 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.run_directory import RunDirectory, load_weights
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors
+from txl.training.compilation import compile_layers
 from txl.training.display import Display
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.estimate import parameters_by_part
@@ -82,6 +83,7 @@ class Trainer:
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
         if run.model.encoding == "relative":
             attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
+        self._compiled = False
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or go on to it.
@@ -200,6 +202,13 @@ class Trainer:
         train = self.run.train
         torch.manual_seed(train.seed)
         model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
+        if train.compile:
+            reason = compile_layers(model, self.device)
+            self._compiled = reason is None
+            if reason:
+                display.message(
+                    f"train.compile: there is no working compiler here ({reason}); training goes on without"
+                )
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
@@ -249,6 +258,7 @@ class Trainer:
             parameters=parameters,
             total_parameters=total,
             attention=loop.model.attention_name,
+            compiled=self._compiled,
             hardware=describe_hardware(self.device),
             software=describe_software(),
             command=sys.argv,
@@ -258,9 +268,10 @@ class Trainer:
             start = f", going on from step {loop.progress.step}"
         else:
             start = "" if self.init_from is None else f", starting from {self.init_from}"
+        attention = loop.model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
         loop.display.message(
             f"{self.run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
-            f"{loop.model.attention_name} attention on {self.device}{start}"
+            f"{attention} on {self.device}{start}"
         )
 
 
