@@ -118,10 +118,9 @@ def main() -> None:
         flush=True,
     )
     workloads = [workload(name) for name in WORKLOADS]
-    axes = {
-        axis: growth(axis, tuple(value for value in values if value <= most * values[0]))
-        for axis, values in AXES.items()
-    }
+    axes = {}
+    for axis, values in AXES.items():
+        axes[axis] = growth(axis, tuple(value for value in values if value <= most * values[0]))
     output = {"shape": "enwik8-12L's widths", "base": BASE, "roofline": machine, "workloads": workloads, "axes": axes}
     write(Path(sys.argv[1]), "python -m benchmarks.scaling results/scaling.json", output)
 

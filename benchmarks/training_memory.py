@@ -21,7 +21,7 @@ from benchmarks.process import run_alone, status
 from benchmarks.record import write
 
 import txl
-from txl.config import RunConfig
+from txl.config import AttentionName, RunConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
@@ -31,20 +31,22 @@ LENGTHS = (64, 128, 256, 512, 1024)
 """T and M."""
 WARM = 8
 """T and M of the small step."""
-WAYS = ("peer", "float32", "bfloat16")
+WAYS = ("peer", "float32", "bfloat16", "factorised")
+"""The peer; ours with its usual attention in two precisions, and in float32 with the factorised form."""
 
 
-def settings(length: int) -> RunConfig:
+def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
     """enwik8-12L's widths with fewer layers."""
     run = txl.preset("enwik8-12L")
-    model = dataclasses.replace(run.model, n_layer=LAYERS, mem_len=length, dropout=0.0, dropatt=0.0, dropout_r=0.0)
+    shape = {"n_layer": LAYERS, "mem_len": length, "attention": attention}
+    model = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, dropout_r=0.0, **shape)
     return dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, batch_size=LANES))
 
 
-def our_step(dtype: str, length: int) -> Callable[[int], None]:
+def our_step(way: str, length: int) -> Callable[[int], None]:
     """A training step of ours as a function of T = M."""
-    run = settings(length)
-    train = dataclasses.replace(run.train, dtype=dtype)
+    run = settings(length, "factorised" if way == "factorised" else "auto")
+    train = dataclasses.replace(run.train, dtype="bfloat16" if way == "bfloat16" else "float32")
     model = build_model(run.model, VOCABULARY, "cpu").train()
     optimizer = build_optimizer(model, train)
 
@@ -99,9 +101,7 @@ def main() -> None:
         row = {"length": length, "peak_bytes": found}
         rows.append(row | {"ratio": {way: found["peer"] / found[way] for way in WAYS[1:]}})
         print(
-            f"T = M = {length}: peer {found['peer'] / 2**20:,.0f} MiB, ours {found['float32'] / 2**20:,.0f} MiB in "
-            f"float32, {found['bfloat16'] / 2**20:,.0f} in bfloat16: {rows[-1]['ratio']['float32']:.1f} and "
-            f"{rows[-1]['ratio']['bfloat16']:.1f} times less",
+            f"T = M = {length}: " + ", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in found.items()),
             flush=True,
         )
     shape = {"shape": "enwik8-12L's widths", "n_layer": LAYERS, "batch_size": LANES, "vocabulary": VOCABULARY}

@@ -67,7 +67,7 @@ class Case:
         names = ("query", "key", "value", "W_kR", "u", "v")
         pairs += zip(names, grads, torch.autograd.grad(expected, theirs, upstream), strict=True)
         for name, got, wanted in pairs:
-            error = (got.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300)
+            error = (got.double().cpu() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-2)  # some are 0
             assert error < tolerance, (name, error)
 
 

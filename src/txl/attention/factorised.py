@@ -61,7 +61,11 @@ class DotProductKernel:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
         """See `FusedKernel.attend`."""
         if query.device.type == "cpu":
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            # The fused kernel of a CPU wants one width for all; without it scores would be written out.
+            n_more = key.shape[-1] - value.shape[-1]
+            value = F.pad(value, (0, n_more))
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            return attended[..., : attended.shape[-1] - n_more]
         # Not cuDNN's, which comes first by default: at some lengths its gradients under a mask are NaN.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

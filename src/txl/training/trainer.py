@@ -206,9 +206,7 @@ class Trainer:
             reason = compile_layers(model, self.device)
             self._compiled = reason is None
             if reason:
-                display.message(
-                    f"train.compile: there is no working compiler here ({reason}); training goes on without"
-                )
+                display.message(f"train.compile: no working compiler here ({reason}); the layers run eagerly")
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
