@@ -175,8 +175,8 @@ def long_stream(record: Record) -> str:
     return (
         f"{record['tokens']:,} tokens in segments of {record['segment']}: after the first tenth the process grew by "
         f"{record['largest_growth_after_a_tenth'] / 2**20:.1f} MiB at most. The last losses differ from those of a "
-        f"fresh reading of its end by {record['largest_difference_from_fresh_float32']:.1e} nats, and from a "
-        f"fresh one in float64 by {record['largest_difference_from_fresh_float64']:.1e}, where float32 itself is off by "
+        f"fresh reading of its end by {record['largest_difference_from_fresh_float32']:.1e} nats, and from a fresh one "
+        f"in float64 by {record['largest_difference_from_fresh_float64']:.1e}, where float32 itself is off by "
         f"{record['rounding_of_fresh_float32']:.1e}.\n"
     )
 

@@ -49,11 +49,13 @@ def draw_roofline(figure: Figure, record: Record) -> None:
     ridge = top / bandwidth
     axes = figure.add_subplot()
     axes.loglog([low, ridge, high], [low * bandwidth / 1e9, top / 1e9, top / 1e9], color=SECOND, linewidth=1.5)
+    middle = (low * ridge) ** 0.5
     axes.annotate(
         f"{bandwidth / 1e9:.0f} GB/s",
-        (low, low * bandwidth / 1e9),
-        xytext=(2, 14),
+        (middle, middle * bandwidth / 1e9),
+        xytext=(-6, 4),
         textcoords="offset points",
+        ha="right",
         color=SECOND,
     )
     axes.annotate(
@@ -124,7 +126,7 @@ def _draw_axis(axes: Axes, axis: str, rows: list[Record]) -> None:
 
 def _short(value: float) -> str:
     """2000 as 2k."""
-    return f"{value / 1000:g}k" if value >= 2000 else f"{value:g}"
+    return f"{value:g}" if value % 1000 else f"{value / 1000:g}k"
 
 
 def draw_training_memory(figure: Figure, record: Record) -> None:
