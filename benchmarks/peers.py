@@ -30,7 +30,7 @@ from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[repor
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.operations import forward_operations, matmul_rate
+from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 from txl.config import RunConfig
 from txl.evaluation.perplexity import evaluation_mode
 from txl.interop.import_run import import_run
@@ -84,12 +84,6 @@ def text(work: Workload, segment: int) -> torch.Tensor:
     """Random tokens [B,T] with ranks roughly as natural text has them (Zipf), which matters to an adaptive softmax."""
     uniform = torch.rand(work.batch_size, segment, dtype=torch.float64)
     return ((work.vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, work.vocab_size - 1)
-
-
-def bandwidth() -> float:
-    """Bytes a second of summing 256 MiB: the best of five."""
-    numbers = torch.ones(2**26)
-    return max(numbers.nbytes / median_seconds(numbers.sum, 3, 0) for _ in range(5))
 
 
 def peer_of(run: RunConfig, work: Workload) -> Any:
@@ -217,16 +211,6 @@ def our_training(
     return median_seconds(step)
 
 
-def bytes_read(model: txl.TransformerXL, work: Workload) -> int:
-    """What one token must read once: all weights but the embedding's rows, keys and values, and W_kR R."""
-    embedding = sum(each.numel() for name, each in model.named_parameters() if name.startswith("embedding.tables"))
-    head = sum(each.numel() for each in model.embedding.tables) if model.config.tie_embeddings else 0
-    weights = sum(each.numel() for each in model.parameters()) - embedding + head
-    shape = model.config
-    held = 3 * shape.n_layer * work.memory * shape.n_head * shape.d_head
-    return (weights + held) * model.softmax.bias.element_size()
-
-
 def measure(work: Workload) -> list[dict[str, Any]]:
     """Both dtypes of one workload."""
     run = txl.preset(work.preset)
@@ -251,8 +235,8 @@ def measure(work: Workload) -> list[dict[str, Any]]:
             model.to(getattr(torch, dtype))
             seconds = our_evaluation(model, memory, work, segment)
             if segment == 1:
-                row["bytes_read_once"] = bytes_read(model, work)
-                row["bandwidth"] = bandwidth()
+                row["bytes_read_once"] = bytes_read_once(model, work.memory)
+                row["bandwidth"] = read_bandwidth()
                 row["fraction_of_bandwidth"] = row["bytes_read_once"] / row["bandwidth"] / seconds
         ratio = peer_time / work.segment * segment / seconds
         row |= {"peer_seconds": peer_time, "our_seconds": seconds, "our_segment": segment, "ratio": ratio}

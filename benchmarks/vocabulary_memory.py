@@ -1,6 +1,6 @@
 """Peak memory of a training step on WikiText-103's vocabulary, by how its cross-entropy is computed.
 
-    python benchmarks/vocabulary_memory.py results/vocabulary-memory.json
+    python -m benchmarks.vocabulary_memory results/vocabulary-memory.json
 
 Each way runs in a process of its own; what is told is the most memory it held, over what it held with the model built.
 """
@@ -8,16 +8,15 @@ Each way runs in a process of its own; what is told is the most memory it held, 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.process import run_alone, status
+from benchmarks.record import write
 
-from record import write
 from txl.models import cross_entropy
 from txl.models.transformer_xl import TransformerXL
 from txl.presets import preset
@@ -47,12 +46,6 @@ def measure(way: dict[str, Any]) -> dict[str, Any]:
     return {"peak_bytes_over_model": status("VmHWM") - before, "loss": loss.item()}
 
 
-def status(name: str) -> int:
-    """A figure of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-
 def main() -> None:
     """All ways, one after the other."""
     if len(sys.argv) == 3:
@@ -60,16 +53,9 @@ def main() -> None:
         return
     rows = {}
     for way in WAYS:
-        done = subprocess.run(
-            [sys.executable, __file__, "-", way],
-            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        rows[way] = json.loads(done.stdout)
+        rows[way] = run_alone("benchmarks.vocabulary_memory", "-", way)
     settings = {"vocabulary": VOCABULARY, "tokens": LANES * SEGMENT, "shape": "wt103-base with 2 layers"}
-    write(Path(sys.argv[1]), " ".join(["python", *sys.argv]), settings | {"ways": rows})
+    write(Path(sys.argv[1]), f"python -m benchmarks.vocabulary_memory {sys.argv[1]}", settings | {"ways": rows})
 
 
 if __name__ == "__main__":

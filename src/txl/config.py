@@ -18,7 +18,7 @@ from txl.errors import UserError
 from txl.model_kinds import Kind, validate_kind, validate_no_positions
 
 Unit = Literal["byte", "char", "word", "bpe"]
-AttentionName = Literal["auto", "reference", "shifted"]
+AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
 LossName = Literal["full", "half", "last"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 RANDOM_LENGTHS = 40
@@ -167,6 +167,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = _setting(
         "ddp", "several processes (torchrun): ddp keeps the whole model in each, fsdp shards it (FSDP2)"
     )
+    compile: bool = _setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
     seed: int = _setting(1, "seed of weights and dropout")
     log_every: int = _setting(100, "steps between lines of the log")
     eval_every: int = _setting(4000, "steps between evaluations on the validation split; 0: never")

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl.attention import KeyScope, attention_backend, reference_attention, shifted_attention
+from txl.attention import KeyScope, reference_attention, shifted_attention
 from txl.attention.shifted import masked_scores
-from txl.errors import UserError
 
 # (B, T, M, H, D, window, filled)
 SHAPES = [
@@ -163,9 +162,3 @@ def test_gradient_under_dropout_is_that_of_finite_differences():
         return shifted_attention(query, key, value, position, u, v, KeyScope(2, 4), 0.4)
 
     assert torch.autograd.gradcheck(fixed_mask, args)
-
-
-def test_unknown_backend_is_refused_by_name():
-    assert attention_backend("auto")[0] == "shifted"
-    with pytest.raises(UserError, match=r"'flash'; expected one of auto, reference, shifted"):
-        attention_backend("flash")

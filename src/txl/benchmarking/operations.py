@@ -20,11 +20,13 @@ are frozen (evaluation, generation), the keys and values of memory and W_kR R ar
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 from txl.config import ModelConfig
 from txl.errors import UserError
+from txl.models.decoder import Decoder
 
 
 def forward_operations(
@@ -78,6 +80,33 @@ def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: floa
         synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
+
+
+def read_bandwidth(device: str = "cpu") -> float:
+    """Bytes a second of summing 256 MiB of float32: the best of repeated sums."""
+    numbers = torch.ones(2**26, device=device)
+    best = float("inf")
+    for _ in range(20):
+        synchronize(device)
+        began = time.perf_counter()
+        numbers.sum()
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return numbers.nbytes / best
+
+
+def bytes_read_once(model: Decoder[Any], memory: int) -> int:
+    """Bytes that a step without gradients must read at least once, behind `memory` positions in one lane.
+
+    All weights but those of the embedding's rows (its tables count where they are the softmax's too), and of every
+    position its keys, values and W_kR R.
+    """
+    embedding = sum(each.numel() for name, each in model.named_parameters() if name.startswith("embedding.tables"))
+    head = sum(each.numel() for each in model.embedding.tables) if model.config.tie_embeddings else 0
+    weights = sum(each.numel() for each in model.parameters()) - embedding + head
+    shape = model.config
+    held = 3 * shape.n_layer * memory * shape.n_head * shape.d_head
+    return (weights + held) * model.softmax.bias.element_size()
 
 
 def synchronize(device: str) -> None:

@@ -11,8 +11,10 @@ import torch
 
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
 from txl.config import RunConfig
+from txl.errors import UserError
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models import build_model
+from txl.training.compilation import compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
 
@@ -33,6 +35,8 @@ class Speed:
     matmul_rate: float
     """Operations a second of a 2048 x 2048 matrix product in the same dtype, measured before and after: the mean."""
     attention: str
+    compiled: bool = False
+    """Whether the layers went through `torch.compile`."""
 
     @property
     def fraction(self) -> float:
@@ -58,10 +62,18 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
 
 
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
-    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
+    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start.
+
+    Raises:
+        UserError: if `train.compile` is set and this machine has no working compiler.
+    """
     torch.manual_seed(0)
     train, dtype = run.train, run.train.dtype
-    model = build_model(run.model, vocab_size).to(device).train()
+    model = build_model(run.model, vocab_size, device).to(device).train()
+    if train.compile and (reason := compile_layers(model, device)) is not None:
+        raise UserError(
+            f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
+        )
     optimizer = build_optimizer(model, train)
     shape = (train.batch_size, train.segment)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
@@ -80,8 +92,9 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     part = (train.batch_size // train.micro_batches, train.segment)
     operations = 3 * train.micro_batches * forward_operations(run.model, vocab_size, *part, memory, run.model.window)
     tokens_per_second = train.batch_size * train.segment / seconds
+    name = model.attention_name
     return Speed(
-        "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
+        "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, name, train.compile
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.budget import add_workload as add_budget
 from txl.commands.options import (
@@ -22,6 +22,9 @@ from txl.commands.options import (
 from txl.config import has_absolute_positions, validate, validate_model, with_options
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.benchmarking.workloads import Speed
+
 _LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
 
 
@@ -35,6 +38,8 @@ def add_parser(commands: Any) -> None:
         each.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
         each.add_argument("--steps", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
         each.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both", help="default: both")
+        if workload == "train":
+            each.add_argument("--compile", action="store_true", help="also with compiled layers, and how much it gains")
         add_device(each)
         add_json(each)
         add_config_options(each, ("model", "train") if workload == "train" else ("model", "eval"))
@@ -64,6 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--steps is {arguments.steps}; expected 1 or more")
     if "train.dtype" in config_options(arguments):
         raise UserError("--train.dtype does nothing here; use --dtype float32, bfloat16 or both")
+    if "train.compile" in config_options(arguments):
+        raise UserError("--train.compile does nothing here; use --compile, which measures a step with and without")
     config = preset(arguments.preset)
     if config.model.kind != "transformer":
         raise UserError(f"{config.name} is recurrent (model.kind {config.model.kind}); give a preset of a Transformer")
@@ -78,27 +85,18 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device(arguments.device)
     keep_freed_memory()
 
-    results = []
+    results: list[Speed] = []
     for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
         if arguments.workload == "train":
             config.train.dtype = dtype
-            speed = bench_training(config, arguments.vocabulary, arguments.steps, device)
+            for config.train.compile in (False, True) if arguments.compile else (False,):
+                results.append(bench_training(config, arguments.vocabulary, arguments.steps, device))
+                _say(results[-1], config.name, arguments.json)
         else:
-            speed = bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype)
-        results.append(speed)
-        if not arguments.json:
-            print(
-                f"{config.name} {speed.workload}, {speed.dtype}, B {speed.batch_size} T {speed.segment} "
-                f"M {speed.mem_len}, {speed.attention} attention: {speed.tokens_per_second:,.0f} tokens/s, "
-                f"{speed.fraction:.2f} of the matrix rate ({speed.matmul_rate / 1e9:,.0f} GFLOP/s)"
-            )
-    if len(results) == 2:
-        ratio = results[1].tokens_per_second / results[0].tokens_per_second
-        rate_ratio = results[1].matmul_rate / results[0].matmul_rate
-        if not arguments.json:
-            print(
-                f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times"
-            )
+            results.append(bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype))
+            _say(results[-1], config.name, arguments.json)
+    if not arguments.json:
+        _compare(results)
     if arguments.json:
         from txl.training.environment import describe_hardware, describe_software
 
@@ -111,6 +109,31 @@ def run(arguments: argparse.Namespace) -> None:
                 "software": describe_software(),
             }
         )
+
+
+def _say(speed: Speed, name: str, quiet: bool) -> None:
+    """One line about one measurement."""
+    if not quiet:
+        compiled = ", compiled layers" if speed.compiled else ""
+        print(
+            f"{name} {speed.workload}, {speed.dtype}, B {speed.batch_size} T {speed.segment} "
+            f"M {speed.mem_len}, {speed.attention} attention{compiled}: {speed.tokens_per_second:,.0f} tokens/s, "
+            f"{speed.fraction:.2f} of the matrix rate ({speed.matmul_rate / 1e9:,.0f} GFLOP/s)",
+            flush=True,
+        )
+
+
+def _compare(results: list[Speed]) -> None:
+    """What compiling and bfloat16 gain, as ratios."""
+    eager = [each for each in results if not each.compiled]
+    for compiled in (each for each in results if each.compiled):
+        before = next(each for each in eager if each.dtype == compiled.dtype)
+        gain = compiled.tokens_per_second / before.tokens_per_second
+        print(f"compiled layers are {gain:.2f} times as fast as eager ones in {compiled.dtype}")
+    if len(eager) == 2:
+        ratio = eager[1].tokens_per_second / eager[0].tokens_per_second
+        rate_ratio = eager[1].matmul_rate / eager[0].matmul_rate
+        print(f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times")
 
 
 def run_table9(arguments: argparse.Namespace) -> None:

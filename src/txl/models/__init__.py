@@ -12,12 +12,13 @@ from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
 
-def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
+def build_model(config: ModelConfig, vocabulary: Sized | int, device: str | None = None) -> Decoder[Any]:
     """A model with fresh weights, drawn from torch's default generator.
 
     Args:
         config: its shape; `kind` says which model it is, and `encoding` which Transformer.
         vocabulary: a vocabulary, or the number of tokens in one.
+        device: where it will train (the caller moves it there); attention is chosen for it. None: not known yet.
 
     Raises:
         UserError: for a configuration that cannot be built.
@@ -25,4 +26,6 @@ def build_model(config: ModelConfig, vocabulary: Sized | int) -> Decoder[Any]:
     vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
     if config.kind != "transformer":
         return RecurrentModel(config, vocab_size)
-    return (VanillaTransformer if has_absolute_positions(config) else TransformerXL)(config, vocab_size)
+    if has_absolute_positions(config):
+        return VanillaTransformer(config, vocab_size)
+    return TransformerXL(config, vocab_size, device)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention import RelativeAttention, attention_backend
+from txl.attention.factorised import PhaseTables, SegmentPhases
 from txl.attention.memory import Memory
 from txl.attention.positions import distances_farthest_first, sinusoid
 from txl.attention.projections import FrozenSegment, Projections
@@ -58,14 +59,20 @@ class RelativeMultiHeadAttention(nn.Module):
         self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, r: Tensor, shared_biases: tuple[Tensor, Tensor] | None, scope: KeyScope
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        r: Tensor | SegmentPhases,
+        shared_biases: tuple[Tensor, Tensor] | None,
+        scope: KeyScope,
     ) -> Tensor:
         """One segment.
 
         Args:
             hidden: [B,T,E], h^{n-1}.
             memory: [B,M,E], m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
-            r: [S,E], the rows R_d, farthest distance first; with learned distances these themselves, int64 [S].
+            r: [S,E], the rows R_d, farthest distance first; with learned distances these themselves, int64 [S]; or what
+                takes their place in the factorised form.
             shared_biases: u and v, [H,D] each, if all layers share them.
             scope: which keys a query sees.
 
@@ -76,6 +83,9 @@ class RelativeMultiHeadAttention(nn.Module):
         if self.pre_norm:
             context = self.norm(context)
         query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
+        if isinstance(r, SegmentPhases):
+            u, v = self._biases(shared_biases)
+            return self._output(hidden, r.attend(query, key, value, self.r_proj.weight, u, v))
         return self._attended(hidden, query, key, value, self.position(r), shared_biases, scope)
 
     def read(
@@ -117,7 +127,7 @@ class RelativeMultiHeadAttention(nn.Module):
         return self.distances if self.learns_distances else self.r_proj.weight
 
     def _biases(self, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """u and v; zeros without terms (c) and (d)."""
+        """u and v, [H,D] each; zeros without terms (c) and (d)."""
         if self.learns_distances:
             zeros = self.distances.new_zeros(self.n_head, self.d_head)
             return zeros, zeros
@@ -135,6 +145,10 @@ class RelativeMultiHeadAttention(nn.Module):
     ) -> Tensor:
         u, v = self._biases(shared_biases)
         attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
+        return self._output(hidden, attended)
+
+    def _output(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """[B,T,E] and [B,T,H,D] -> [B,T,E]: output projection and residual."""
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -152,7 +166,12 @@ class TransformerXLLayer(nn.Module):
         self.feed_forward = PositionwiseFeedForward(config)
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, r: Tensor, shared_biases: tuple[Tensor, Tensor] | None, scope: KeyScope
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        r: Tensor | SegmentPhases,
+        shared_biases: tuple[Tensor, Tensor] | None,
+        scope: KeyScope,
     ) -> Tensor:
         """h^{n-1} [B,T,E] -> h^n [B,T,E]; arguments as in `RelativeMultiHeadAttention`."""
         return self.feed_forward(self.attention(hidden, memory, r, shared_biases, scope))
@@ -173,14 +192,21 @@ class TransformerXLLayer(nn.Module):
 class TransformerXL(Decoder[Memory]):
     """The language model. Its state is a `Memory`.
 
+    Args:
+        config: its shape.
+        vocab_size: tokens of the vocabulary.
+        device: where it will train, which the choice of attention depends on; None: not known yet.
+
     Raises:
         UserError: for a configuration that cannot be built.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
-        self.attention_name, attend = attention_backend(config.attention)
-        self.layers = nn.ModuleList(TransformerXLLayer(config, attend) for _ in range(config.n_layer))
+        self.backend = attention_backend(config, device)
+        self.attention_name, make_kernel = self.backend.name, self.backend.kernel
+        self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
+        self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend.attend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r
         if self.shares_biases:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
@@ -223,8 +249,7 @@ class TransformerXL(Decoder[Memory]):
         hidden = self._embedded(tokens, state)
         if not self.training and not torch.is_grad_enabled():
             return self._read_frozen(hidden, state)
-        distances = distances_farthest_first(state.length + tokens.shape[1], state.clamp_len, tokens.device)
-        r = self._encoded(distances, hidden.dtype)
+        r = self._relative_positions(hidden, state)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
         layer_inputs = []
@@ -238,6 +263,20 @@ class TransformerXL(Decoder[Memory]):
         if self.config.encoding == "shaw":
             return distances
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
+
+    def _relative_positions(self, hidden: Tensor, state: Memory) -> Tensor | SegmentPhases:
+        """What `_encoded` makes of the distances, farthest first, or what takes its place in the factorised form."""
+        n_lane, n_new, _ = hidden.shape
+        if self.phase_tables is None:
+            distances = distances_farthest_first(state.length + n_new, state.clamp_len, hidden.device)
+            return self._encoded(distances, hidden.dtype)
+        device, dtype = hidden.device, hidden.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        here = dataclasses.replace(self.config, clamp_len=state.clamp_len)  # a state may have a clamp of its own
+        if (reason := self.backend.refusal(here, str(device), dtype)) is not None:
+            raise UserError(reason)
+        return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
 
     def _read_frozen(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""

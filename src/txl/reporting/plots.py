@@ -242,15 +242,31 @@ def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
             parse_math=False,
         )
 
+    save_figure(draw, path, (7.6, 3.5))
+
+
+def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: str | None = None) -> None:
+    """Write a figure as an image; the name's ending, .svg or .png, decides the format.
+
+    Args:
+        draw: puts the content on an empty figure.
+        path: of the image. It is the old one or the new one, whatever happens.
+        size: in inches.
+        description: kept in the metadata of an SVG.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
     buffer = io.BytesIO()
     with _style():
         # Colours are written out, and so is the ground: a viewer in dark mode has none of its own that fits.
-        figure = _figure(draw, (7.6, 3.5))
+        figure = _figure(draw, size)
         figure.set_facecolor("white")
         if path.suffix == ".png":
             FigureCanvasAgg(figure).print_figure(buffer, dpi=150, metadata={"Software": None})
         else:
-            FigureCanvasSVG(figure).print_figure(buffer, metadata={"Date": None, "Creator": None})
+            metadata = {"Date": None, "Creator": None, "Description": description}
+            FigureCanvasSVG(figure).print_figure(buffer, metadata=metadata)
     temporary = path.with_name(path.name + ".partial")
     try:
         temporary.write_bytes(buffer.getvalue())

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from txl.config import RunConfig, differences, validate
+from txl.attention import attention_backend
+from txl.config import RunConfig, differences, has_absolute_positions, validate
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import UserError
@@ -32,6 +33,7 @@ from txl.training.checkpoints import (
     read_tensors,
     remove_partial,
 )
+from txl.training.compilation import compile_layers
 from txl.training.display import Display
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.estimate import parameters_by_part
@@ -102,6 +104,9 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
+        if run.model.kind == "transformer" and not has_absolute_positions(run.model):
+            attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
+        self._compiled = False
         self.processes = Processes()
 
     def fit(self) -> dict[str, Any]:
@@ -240,11 +245,16 @@ class Trainer:
     def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary).to(self.device).train()
+        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         if source is not None:
             _load_from(source, model, corpus)
+        if train.compile:
+            reason = compile_layers(model, self.device)
+            self._compiled = reason is None
+            if reason:
+                display.message(f"train.compile: no working compiler here ({reason}); the layers run eagerly")
         trained = TrainedModel(model, self.processes, train.parallel)
         if not self.processes.is_first:  # other lanes, other dropout
             seed_of_process(train.seed, self.processes.rank, 0)
@@ -319,6 +329,7 @@ class Trainer:
             parameters=parameters,
             total_parameters=total,
             attention=loop.model.attention_name,
+            compiled=self._compiled,
             hardware=describe_hardware(self.device),
             software=describe_software(),
             command=sys.argv,
@@ -329,11 +340,12 @@ class Trainer:
             start = f", going on from step {loop.progress.step}"
         else:
             start = "" if self.init_from is None else f", starting from {self.init_from}"
+        attention = loop.model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
         count, engine = self.processes.count, self.run.train.parallel.upper()
         together = f" in {count} processes ({engine})" if count > 1 else ""
         loop.display.message(
             f"{self.run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
-            f"{loop.model.attention_name} attention on {self.device}{together}{start}"
+            f"{attention} on {self.device}{together}{start}"
         )
 
 

@@ -1,0 +1,96 @@
+"""A million tokens through frozen-weight memory: constant memory, and no drift.
+
+    python -m benchmarks.long_stream results/long-stream.json [TOKENS]
+
+A small float32 model reads one endless stream, its keys and values kept from segment to segment. With an exact window
+every layer sees N - 1 positions back, so a token's loss depends on the last n_layer * (N - 1) + 1 tokens alone: the end
+of the stream is read once more from empty memory, in float32 and in float64, and must give the same losses. What the
+process holds is noted all along.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.process import status
+from benchmarks.record import write
+from torch import Tensor
+
+from txl.config import ModelConfig
+from txl.models.transformer_xl import TransformerXL
+
+SHAPE = ModelConfig(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0)
+VOCABULARY, SEGMENT, LAST = 256, 100, 500
+"""SEGMENT does not divide what a memory's buffers hold, so that they move; LAST tokens at the end are compared."""
+
+
+def lively_model(shape: ModelConfig) -> TransformerXL:
+    """Weights that are large enough for every term of the attention to matter."""
+    torch.manual_seed(0)
+    model = TransformerXL(shape, VOCABULARY).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.15)
+    return model
+
+
+def read(model: TransformerXL, tokens: Tensor, segment: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Losses of a stream's last `LAST` targets, [1,L+1] tokens, and (tokens read, bytes held) a hundred times."""
+    state, n_token = model.init_state(1), tokens.shape[1] - 1
+    held, losses = [], []
+    with torch.inference_mode():
+        for number, start in enumerate(range(0, n_token, segment)):
+            end = min(start + segment, n_token)
+            nll, state = model.nll(tokens[:, start:end], tokens[:, start + 1 : end + 1], state)
+            if end > n_token - LAST:
+                losses.append(nll)
+            if number % max(1, n_token // segment // 100) == 0:
+                held.append((end, status("VmRSS")))
+    return torch.cat(losses, dim=1)[:, -LAST:], held
+
+
+def measure(n_token: int) -> dict[str, Any]:
+    """The whole stream, and its end from empty memory."""
+    model = lively_model(SHAPE)
+    assert SHAPE.window is not None
+    reach = SHAPE.n_layer * (SHAPE.window - 1)
+    tokens = torch.randint(VOCABULARY, (1, n_token + 1), generator=torch.Generator().manual_seed(1))
+    began = time.perf_counter()
+    losses, held = read(model, tokens, SEGMENT)
+    seconds = time.perf_counter() - began
+    end = tokens[:, -(LAST + reach + 1) :]
+    fresh, _ = read(model, end, SEGMENT)
+    exact, _ = read(copy.deepcopy(model).double(), end, LAST + reach)
+    settled = [size for read_by_then, size in held if read_by_then > n_token // 10]
+    return {
+        "tokens": n_token,
+        "seconds": seconds,
+        "bytes_after_a_tenth": settled[0],
+        "bytes_at_the_end": settled[-1],
+        "largest_growth_after_a_tenth": max(settled) - settled[0],
+        "largest_difference_from_fresh_float32": (losses - fresh).abs().max().item(),
+        "largest_difference_from_fresh_float64": (losses.double() - exact).abs().max().item(),
+        "rounding_of_fresh_float32": (fresh.double() - exact).abs().max().item(),
+        "held": held,
+    }
+
+
+def main() -> None:
+    """A million tokens, or as many as are asked for."""
+    found = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000)
+    print(
+        f"{found['tokens']:,} tokens in {found['seconds']:.0f} s: memory grew by "
+        f"{found['largest_growth_after_a_tenth'] / 2**20:.1f} MiB after the first tenth; losses at the end differ "
+        f"from a fresh reading by {found['largest_difference_from_fresh_float32']:.1e} nats, from a float64 one by "
+        f"{found['largest_difference_from_fresh_float64']:.1e} (float32 itself: "
+        f"{found['rounding_of_fresh_float32']:.1e})"
+    )
+    write(Path(sys.argv[1]), "python -m benchmarks.long_stream results/long-stream.json", {"segment": SEGMENT} | found)
+
+
+if __name__ == "__main__":
+    main()

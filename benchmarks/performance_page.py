@@ -1,0 +1,269 @@
+"""`docs/performance.md` and its figures, from the records in `results/`.
+
+    python -m benchmarks.performance_page            # writes the page
+    python -m benchmarks.performance_page --check    # exit code 1 if the page is not what the records give
+
+The page says nothing that a record does not: where one is missing, it says which command makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.performance_plots import FIGURES
+
+ROOT = Path(__file__).parents[1]
+HEAD = """# Performance
+
+What bounds each kind of work, and how its cost grows. This page is written by `python -m benchmarks.performance_page`
+from the records in `results/`, each of which holds its command, commit, hardware and software; a test compares the two.
+Ratios are of one run on one machine. Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys,
+E model width, H heads, D width of a head, N layers, V vocabulary.
+"""
+Record = dict[str, Any]
+REACHED = {"fraction_of_bandwidth": "the bandwidth", "fraction_of_matmul_rate": "the matrix rate"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page that one record fills."""
+
+    title: str
+    record: str
+    """Name of the file in `results/`, without its ending."""
+    command: str
+    """What makes it."""
+    text: Callable[[Record], str]
+    figures: tuple[str, ...] = ()
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def roofline(record: Record) -> str:
+    """The machine's rates, and where enwik8-12L's workloads stand below them."""
+    machine = record["roofline"]
+    rates, bandwidth = machine["matmul_rate"], machine["bandwidth"]
+    best = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
+    sizes = list(rates["float32"])
+    by_size = [[f"{int(size):,}", *(f"{rates[dtype][size] / 1e9:,.0f}" for dtype in rates)] for size in sizes]
+    rows = []
+    for work in record["workloads"]:
+        intensity, rate = work["operations"] / work["bytes_read_once"], work["operations"] / work["seconds"]
+        roof = min(best["float32"], intensity * bandwidth)
+        bound = "reading" if intensity * bandwidth < best["float32"] else "arithmetic"
+        rows.append([work["name"], f"{intensity:,.1f}", f"{rate / 1e9:,.1f}", bound, f"{rate / roof:.2f}"])
+    return (
+        f"Memory is read at {bandwidth / 1e9:.1f} GB/s, so arithmetic in float32 begins to count above "
+        f"{best['float32'] / bandwidth:.0f} operations a byte. Square matrix products, GFLOP/s:\n\n"
+        f"{table(['size', *rates], by_size)}\n\n"
+        "Against that roof, enwik8-12L in float32. A byte counts once, however often it is read: weights, and the "
+        "keys, values and W_kR R of memory.\n\n"
+        f"{table(['work', 'operations a byte', 'GFLOP/s', 'bound by', 'of the roof'], rows)}\n"
+    )
+
+
+def growth(record: Record) -> str:
+    """Time and operations of every point, relative to the axis's first."""
+    base = record["base"]
+    parts = [
+        "One axis grows, everything else stays at "
+        f"T {base['segment']}, M {base['memory']}, {base['layers']} layers, B {base['batch']}, V {base['vocabulary']} "
+        f"({record['shape']}, float32). Times are relative to the first column; in parentheses the same ratio of "
+        "counted operations. Where time grows more slowly than operations, small products were inefficient; where it "
+        "grows faster, memory or a part that has no matrix products counts.\n"
+    ]
+    for axis, rows in record["axes"].items():
+        lines = []
+        for kind in ("training step", "evaluation"):
+            first = rows[0][kind]
+            ratios = (
+                f"{row[kind]['seconds'] / first['seconds']:.2f} ({row[kind]['operations'] / first['operations']:.2f})"
+                for row in rows
+            )
+            lines.append([kind, *ratios])
+        parts.append(table([axis, *(f"{row['value']:,}" for row in rows)], lines) + "\n")
+    return "\n".join(parts)
+
+
+def training_memory(record: Record) -> str:
+    """Peak bytes of a step."""
+    rows = [
+        [
+            f"{row['length']:,}",
+            *(f"{size / 2**20:,.0f}" for size in row["peak_bytes"].values()),
+            *(f"{ratio:.1f}" for ratio in row["ratio"].values()),
+        ]
+        for row in record["rows"]
+    ]
+    ways = [way for way in record["rows"][0]["peak_bytes"] if way != "peer"]
+    heads = ["T = M", "peer, MiB", *ways, *(f"peer / {way}" for way in ways)]
+    return (
+        f"Most memory held in a step over what is held between steps; {record['shape']}, {record['n_layer']} layers, "
+        f"B {record['batch_size']}, no dropout; the peer is {record['peer']}.\n\n{table(heads, rows)}\n"
+    )
+
+
+def vocabulary_memory(record: Record) -> str:
+    """Peak bytes of a step by the way of its cross-entropy."""
+    rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
+    return (
+        f"A training step of {record['shape']} on {record['vocabulary']:,} words, {record['tokens']:,} tokens: the "
+        f"most memory held over the model.\n\n{table(['cross-entropy', 'MiB'], rows)}\n"
+    )
+
+
+def peers(record: Record) -> str:
+    """Ratios to Hugging Face's model, with what bounds ours."""
+    rows = []
+    for row in record["rows"]:
+        bounds = [f"{row[key]:.2f} of {what}" for key, what in REACHED.items() if key in row]
+        shape = f"{row['preset']}, B {row['batch_size']}, T {row['our_segment']}, M {row['memory']:,}"
+        aim = row["aim"] if isinstance(row["aim"], (int, float)) else row["aim"][0]
+        rows.append([row["name"], shape, row["dtype"], f"{row['ratio']:.1f}", f"{aim:g}", "; ".join(bounds)])
+    return (
+        f"Times faster than {record['peer']}, same weights and memory, in one run;\na time a token where "
+        "segments differ. What is told of the bandwidth is the time of reading\nweights and memory once, over the "
+        "step's.\n\n"
+        f"{table(['work', 'shape', 'arithmetic', 'times', 'aim', 'ours reaches'], rows)}\n"
+    )
+
+
+def table9(record: Record) -> str:
+    """How much slower the vanilla Transformer is."""
+    rows = [
+        [f"{row['attention_length']:,}", f"{row['ratio']:,.0f}", f"{row['published']:,}" if row["published"] else ""]
+        for row in record["results"]
+    ]
+    heads = ["attention length", "times slower a token", "the paper, one GPU"]
+    dtype = record["results"][0]["dtype"]
+    return f"A vanilla Transformer recomputes its window for every token ({dtype}).\n\n{table(heads, rows)}\n"
+
+
+def compiled(record: Record) -> str:
+    """What torch.compile gains."""
+    rows = []
+    for row in record["results"]:
+        if row["compiled"]:
+            same = ("dtype", "segment", "mem_len", "batch_size")
+            eager = next(
+                each
+                for each in record["results"]
+                if not each["compiled"] and all(each[key] == row[key] for key in same)
+            )
+            gain = row["tokens_per_second"] / eager["tokens_per_second"]
+            rows.append([row["dtype"], f"{gain:.2f}"])
+    first = record["results"][0]
+    shape = f"{record['preset']}, B {first['batch_size']}, T {first['segment']}, M {first['mem_len']}"
+    return (
+        f"A training step of {shape} with `--train.compile` over one without, in one run.\n\n"
+        f"{table(['arithmetic', 'times as fast'], rows)}\n"
+    )
+
+
+def long_stream(record: Record) -> str:
+    """Memory and drift."""
+    return (
+        f"{record['tokens']:,} tokens in segments of {record['segment']}: after the first tenth the process grew by "
+        f"{record['largest_growth_after_a_tenth'] / 2**20:.1f} MiB at most. The last losses differ from those of a "
+        f"fresh reading of its end by {record['largest_difference_from_fresh_float32']:.1e} nats, and from a fresh one "
+        f"in float64 by {record['largest_difference_from_fresh_float64']:.1e}, where float32 itself is off by "
+        f"{record['rounding_of_fresh_float32']:.1e}.\n"
+    )
+
+
+RECORD = "python benchmarks/record.py results/{}.json {}"
+SECTIONS = (
+    Section("The roofline", "scaling", "python -m benchmarks.scaling results/scaling.json", roofline, ("roofline",)),
+    Section("How cost grows", "scaling", "python -m benchmarks.scaling results/scaling.json", growth, ("growth",)),
+    Section("Beside Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
+    Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
+    Section(
+        "Memory of a training step",
+        "training-memory",
+        "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
+        training_memory,
+        ("training-memory",),
+    ),
+    Section(
+        "Memory and the vocabulary",
+        "vocabulary-memory",
+        "python -m benchmarks.vocabulary_memory results/vocabulary-memory.json",
+        vocabulary_memory,
+    ),
+    Section(
+        "Compiled layers", "bench-compile", RECORD.format("bench-compile", "bench train --compile --json"), compiled
+    ),
+    Section("A long stream", "long-stream", "python -m benchmarks.long_stream results/long-stream.json", long_stream),
+)
+
+
+def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
+    """The page's text, and for every figure a digest of what it shows and the record that it shows."""
+    parts, figures = [HEAD], {}
+    for section in SECTIONS:
+        parts.append(f"## {section.title}\n")
+        path = results / f"{section.record}.json"
+        if not path.is_file():
+            parts.append(f"Not recorded yet: `{section.command}`.\n")
+            continue
+        record = json.loads(path.read_text(encoding="utf-8"))
+        parts.append(section.text(record["output"]))
+        for name in section.figures:
+            digest = hashlib.sha256(json.dumps([name, record["output"]]).encode()).hexdigest()[:16]
+            figures[name] = digest, record["output"]
+            parts.append(f"![{FIGURES[name].title}](performance-{name}.svg)\n")
+        hardware, commit = record["hardware"], record["commit"]
+        parts.append(
+            f"`results/{section.record}.json`: {hardware['cpu']}, {hardware['cores']} cores, "
+            f"{hardware['threads']} threads, torch {record['software']['torch']}, commit {commit[:7]}"
+            f"{' with uncommitted changes' if ' ' in commit else ''}, {record['date']}.\n"
+        )
+    return "\n".join(parts), figures
+
+
+def write_page(results: Path, docs: Path) -> None:
+    """Write the page and its figures; figures that have no record any more go."""
+    text, figures = page(results)
+    for name, (digest, record) in figures.items():
+        FIGURES[name].save(record, docs / f"performance-{name}.svg", digest)
+    for name in FIGURES.keys() - figures.keys():
+        (docs / f"performance-{name}.svg").unlink(missing_ok=True)
+    (docs / "performance.md").write_text(text, encoding="utf-8")
+
+
+def check_page(results: Path, docs: Path) -> list[str]:
+    """What is not as the records give it."""
+    text, figures = page(results)
+    path = docs / "performance.md"
+    wrong = [] if path.is_file() and path.read_text(encoding="utf-8") == text else [path.name]
+    for name, (digest, _) in figures.items():
+        figure = docs / f"performance-{name}.svg"
+        if not figure.is_file() or digest not in figure.read_text(encoding="utf-8"):
+            wrong.append(figure.name)
+    return wrong
+
+
+def main() -> None:
+    """Write or check."""
+    results, docs = ROOT / "results", ROOT / "docs"
+    if sys.argv[1:] == ["--check"]:
+        if wrong := check_page(results, docs):
+            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.performance_page")
+    elif sys.argv[1:]:
+        sys.exit("usage: python -m benchmarks.performance_page [--check]")
+    else:
+        write_page(results, docs)
+
+
+if __name__ == "__main__":
+    main()

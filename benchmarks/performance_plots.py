@@ -1,0 +1,157 @@
+"""The figures of `docs/performance.md`, in the style of the reports' figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
+
+Record = dict[str, Any]
+NAMES = {"segment": "T", "memory": "M", "layers": "layers", "batch": "B", "vocabulary": "V"}
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    """One figure of the page."""
+
+    title: str
+    size: tuple[float, float]
+    draw: Callable[[Figure, Record], None]
+
+    def save(self, record: Record, path: Path, digest: str) -> None:
+        """Write it, with the digest of what it shows in its metadata."""
+        save_figure(lambda figure: self.draw(figure, record), path, self.size, digest)
+
+
+def _doubling_axis(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis with a tick at each of some values."""
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def draw_roofline(figure: Figure, record: Record) -> None:
+    """Rate against intensity, the two bounds, and enwik8-12L's workloads."""
+    machine = record["roofline"]
+    bandwidth, top = machine["bandwidth"], max(machine["matmul_rate"]["float32"].values())
+    points = [
+        (work["name"], work["operations"] / work["bytes_read_once"], work["operations"] / work["seconds"])
+        for work in record["workloads"]
+    ]
+    low, high = min(point[1] for point in points) / 3, max(point[1] for point in points) * 4
+    ridge = top / bandwidth
+    axes = figure.add_subplot()
+    axes.loglog([low, ridge, high], [low * bandwidth / 1e9, top / 1e9, top / 1e9], color=SECOND, linewidth=1.5)
+    middle = (low * ridge) ** 0.5
+    axes.annotate(
+        f"{bandwidth / 1e9:.0f} GB/s",
+        (middle, middle * bandwidth / 1e9),
+        xytext=(-6, 4),
+        textcoords="offset points",
+        ha="right",
+        color=SECOND,
+    )
+    axes.annotate(
+        f"{top / 1e9:,.0f} GFLOP/s",
+        (high, top / 1e9),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="right",
+        color=SECOND,
+    )
+    for name, intensity, rate in points:
+        axes.plot(intensity, rate / 1e9, marker="o", markersize=5, color=ACCENT)
+        axes.annotate(
+            name,
+            (intensity, rate / 1e9),
+            xytext=(0, -14),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
+            fontsize=8.5,
+        )
+    axes.set_ylim(min(point[2] for point in points) / 1e9 / 3, top / 1e9 * 2.2)
+    axes.set_xlabel("operations a byte that must be read")
+    axes.set_ylabel("GFLOP/s, float32")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def draw_growth(figure: Figure, record: Record) -> None:
+    """One small frame an axis: time of a training step and of an evaluation, relative to the first point."""
+    frames: Any = figure.subplots(1, len(record["axes"]), squeeze=False)[0]
+    for frame, (axis, rows) in zip(frames, record["axes"].items(), strict=True):
+        _draw_axis(frame, axis, rows)
+    frames[0].set_ylabel("time, relative to the first")
+    handles, labels = frames[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=3)
+
+
+def _draw_axis(axes: Axes, axis: str, rows: list[Record]) -> None:
+    values = [row["value"] for row in rows]
+    for kind, color in (("training step", ACCENT), ("evaluation", SECOND)):
+        for what, style in (("seconds", "-"), ("operations", ":")):
+            ratios = [row[kind][what] / rows[0][kind][what] for row in rows]
+            shown = what == "seconds"
+            axes.plot(
+                values,
+                ratios,
+                style,
+                color=color,
+                marker="o" if shown else None,
+                markersize=3.5,
+                linewidth=1.5 if shown else 1,
+                label=kind if shown else ("counted operations" if kind == "training step" else None),
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    shown = values if len(values) <= 4 else values[::2] if len(values) % 2 else values[1::2]
+    _doubling_axis(axes.xaxis, shown)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.set_ylim(0.5, None)
+    bottom, top = axes.get_ylim()
+    _doubling_axis(
+        axes.yaxis, [2.0**power for power in range(0, 16, 1 if top < 40 else 2) if bottom <= 2**power <= top]
+    )
+    axes.set_xlabel(NAMES[axis])
+
+
+def _short(value: float) -> str:
+    """2000 as 2k."""
+    return f"{value:g}" if value % 1000 else f"{value / 1000:g}k"
+
+
+def draw_training_memory(figure: Figure, record: Record) -> None:
+    """Peak memory against T = M, the peer's and ours."""
+    axes = figure.add_subplot()
+    lengths = [row["length"] for row in record["rows"]]
+    ways = (
+        ("peer", "Hugging Face, float32", SOFT, "-"),
+        ("float32", "float32", SECOND, "-"),
+        ("factorised", "float32, factorised", SECOND, ":"),
+        ("bfloat16", "bfloat16", ACCENT, "-"),
+    )
+    for way, label, color, style in ways:
+        sizes = [row["peak_bytes"][way] / 2**20 for row in record["rows"]]
+        axes.loglog(lengths, sizes, style, color=color, marker="o", markersize=4, linewidth=1.5, label=label)
+    _doubling_axis(axes.xaxis, lengths)
+    low, high = axes.get_ylim()
+    _doubling_axis(axes.yaxis, [4.0**power for power in range(20) if low <= 4**power <= high])
+    axes.set_xlabel("T = M, tokens")
+    axes.set_ylabel("MiB over what is held between steps")
+    axes.legend(loc="upper left")
+
+
+FIGURES = {
+    "roofline": PageFigure("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
+    "growth": PageFigure("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
+    "training-memory": PageFigure("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),
+}

@@ -1,0 +1,129 @@
+"""How the cost of a step grows with T, M, layers, batch and vocabulary, and the machine's roofline, in one run.
+
+    python -m benchmarks.scaling results/scaling.json
+
+Every axis doubles from the same small model, everything else staying. Growth is told as time over the time of the
+axis's first point, beside the same ratio of counted operations: where they part, something else than arithmetic counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.record import write
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.benchmarking.operations import bytes_read_once, matmul_rate, read_bandwidth
+from txl.benchmarking.workloads import Speed, bench_evaluation, bench_training
+from txl.config import RunConfig
+from txl.models import build_model
+
+BASE = {"segment": 128, "memory": 128, "layers": 2, "batch": 2, "vocabulary": 204}
+AXES = {
+    "segment": (32, 64, 128, 256, 512, 1024),
+    "memory": (128, 256, 512, 1024, 2048, 4096),
+    "layers": (1, 2, 4, 8),
+    "batch": (1, 2, 4, 8, 16),
+    "vocabulary": (204, 2_000, 20_000, 200_000),
+}
+SIZES = (128, 256, 512, 1024, 2048)
+"""Of the square matrix products of the roofline."""
+WORKLOADS = {
+    "one-token step": {"segment": 1, "memory": 2100, "batch": 1},
+    "segment evaluation": {"segment": 80, "memory": 2100, "batch": 1},
+    "training step": {"segment": 128, "memory": 128, "batch": 4},
+}
+"""Of enwik8-12L's whole shape, set against the roofline."""
+STEPS = 5
+
+
+def run_of(point: dict[str, int], dtype: str) -> RunConfig:
+    """enwik8-12L's widths at one point of the axes; no window, clamp or dropout."""
+    run = txl.preset("enwik8-12L")
+    shape = {"mem_len": point["memory"], "n_layer": point["layers"], "window": None, "clamp_len": None}
+    model = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, dropout_r=0.0, **shape)
+    lanes = {"batch_size": point["batch"], "segment": point["segment"]}
+    train = dataclasses.replace(run.train, dtype=dtype, **lanes)
+    test = dataclasses.replace(run.eval, mem_len=point["memory"], window=None, clamp_len=None, **lanes)
+    return dataclasses.replace(run, model=model, train=train, eval=test)
+
+
+def timed(kind: str, point: dict[str, int], dtype: str = "float32") -> Speed:
+    """One workload at one point."""
+    run = run_of(point, dtype)
+    if kind == "training step":
+        return bench_training(run, point["vocabulary"], STEPS, "cpu")
+    return bench_evaluation(run, point["vocabulary"], STEPS, "cpu", dtype)
+
+
+def growth(axis: str, values: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The points of one axis, for a training step and for the evaluation of a segment."""
+    rows = []
+    for value in values:
+        point = BASE | {axis: value}
+        row: dict[str, Any] = {"axis": axis, "value": value}
+        for kind in ("training step", "evaluation"):
+            speed = timed(kind, point)
+            row[kind] = {"seconds": speed.step_seconds, "operations": speed.operations_per_step}
+        rows.append(row)
+        first = rows[0]
+        print(
+            f"{axis} {value:,}: a training step takes {_over(row, first, 'training step'):.2f} times the first's time, "
+            f"evaluation {_over(row, first, 'evaluation'):.2f} times",
+            flush=True,
+        )
+    return rows
+
+
+def _over(row: dict[str, Any], first: dict[str, Any], kind: str) -> float:
+    return row[kind]["seconds"] / first[kind]["seconds"]
+
+
+def roofline() -> dict[str, Any]:
+    """Matrix rates by size and precision, and the rate at which memory is read."""
+    rates = {
+        dtype: {size: matmul_rate(getattr(torch, dtype), "cpu", size) for size in SIZES}
+        for dtype in ("float32", "bfloat16")
+    }
+    return {"matmul_rate": rates, "bandwidth": read_bandwidth()}
+
+
+def workload(name: str) -> dict[str, Any]:
+    """One of enwik8-12L's workloads: its operations, what it reads at least, and its time."""
+    point = BASE | {"layers": txl.preset("enwik8-12L").model.n_layer} | WORKLOADS[name]
+    speed = timed(name if name == "training step" else "evaluation", point)
+    model = build_model(run_of(point, "float32").model, point["vocabulary"])
+    return {
+        "name": name,
+        "operations": speed.operations_per_step,
+        "bytes_read_once": bytes_read_once(model, point["memory"] * point["batch"]),
+        "seconds": speed.step_seconds,
+    }
+
+
+def main() -> None:
+    """Everything; a second argument leaves out of every axis what is above so many times its first value."""
+    most = int(sys.argv[2]) if len(sys.argv) > 2 else 2**62
+    keep_freed_memory()
+    machine = roofline()
+    print(
+        f"{machine['matmul_rate']['float32'][2048] / 1e9:,.0f} GFLOP/s in float32, "
+        f"{machine['matmul_rate']['bfloat16'][2048] / 1e9:,.0f} in bfloat16, "
+        f"{machine['bandwidth'] / 1e9:.1f} GB/s",
+        flush=True,
+    )
+    workloads = [workload(name) for name in WORKLOADS]
+    axes = {}
+    for axis, values in AXES.items():
+        axes[axis] = growth(axis, tuple(value for value in values if value <= most * values[0]))
+    output = {"shape": "enwik8-12L's widths", "base": BASE, "roofline": machine, "workloads": workloads, "axes": axes}
+    write(Path(sys.argv[1]), "python -m benchmarks.scaling results/scaling.json", output)
+
+
+if __name__ == "__main__":
+    main()

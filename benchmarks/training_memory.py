@@ -1,0 +1,113 @@
+"""Peak memory of a training step as T and M double, beside Hugging Face's Transformer-XL.
+
+    PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json
+
+In the environment of `make oracle`. Each size of each model runs in a process of its own: a small step first, so that
+weights and Adam's moments are there, and then one of the size that is measured. What is told is the most memory that
+the process held in it, over what it held before. Dropout is 0 on both sides, as in the timed training rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.process import run_alone, status
+from benchmarks.record import write
+
+import txl
+from txl.config import AttentionName, RunConfig
+from txl.models import build_model
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+LANES, LAYERS, VOCABULARY = 2, 4, 204
+LENGTHS = (64, 128, 256, 512, 1024)
+"""T and M."""
+WARM = 8
+"""T and M of the small step."""
+WAYS = ("peer", "float32", "bfloat16", "factorised")
+"""The peer; ours with its usual attention in two precisions, and in float32 with the factorised form."""
+
+
+def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
+    """enwik8-12L's widths with fewer layers."""
+    run = txl.preset("enwik8-12L")
+    shape = {"n_layer": LAYERS, "mem_len": length, "attention": attention}
+    model = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, dropout_r=0.0, **shape)
+    return dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, batch_size=LANES))
+
+
+def our_step(way: str, length: int) -> Callable[[int], None]:
+    """A training step of ours as a function of T = M."""
+    run = settings(length, "factorised" if way == "factorised" else "auto")
+    train = dataclasses.replace(run.train, dtype="bfloat16" if way == "bfloat16" else "float32")
+    model = build_model(run.model, VOCABULARY, "cpu").train()
+    optimizer = build_optimizer(model, train)
+
+    def step(length: int) -> None:
+        state = model.init_state(LANES, mem_len=length)
+        hidden = tuple(torch.randn(LANES, length, run.model.d_model) for _ in state.hidden)
+        tokens = torch.randint(VOCABULARY, (LANES, length))
+        training_step(model, optimizer, tokens, tokens, [dataclasses.replace(state, hidden=hidden)], train)
+
+    return step
+
+
+def peer_step(length: int) -> Callable[[int], None]:
+    """The same of the peer's."""
+    from benchmarks.peers import Workload, peer_of
+
+    run = settings(length)
+    work = Workload("memory", run.name, VOCABULARY, LANES, length, length, (0, 0), training=True)
+    model = peer_of(run, work).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=run.train.learning_rate)
+
+    def step(length: int) -> None:
+        mems = [torch.randn(length, LANES, run.model.d_model) for _ in range(LAYERS)]
+        tokens = torch.randint(VOCABULARY, (LANES, length))
+        model(tokens, mems=mems, labels=tokens).loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(way: str, length: int) -> dict[str, Any]:
+    """One size of one model."""
+    torch.manual_seed(0)
+    step = peer_step(length) if way == "peer" else our_step(way, length)
+    step(WARM)
+    before = status("VmRSS")
+    step(length)
+    return {"way": way, "length": length, "peak_bytes": status("VmHWM") - before}
+
+
+def main() -> None:
+    """All sizes and models, or in a process of its own one of them."""
+    if len(sys.argv) == 4:
+        print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
+        return
+    lengths = [length for length in LENGTHS if len(sys.argv) < 3 or length <= int(sys.argv[2])]
+    rows = []
+    for length in lengths:
+        found = {way: run_alone("benchmarks.training_memory", "-", way, str(length))["peak_bytes"] for way in WAYS}
+        row = {"length": length, "peak_bytes": found}
+        rows.append(row | {"ratio": {way: found["peer"] / found[way] for way in WAYS[1:]}})
+        print(
+            f"T = M = {length}: " + ", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in found.items()),
+            flush=True,
+        )
+    shape = {"shape": "enwik8-12L's widths", "n_layer": LAYERS, "batch_size": LANES, "vocabulary": VOCABULARY}
+    command = "python -m benchmarks.training_memory results/training-memory.json"
+    write(Path(sys.argv[1]), command, {"peer": "transformers 4.37.2, float32"} | shape | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The attention backends, what each of them supports, and how one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from txl.attention.factorised import DotProductKernel, FusedKernel
+from txl.attention.flex import FlexKernel
+from txl.attention.reference import reference_attention
+from txl.attention.scope import KeyScope
+from txl.attention.shifted import shifted_attention
+from txl.config import ModelConfig
+from txl.errors import UserError
+
+
+class RelativeAttention(Protocol):
+    """Attention from projected positions; shapes as in `reference_attention`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        u: Tensor,
+        v: Tensor,
+        scope: KeyScope,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """[B,T,H,D], [B,S,H,D] twice, [S,H,D], [H,D] twice -> [B,T,H,D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute A^rel. All of them serve windows, memories of different lengths and untied biases."""
+
+    name: str
+    what: str
+    attend: RelativeAttention
+    """From projected positions: every segment, but where `kernel` is set only those that are read without gradients."""
+    kernel: Callable[[], FusedKernel] | None = None
+    """Makes the fused attention that segments with gradients go through, in the factorised form."""
+    devices: tuple[str, ...] | None = None
+    """Where it trains; None: everywhere. Without gradients every model runs everywhere."""
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """What it trains in; None: everything."""
+    any_encoding: bool = True
+    """Whether R may be something else than the sinusoid."""
+    clamp_len: bool = True
+    dropatt: bool = True
+    dropout_r: bool = True
+    """Also dropout on W_kR R (`dropout_qkv`)."""
+
+    def refusal(self, model: ModelConfig, device: str | None = None, dtype: torch.dtype | None = None) -> str | None:
+        """Why it cannot train a model there, and what to do about it; None if it can.
+
+        Args:
+            model: the configuration.
+            device: "cpu", "cuda:1" ...; None: not known yet.
+            dtype: of the matrix products; None: not known yet.
+        """
+        reason = self._missing(model) or self._misplaced(device, dtype)
+        return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
+
+    def _missing(self, model: ModelConfig) -> str | None:
+        """The first part of the model that it does not have."""
+        if not self.any_encoding and model.encoding != "relative":
+            return f"needs the sinusoid R (model.encoding is {model.encoding})"
+        if not self.clamp_len and model.clamp_len is not None:
+            return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
+        on_r = model.dropout if model.dropout_r is None else model.dropout_r
+        rates = [
+            (self.dropatt, "on attention", "dropatt", model.dropatt),
+            (self.dropout_r, "on R", "dropout_r", on_r),
+            (self.dropout_r, "on W_kR R", "dropout_qkv", model.dropout_qkv),
+        ]
+        for supported, where, name, rate in rates:
+            if rate and not supported:
+                return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
+        return None
+
+    def _misplaced(self, device: str | None, dtype: torch.dtype | None) -> str | None:
+        """What is wrong with the device or the arithmetic."""
+        if device and self.devices and device.partition(":")[0] not in self.devices:
+            return f"cannot train on {device}, only on {' or '.join(self.devices)}"
+        if dtype and self.dtypes and dtype not in self.dtypes:
+            return f"cannot train in {dtype}"
+        return None
+
+
+BACKENDS = {
+    each.name: each
+    for each in (
+        Backend("reference", "the equations, one query at a time", reference_attention),
+        Backend("shifted", "one product for all distances, read through a shifted view", shifted_attention),
+        Backend(
+            "factorised",
+            "plain fused attention over wider heads (`scaled_dot_product_attention`)",
+            shifted_attention,
+            kernel=DotProductKernel,
+            any_encoding=False,
+            clamp_len=False,
+            dropatt=False,
+            dropout_r=False,
+        ),
+        Backend(
+            "flex",
+            "plain fused attention over wider heads (FlexAttention)",
+            shifted_attention,
+            kernel=FlexKernel,
+            devices=("cuda",),
+            dtypes=(torch.float32, torch.bfloat16),
+            any_encoding=False,
+            clamp_len=False,
+            dropatt=False,
+            dropout_r=False,
+        ),
+    )
+}
+_FASTEST_FIRST = ("shifted",)
+"""What `auto` tries. Only what has been measured to be faster somewhere may stand before `shifted`, which supports
+every model everywhere; `flex` has not been measured on a GPU yet."""
+
+
+def attention_backend(model: ModelConfig, device: str | None = None) -> Backend:
+    """The backend that a configuration asks for; "auto" is the fastest that supports it on the device.
+
+    Args:
+        model: the configuration.
+        device: where the model will train; None: not known yet.
+
+    Raises:
+        UserError: for a name that is not a backend, or one that cannot train the model there.
+    """
+    if model.attention == "auto":
+        candidates = [BACKENDS[name] for name in _FASTEST_FIRST]
+        return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
+    if model.attention not in BACKENDS:
+        raise UserError(f"model.attention is {model.attention!r}; expected one of auto, {', '.join(BACKENDS)}")
+    backend = BACKENDS[model.attention]
+    if (reason := backend.refusal(model, device)) is not None:
+        raise UserError(reason)
+    return backend

@@ -1,0 +1,177 @@
+"""Relative attention as plain attention over wider heads: no T x S position matrix, no shift.
+
+R is made of sines and cosines, so the angle of a distance is a difference of two positions' angles. With the query at
+position i and p = W_kR^T (q_i + v) = [p_s, p_c] (the features that meet sines, and those that meet cosines),
+
+    (q_i + v) . W_kR R_{i-j} = phi_i . psi_j
+    phi_i = [p_c sin(i w) - p_s cos(i w), p_s sin(i w) + p_c cos(i w)]    psi_j = [sin(j w), cos(j w)]
+
+psi has no parameters and is the same for all lanes and heads. Over a stretch of N positions its E features are almost
+dependent, because neighbouring frequencies cannot be told apart there: its rows lie within `TOLERANCE` of the span of r
+orthonormal directions, the columns of B (r is 176 for E 512, N 1024; 96 for E 410, N 300). So the score is the dot
+product of [q_i + u ; B^T phi_i] and [k_j ; B^T psi_j], divided by sqrt(D), which any fused attention computes whose
+queries and keys may be wider than its values. What the projection leaves out of a score is at most
+TOLERANCE * sqrt(E/2) * |p| / sqrt(D), far below rounding. Angles are computed in float64, so that in float32 this form
+is nearer to Section 3.3 than the authors' R, whose angles are rounded.
+
+The identity holds for R itself alone: not for a clamped distance, not for an R with dropout, not for a learned one.
+
+Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from txl.attention.scope import KeyScope
+
+TOLERANCE = 1e-12
+"""Largest distance of a row of psi from the span of B, over the row's norm sqrt(E/2)."""
+_MULTIPLE = 16
+"""Ranks are multiples of it, as matrix units like their operands."""
+
+
+class FusedKernel(Protocol):
+    """Attention that never writes its scores, and takes queries and keys that are wider than values."""
+
+    def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Any:
+        """What `attend` takes as its mask, made once for all layers of a segment."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
+        """[B,H,T,W], [B,H,S,W], [B,H,S,D] -> [B,H,T,D]."""
+        ...
+
+
+class DotProductKernel:
+    """PyTorch's `scaled_dot_product_attention` with a boolean mask [T,S], shared by lanes and heads where it can be."""
+
+    def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Tensor:
+        """See `FusedKernel.mask`."""
+        mask = scope.mask(n_query, device)
+        return mask if mask.dim() == 2 else mask[:, None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """See `FusedKernel.attend`."""
+        if query.device.type == "cpu":
+            # The fused kernel of a CPU wants one width for all; without it scores would be written out.
+            n_more = key.shape[-1] - value.shape[-1]
+            value = F.pad(value, (0, n_more))
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            return attended[..., : attended.shape[-1] - n_more]
+        # Not cuDNN's, which comes first by default: at some lengths its gradients under a mask are NaN.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+@dataclass(frozen=True)
+class PhaseBasis:
+    """The directions B that psi needs over N positions, counted from their middle."""
+
+    n_position: int
+    directions: Tensor
+    """B: float64 [E,r], orthonormal columns."""
+
+    @classmethod
+    def over(cls, n_position: int, d_model: int) -> PhaseBasis:
+        """The smallest one whose span all rows of psi are near enough to."""
+        rows = _psi(_centred(n_position), d_model)
+        directions = torch.linalg.svd(rows, full_matrices=False).Vh
+        # The part of each row that the first k directions leave out, for every k.
+        left_out = (rows @ directions.T).square().flip(1).cumsum(1).flip(1).sqrt().amax(dim=0)
+        needed = int((left_out > TOLERANCE * math.sqrt(d_model / 2)).sum())
+        rank = min(math.ceil(needed / _MULTIPLE) * _MULTIPLE, len(directions))
+        return cls(n_position, directions[:rank].T.contiguous())
+
+
+@dataclass(frozen=True)
+class SegmentPhases:
+    """What all layers of one segment share; the place of R in `RelativeMultiHeadAttention.forward`."""
+
+    kernel: FusedKernel
+    mask: Any
+    sin: Tensor
+    """sin(i w) of the queries: [T,E/2]."""
+    cos: Tensor
+    basis: Tensor
+    """B: [E,r]."""
+    key: Tensor
+    """B^T psi_j: [S,r]."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The same function as `reference_attention`, from W_kR instead of W_kR R.
+
+        Args:
+            query: [B,T,H,D].
+            key, value: [B,S,H,D], memory first.
+            weight: W_kR, [H*D,E].
+            u, v: [H,D].
+
+        Returns:
+            [B,T,H,D].
+        """
+        (n_lane, n_key, n_head, d_head), dtype = key.shape, query.dtype
+        with torch.autocast(query.device.type, enabled=False):  # everything is in the dtype of the query
+            by_head = weight.to(dtype).view(n_head, d_head, -1)
+            p = torch.einsum("bthd,hde->bhte", query + v.to(dtype), by_head)
+            p_s, p_c = p.chunk(2, dim=-1)
+            phi = torch.cat([p_c * self.sin - p_s * self.cos, p_s * self.sin + p_c * self.cos], dim=-1)
+            wide_query = torch.cat([(query + u.to(dtype)).transpose(1, 2), phi @ self.basis], dim=-1)
+            psi = self.key.expand(n_lane, n_head, n_key, -1)
+            wide_key = torch.cat([key.transpose(1, 2), psi], dim=-1)
+            attended = self.kernel.attend(wide_query, wide_key, value.transpose(1, 2), self.mask, 1 / math.sqrt(d_head))
+        return attended.transpose(1, 2)
+
+
+class PhaseTables:
+    """Makes the phases of each segment; keeps B and the last segment's tables, which the next one mostly shares."""
+
+    def __init__(self, kernel: FusedKernel, d_model: int):
+        self.kernel, self.d_model = kernel, d_model
+        self._basis: PhaseBasis | None = None
+        self._tables: tuple[Any, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+
+    def phases(
+        self, scope: KeyScope, n_query: int, n_lane: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> SegmentPhases:
+        """Those of a segment.
+
+        Args:
+            scope: which keys a query sees.
+            n_query: T.
+            n_lane: B.
+            capacity: positions that the memory will hold at most, for which B is made at once.
+            dtype, device: of what is computed with them.
+        """
+        n_key = scope.memory + n_query
+        if self._basis is None or self._basis.n_position < n_key:
+            self._basis = PhaseBasis.over(max(n_key, capacity + n_query), self.d_model)
+        wanted = (self._basis.n_position, n_key, n_query, dtype, device)
+        if self._tables is None or self._tables[0] != wanted:
+            psi = _psi(_centred(n_key), self.d_model)
+            sin, cos = psi[scope.memory :].chunk(2, dim=-1)
+            directions = self._basis.directions
+            tables = (sin, cos, directions, psi @ directions)
+            sin, cos, directions, key = (each.to(device=device, dtype=dtype) for each in tables)
+            self._tables = wanted, (sin, cos, directions, key)
+        mask = self.kernel.mask(scope, n_query, n_lane, device)
+        return SegmentPhases(self.kernel, mask, *self._tables[1])
+
+
+def _centred(n_position: int) -> Tensor:
+    """Whole positions around 0. Those of a shorter stretch are among those of a longer one."""
+    return torch.arange(n_position, dtype=torch.float64) - n_position // 2
+
+
+def _psi(positions: Tensor, d_model: int) -> Tensor:
+    """Rows [sin(j w), cos(j w)]: float64 [N] -> [N,E]."""
+    exponents = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
+    angles = torch.outer(positions, 1.0 / (10000.0**exponents))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -1,0 +1,179 @@
+"""What the backends support, how one is chosen, and that each of them is the same model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
+
+from txl.attention import BACKENDS, attention_backend
+from txl.cli import main
+from txl.config import AttentionName, ModelConfig
+from txl.errors import UserError
+from txl.models import build_model
+
+PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
+"""What the factorised form supports."""
+
+
+def test_every_name_of_the_configuration_is_a_backend():
+    assert set(get_args(AttentionName)) == {"auto", *BACKENDS}
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:1", "mps"])
+@pytest.mark.parametrize("model", [PLAIN, SMALL, dataclasses.replace(SMALL, clamp_len=3)])
+def test_auto_finds_one_for_every_model(model, device):
+    found = attention_backend(model, device)
+    assert found.name == "shifted"
+    assert found.refusal(model, device) is None
+
+
+def test_an_unknown_name_is_refused():
+    unknown = dataclasses.replace(PLAIN)
+    unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UserError, match=r"'flash'; expected one of auto, reference, shifted, factorised, flex"):
+        attention_backend(unknown)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dropout": 0.1}, r"no dropout on R \(model.dropout_r is 0.1\); set it to 0"),
+        ({"dropout_r": 0.2}, r"no dropout on R \(model.dropout_r is 0.2\)"),
+        ({"dropout_qkv": 0.2}, r"no dropout on W_kR R \(model.dropout_qkv is 0.2\)"),
+        ({"dropatt": 0.3}, r"no dropout on attention \(model.dropatt is 0.3\)"),
+        ({"clamp_len": 4}, r"no clamp \(clamp_len is 4\); set it to none"),
+        ({"clamp_len": 0}, r"no clamp \(clamp_len is 0\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["factorised", "flex"])
+def test_the_factorised_form_says_what_it_cannot_do(name, changes, reason):
+    model = dataclasses.replace(PLAIN, attention=name, **changes)
+    with pytest.raises(UserError, match=f"^model.attention {name} has {reason}.*--model.attention shifted$"):
+        build_model(model, 7)
+    for other in ("reference", "shifted", "auto"):
+        build_model(dataclasses.replace(model, attention=other), 7)
+
+
+def test_dropout_elsewhere_is_no_reason_to_refuse():
+    build_model(dataclasses.replace(PLAIN, dropout=0.1, dropout_r=0.0, attention="factorised"), 7)
+
+
+def test_flex_attention_trains_on_a_gpu_alone_but_is_read_everywhere():
+    config = dataclasses.replace(PLAIN, attention="flex")
+    assert attention_backend(config, "cuda:0").name == "flex"
+    with pytest.raises(UserError, match="flex cannot train on cpu, only on cuda"):
+        attention_backend(config, "cpu")
+    flex, shifted = lively(config), lively(PLAIN)
+    tokens, targets = stream()
+    with torch.no_grad():
+        found, _ = nll_in_segments(flex, tokens, targets, 8)
+        assert torch.equal(found, nll_in_segments(shifted, tokens, targets, 8)[0])
+    with pytest.raises(UserError, match="cannot train on cpu"):
+        flex.train().training_loss(tokens, targets, flex.init_state(B))
+
+
+@pytest.mark.parametrize("changes", [{}, {"pre_norm": True}, {"untie_r": True}, {"window": 6}], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "autocast"])
+def test_the_factorised_form_trains_the_same_model(changes, dtype):
+    """Losses and all gradients, over segments behind a memory that grows."""
+    tokens, targets = stream(40)
+    kind = torch.float64 if dtype == "float64" else torch.float32
+    tolerance = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.1}[dtype]
+    results = []
+    for attention in ("factorised", "reference"):
+        exact = attention == "reference"
+        config = dataclasses.replace(PLAIN, attention=attention, **changes)
+        model = lively(config).to(torch.float64 if exact else kind).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast" and not exact):
+            nll, _ = nll_in_segments(model, tokens, targets, 5)
+        grads = torch.autograd.grad(nll.double().mean(), list(model.parameters()))
+        results.append([nll.double().flatten(), torch.cat([grad.double().flatten() for grad in grads])])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < tolerance
+
+
+def test_lanes_that_were_reset_train_the_same():
+    tokens, targets = stream()
+    losses = []
+    for attention in ("factorised", "reference"):
+        model = lively(dataclasses.replace(PLAIN, attention=attention)).train()
+        _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B))
+        losses.append(model.nll(tokens[:, 9:], targets[:, 9:], state.reset(torch.tensor([True, False, True])))[0])
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-10)
+
+
+def test_a_clamp_that_a_state_brings_is_refused_where_gradients_flow():
+    model = lively(dataclasses.replace(PLAIN, attention="factorised"))
+    tokens, targets = stream()
+    state = model.init_state(B, clamp_len=4)
+    with pytest.raises(UserError, match="has no clamp"):
+        model.nll(tokens, targets, state)
+    expected, _ = lively(PLAIN).nll(tokens, targets, lively(PLAIN).init_state(B, clamp_len=4))
+    with torch.no_grad():
+        torch.testing.assert_close(model.nll(tokens, targets, state)[0], expected, rtol=0, atol=1e-10)
+
+
+def test_tables_are_no_weights_and_do_not_stop_a_copy():
+    model = lively(dataclasses.replace(PLAIN, attention="factorised")).train()
+    tokens, targets = stream()
+    loss, _ = model.training_loss(tokens, targets, model.init_state(B))
+    assert model.state_dict().keys() == lively(PLAIN).state_dict().keys()
+    again, _ = copy.deepcopy(model).training_loss(tokens, targets, model.init_state(B))
+    assert torch.equal(loss, again)
+
+
+def test_a_refusal_on_the_command_line_is_one_line_and_writes_nothing(story, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(story), "--model.dropout", "0.1"]
+    assert main([*words, "--model.attention", "factorised", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert "no dropout on R" in error
+    assert main([*words, "--model.attention", "flex", "--model.dropout", "0", "--device", "cpu"]) == 2
+    assert "flex cannot train on cpu" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys):
+    out = tmp_path / "run"
+    small = {
+        "n-layer": 1,
+        "d-model": 16,
+        "n-head": 2,
+        "d-head": 8,
+        "d-inner": 16,
+        "mem-len": 8,
+        "dropout": 0,
+        "dropatt": 0,
+    }
+    words = ["train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(story), "--data-dir", str(data_dir)]
+    words += [word for name, value in small.items() for word in (f"--model.{name}", str(value))]
+    words += ["--train.steps", "3", "--train.segment", "8", "--train.batch-size", "2", "--train.eval-every", "0"]
+    assert main([*words, "--train.warmup-steps", "0", "--model.attention", "factorised", "--device", "cpu"]) == 0
+    assert "factorised attention on cpu" in capsys.readouterr().err
+    start = json.loads((out / "log.jsonl").read_text().splitlines()[0])
+    assert (start["event"], start["attention"]) == ("start", "factorised")
+
+
+def test_declarations_say_what_they_mean():
+    assert not any(BACKENDS[name].clamp_len for name in ("factorised", "flex"))
+    learned = ModelConfig(encoding="learned", dropout=0.0)
+    assert "needs the sinusoid R" in (BACKENDS["flex"].refusal(learned) or "")
+    assert "cannot train in torch.float64" in (BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64) or "")
+
+
+def test_the_documentation_says_what_the_declarations_say():
+    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    told = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in BACKENDS}
+    yes = {True: "yes", False: "no"}
+    for name, each in BACKENDS.items():
+        where = "everything" if each.devices is None else "CUDA, float32 and bfloat16"
+        assert told[name] == [where, yes[each.clamp_len], yes[each.dropatt], yes[each.dropout_r]]

@@ -1,0 +1,94 @@
+"""`torch.compile` as an option of training: the same numbers and the same names, or one line that says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.conftest import small_run
+from tests.models.test_contract import SMALL, B, lively, stream
+
+from txl.cli import main
+from txl.training import trainer as trainer_module
+from txl.training.compilation import compile_layers
+from txl.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    model = lively(dataclasses.replace(SMALL, n_layer=1))
+    if (reason := compile_layers(model, "cpu")) is not None:
+        pytest.skip(f"no working compiler here: {reason}")
+
+
+def test_compiled_layers_give_the_same_losses_and_gradients(compiler):
+    """Without and with memory: two graphs."""
+    config = dataclasses.replace(SMALL, n_layer=2, dropout=0.0, dropatt=0.0)
+    tokens, targets = stream()
+    results = []
+    for compiled in (False, True):
+        model = lively(config).train()
+        names = list(model.state_dict())
+        if compiled:
+            assert compile_layers(model, "cpu") is None
+        assert list(model.state_dict()) == names
+        state, losses = model.init_state(B), []
+        for start in (0, 7):
+            loss, state = model.training_loss(tokens[:, start : start + 7], targets[:, start : start + 7], state)
+            losses.append(loss)
+        results.append([torch.stack(losses), *torch.autograd.grad(losses[0] + losses[1], list(model.parameters()))])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+
+
+def test_a_compiled_run_has_the_same_checkpoint_and_nearly_the_same_weights(compiler, story, data_dir, tmp_path):
+    weights = []
+    for compiled in ("false", "true"):
+        options = {"model.dropout": "0.0", "model.dropatt": "0.0", "model.mem_len": "0", "eval.mem_len": "0"}
+        options |= {"eval.window": "none", "train.steps": "3", "train.average_from": "1", "train.compile": compiled}
+        run = small_run(str(story), **options)
+        Trainer(run, tmp_path / compiled, data_dir=data_dir, quiet=True, device="cpu").fit()
+        start = json.loads((tmp_path / compiled / "log.jsonl").read_text().splitlines()[0])
+        assert start["compiled"] is (compiled == "true")
+        weights.append(load_file(tmp_path / compiled / "checkpoints" / "step-00000003" / "model.safetensors"))
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
+
+
+def test_without_a_compiler_one_line_says_so_and_training_goes_on(story, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "compile_layers", lambda model, device: "no g++ here")
+    run = small_run(str(story), **{"train.compile": "true", "train.steps": "2"})
+    Trainer(run, tmp_path / "run", data_dir=data_dir, device="cpu").fit()
+    assert (
+        capsys.readouterr().err.count("train.compile: no working compiler here (no g++ here); the layers run eagerly")
+        == 1
+    )
+    start = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert start["compiled"] is False
+
+
+def test_a_missing_compiler_is_found_missing():
+    code = (
+        "import txl; from txl.models import build_model; from txl.training.compilation import compile_layers\n"
+        "model = build_model(txl.preset('stdlib-tiny').model, 5)\n"
+        "print(compile_layers(model, 'cpu')); print(any(each._compiled_call_impl for each in model.layers))"
+    )
+    environment = os.environ | {"PATH": "/nowhere", "CXX": "/nowhere/g++"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    reason, compiled = done.stdout.strip().splitlines()
+    assert "ompiler" in reason
+    assert compiled == "False"
+
+
+def test_the_bench_tells_what_compiling_gains(compiler, capsys):
+    small = ["--model.n-layer", "1", "--model.d-model", "16", "--model.n-head", "2", "--model.d-head", "8"]
+    small += ["--model.d-inner", "16", "--model.mem-len", "8", "--train.segment", "8", "--train.batch-size", "2"]
+    words = ["bench", "train", "--dtype", "float32", "--steps", "1", "--device", "cpu", *small]
+    assert main([*words, "--compile"]) == 0
+    assert "times as fast as eager ones in float32" in capsys.readouterr().out
+    assert main([*words, "--train.compile"]) == 2
+    assert "use --compile" in capsys.readouterr().err
