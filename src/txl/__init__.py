@@ -14,6 +14,8 @@ from txl.presets import preset, presets
 if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
+    from txl.decoding.engine import DecodeEngine
+    from txl.decoding.sampling import Sampling
     from txl.errors import RunInterrupted, UserError
     from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from txl.training.trainer import Trainer
 
 _HOMES = {
+    "DecodeEngine": "txl.decoding.engine",
     "EvaluationResult": "txl.evaluation.perplexity",
     "LanguageModel": "txl.models.language_model",
     "RunConfig": "txl.config",
     "RunInterrupted": "txl.errors",
+    "Sampling": "txl.decoding.sampling",
     "Trainer": "txl.training.trainer",
     "TransformerXL": "txl.models.transformer_xl",
     "UserError": "txl.errors",
@@ -49,10 +53,12 @@ _HOMES = {
 }
 __version__ = "0.1.0"
 __all__ = [
+    "DecodeEngine",
     "EvaluationResult",
     "LanguageModel",
     "RunConfig",
     "RunInterrupted",
+    "Sampling",
     "Trainer",
     "TransformerXL",
     "UserError",

@@ -24,6 +24,7 @@ from txl.models.decoder import Decoder, PositionwiseFeedForward
 from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
 from txl.models.linear import Linear
+from txl.native.steps import read_token
 
 
 class RelativeMultiHeadAttention(nn.Module):
@@ -107,6 +108,10 @@ class RelativeMultiHeadAttention(nn.Module):
     ) -> Tensor:
         u, v = (self.u, self.v) if shared_biases is None else shared_biases
         attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
+        return self.merge(hidden, attended)
+
+    def merge(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What comes after attention: [B,T,E], [B,T,H,D] -> [B,T,E]."""
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -208,6 +213,10 @@ class TransformerXL(Decoder[Memory]):
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
         held = self._projections(hidden, state, n_new)
+        if n_new == 1 and self.attention_name == "shifted":
+            read = read_token(self, hidden, state, held)
+            if read is not None:
+                return read
         segment = FrozenSegment(state.hidden, held, n_new)
         shared_biases = None if self.config.untie_r else (self.u, self.v)
         scope, n_key = state.scope(), state.length + n_new
@@ -216,6 +225,12 @@ class TransformerXL(Decoder[Memory]):
             position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
         return hidden, state.extended_by(segment)
+
+    def position_projections(self, n_distance: int, clamp_len: int | None, like: Tensor) -> tuple[Tensor, ...]:
+        """W_kR R of every layer, farthest distance first, in the dtype of `like`: [H,n_distance,D] each."""
+        r = sinusoid(distances_farthest_first(n_distance, clamp_len, like.device), self.config.d_model, like.dtype)
+        attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
+        return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
 
     def _projections(self, hidden: Tensor, state: Memory, n_new: int) -> Projections:
         """Those that the state has, where the weights are still theirs, else new ones; long enough for the segment."""
@@ -232,10 +247,7 @@ class TransformerXL(Decoder[Memory]):
         if n_known < n_key:
             # Not at once for all of a memory that may never fill: twice as many as before.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
-            distances = distances_farthest_first(n_distance, state.clamp_len, hidden.device)
-            r = sinusoid(distances, self.config.d_model, hidden.dtype)
-            positions = tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
-            held = dataclasses.replace(held, positions=positions)
+            held = dataclasses.replace(held, positions=self.position_projections(n_distance, state.clamp_len, hidden))
         return held
 
 
