@@ -32,7 +32,6 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import forward_operations, matmul_rate
 from txl.config import RunConfig
-from txl.evaluation.perplexity import evaluation_mode
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
@@ -170,13 +169,22 @@ def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: W
     """Seconds of a segment."""
     state = filled(model, memory, work.memory)
 
+    model.eval()
+
     def step() -> None:
         nonlocal state
         tokens = text(work, segment)
-        with evaluation_mode(model):
+        with torch.no_grad():
             _, state = model.nll(tokens, tokens, state) if segment > 1 else model.log_probs(tokens, state)
 
     return median_seconds(step)
+
+
+def engine_step(model: txl.TransformerXL, work: Workload) -> tuple[float, bool]:
+    """Seconds of a token drawn by the decode engine behind a full memory, and whether its step is compiled."""
+    engine = txl.DecodeEngine(model, mem_len=work.memory)
+    engine.join(text(work, work.memory + 1)[0])
+    return median_seconds(engine.step), engine.compiled
 
 
 def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
@@ -218,12 +226,16 @@ def our_training(
 
 
 def bytes_read(model: txl.TransformerXL, work: Workload) -> int:
-    """What one token must read once: all weights but the embedding's rows, keys and values, and W_kR R."""
-    embedding = sum(each.numel() for name, each in model.named_parameters() if name.startswith("embedding.tables"))
-    head = sum(each.numel() for each in model.embedding.tables) if model.config.tie_embeddings else 0
-    weights = sum(each.numel() for each in model.parameters()) - embedding + head
-    shape = model.config
-    held = 3 * shape.n_layer * work.memory * shape.n_head * shape.d_head
+    """What one token must read once: weights, keys and values, and W_kR R of the distances that are told apart.
+
+    Not W_kR, which no token needs any more, nor an embedding table that is not the softmax's too.
+    """
+    unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
+    weights = sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in unread))
+    shape, state = model.config, model.init_state(1, mem_len=work.memory)
+    n_key = state.capacity + 1
+    n_distance = n_key if state.clamp_len is None else min(n_key, state.clamp_len + 1)
+    held = shape.n_layer * (2 * n_key + n_distance) * shape.n_head * shape.d_head
     return (weights + held) * model.softmax.bias.element_size()
 
 
@@ -254,9 +266,13 @@ def measure(work: Workload) -> list[dict[str, Any]]:
                 row["bytes_read_once"] = bytes_read(model, work)
                 row["bandwidth"] = bandwidth()
                 row["fraction_of_bandwidth"] = row["bytes_read_once"] / row["bandwidth"] / seconds
+                drawn, row["compiled"] = engine_step(model, work)
+                row |= {"engine_seconds": drawn, "engine_ratio": peer_time / drawn}
         ratio = peer_time / work.segment * segment / seconds
         row |= {"peer_seconds": peer_time, "our_seconds": seconds, "our_segment": segment, "ratio": ratio}
         rows.append(row)
+        if "engine_ratio" in row:
+            print(f"{work.preset}, {dtype}: a token drawn by the engine, {row['engine_ratio']:.1f} times the peer")
         extra = "".join(f", {row[key]:.2f} of the {key[12:]}" for key in row if key.startswith("fraction_of"))
         print(
             f"{work.name}, {work.preset}, B {work.batch_size} T {segment} M {work.memory}, {dtype}: "

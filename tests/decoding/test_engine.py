@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from tests.models.test_contract import VARIANTS, V, lively
@@ -180,6 +184,15 @@ def test_a_model_in_training_is_read_without_dropout_and_stays_in_training():
     assert model.training
     other = DecodeEngine(model.eval(), mem_len=6, window=7)
     assert drawn(other, other.join([1, 2], seed=1), 20) == text
+
+
+def test_what_the_documentation_shows(trained):
+    text = (Path(__file__).parents[2] / "docs/decoding.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(block.replace("runs/demo", str(trained)).replace("range(100)", "range(3)"), names)
+    assert names["tokens"].shape == (2,)
+    assert names["engine"].streams == (names["b"], names["c"])
 
 
 def test_mistakes_are_named_in_one_line():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_changes_of_the_model_in_the_middle_of_a_stream_are_noticed(change):
     tokens = stream()[0]
     with torch.no_grad():
         _, state = read(model, tokens[:, :9], model.init_state(B))
-        inner = model.get_submodule("layers.1.feed_forward.inner")
+        inner: Any = model.get_submodule("layers.1.feed_forward.inner")
         if change == "hook":
             inner.register_forward_hook(lambda module, given, output: output * 2)
         elif change == "another module":
