@@ -176,7 +176,7 @@ class AdaptiveSoftmax(nn.Module):
         parts = [head[:, :shortlist]]
         for tail in range(1, len(self.bounds)):
             within = self._logits(hidden, embedding, tables, tail).log_softmax(dim=-1)
-            parts.append(within.add_(head[:, shortlist + tail - 1, None]))
+            parts.append(within + head[:, shortlist + tail - 1, None])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, tables: list[Tensor], cluster: int) -> Tensor:
