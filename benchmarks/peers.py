@@ -32,7 +32,6 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 from txl.config import RunConfig
-from txl.evaluation.perplexity import evaluation_mode
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
@@ -164,13 +163,22 @@ def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: W
     """Seconds of a segment."""
     state = filled(model, memory, work.memory)
 
+    model.eval()
+
     def step() -> None:
         nonlocal state
         tokens = text(work, segment)
-        with evaluation_mode(model):
+        with torch.no_grad():
             _, state = model.nll(tokens, tokens, state) if segment > 1 else model.log_probs(tokens, state)
 
     return median_seconds(step)
+
+
+def engine_step(model: txl.TransformerXL, work: Workload) -> tuple[float, bool]:
+    """Seconds of a token drawn by the decode engine behind a full memory, and whether its step is compiled."""
+    engine = txl.DecodeEngine(model, mem_len=work.memory)
+    engine.join(text(work, work.memory + 1)[0])
+    return median_seconds(engine.step), engine.compiled
 
 
 def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
@@ -238,9 +246,13 @@ def measure(work: Workload) -> list[dict[str, Any]]:
                 row["bytes_read_once"] = bytes_read_once(model, work.memory)
                 row["bandwidth"] = read_bandwidth()
                 row["fraction_of_bandwidth"] = row["bytes_read_once"] / row["bandwidth"] / seconds
+                drawn, row["compiled"] = engine_step(model, work)
+                row |= {"engine_seconds": drawn, "engine_ratio": peer_time / drawn}
         ratio = peer_time / work.segment * segment / seconds
         row |= {"peer_seconds": peer_time, "our_seconds": seconds, "our_segment": segment, "ratio": ratio}
         rows.append(row)
+        if "engine_ratio" in row:
+            print(f"{work.preset}, {dtype}: a token drawn by the engine, {row['engine_ratio']:.1f} times the peer")
         extra = "".join(f", {row[key]:.2f} of the {key[12:]}" for key in row if key.startswith("fraction_of"))
         print(
             f"{work.name}, {work.preset}, B {work.batch_size} T {segment} M {work.memory}, {dtype}: "

@@ -13,6 +13,7 @@ import torch
 import txl
 from txl.config import ModelConfig
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.decoding.sampling import chances
 from txl.errors import UserError
 from txl.generation import Sampling, StopStrings, generate, generate_samples, generate_tokens
 from txl.models import build_model
@@ -54,7 +55,7 @@ def test_greedy_takes_the_likeliest_by_hand(model):
 def test_a_prompt_longer_than_memory_and_segment_equals_reading_it_token_by_token(model, monkeypatch):
     prompt = "abcdefgh. " * 13
     expected = text(model, prompt)
-    monkeypatch.setattr("txl.generation.PROMPT_SEGMENT", 1)
+    monkeypatch.setattr("txl.decoding.engine.PROMPT_SEGMENT", 1)
     assert text(model, prompt) == expected
     # ... and all that lies beyond two layers of window 7 does not count.
     assert text(model, prompt[-14:]) == expected
@@ -88,8 +89,7 @@ def test_dropout_is_off_and_the_mode_is_put_back_even_if_the_caller_stops_early(
 
 def draws(sampling: Sampling, probabilities: list[float], n: int = 2000) -> np.ndarray:
     log_probs = torch.tensor([probabilities]).log()
-    generator = torch.Generator().manual_seed(0)
-    drawn = [int(sampling.draw(log_probs, [generator])) for _ in range(n)]
+    drawn = sampling.draw(log_probs.expand(n, -1), chances(torch.zeros(n, dtype=torch.int64), torch.arange(n))).tolist()
     return np.bincount(drawn, minlength=len(probabilities)) / n
 
 
@@ -174,7 +174,7 @@ def test_several_samples_end_when_all_have_met_a_stop_string(model):
 def test_no_temperature_is_too_low_and_damaged_weights_are_named(model):
     assert text(model, temperature=1e-300) == text(model, temperature=0)
     with pytest.raises(UserError, match="not numbers; its weights are damaged"):
-        Sampling().draw(torch.full((1, 5), torch.nan), [torch.Generator()])
+        Sampling().draw(torch.full((1, 5), torch.nan), torch.zeros(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

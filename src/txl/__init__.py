@@ -14,6 +14,8 @@ from txl.presets import preset, presets
 if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
+    from txl.decoding.engine import DecodeEngine
+    from txl.decoding.sampling import Sampling
     from txl.errors import RunInterrupted, UserError
     from txl.evaluation.cache_tuning import CacheTuning, tune_cache
     from txl.evaluation.effective_context import relative_effective_context_length
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "CacheTuning": "txl.evaluation.cache_tuning",
     "ContinuousCache": "txl.models.cache",
+    "DecodeEngine": "txl.decoding.engine",
     "EvaluationResult": "txl.evaluation.perplexity",
     "LanguageModel": "txl.models.language_model",
     "RunConfig": "txl.config",
     "RunInterrupted": "txl.errors",
+    "Sampling": "txl.decoding.sampling",
     "Trainer": "txl.training.trainer",
     "TransformerXL": "txl.models.transformer_xl",
     "UserError": "txl.errors",
@@ -56,10 +60,12 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheTuning",
     "ContinuousCache",
+    "DecodeEngine",
     "EvaluationResult",
     "LanguageModel",
     "RunConfig",
     "RunInterrupted",
+    "Sampling",
     "Trainer",
     "TransformerXL",
     "UserError",

@@ -5,62 +5,23 @@ Shapes: B samples (lanes), V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.data.vocabulary import Vocabulary
+from txl.decoding.engine import DecodeEngine
+from txl.decoding.sampling import Sampling, chances
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models.language_model import LanguageModel, Limit
+from txl.models.transformer_xl import TransformerXL
 
 PROMPT_SEGMENT = 128
 """Tokens of the prompt read in one step."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn: from the `top_k` likeliest (40 in the paper), cut to the nucleus `top_p`."""
-
-    top_k: int | None = 40
-    top_p: float | None = None
-    temperature: float = 1.0
-    """0 takes the likeliest token always."""
-
-    def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}; expected 1 or more candidates, or none for the whole vocabulary")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; expected a probability above 0 and at most 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
-
-    def draw(self, log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """One token a lane, lane b with the b-th generator: [B,V] -> int64 [B].
-
-        Raises:
-            UserError: if the probabilities are not numbers.
-        """
-        if not log_probs.amax(dim=-1).isfinite().all():
-            raise UserError(
-                "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
-            )
-        if self.temperature == 0:
-            return log_probs.argmax(dim=-1)
-        n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
-        values, candidates = log_probs.topk(n_candidate, dim=-1)  # sorted, the likeliest first
-        # Relative to the likeliest, so that no temperature is too low to divide by.
-        probs = ((values - values[:, :1]).double() / self.temperature).softmax(dim=-1)
-        if self.top_p is not None:
-            # A candidate stays while those before it hold less than top_p; the first one always does.
-            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
-        chosen = [
-            torch.multinomial(lane, 1, generator=generator) for lane, generator in zip(probs, generators, strict=True)
-        ]
-        return candidates.gather(-1, torch.stack(chosen)).squeeze(-1)
 
 
 def generate_tokens(
@@ -75,6 +36,8 @@ def generate_tokens(
     window: Limit = None,
     clamp_len: Limit = None,
     forbidden: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    compile: bool = True,
 ) -> Iterator[Tensor]:
     """Continue a prompt, several times at once: yields `max_tokens` times the next token of each sample, int64 [B].
 
@@ -87,6 +50,7 @@ def generate_tokens(
         seed: None draws a new one each time.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         forbidden: token ids that are never drawn.
+        dtype, compile: as in `DecodeEngine`, by which a Transformer-XL on a CPU is decoded; None for all others.
 
     Raises:
         UserError: for an empty prompt, ids outside of the vocabulary, or counts below 1.
@@ -101,8 +65,32 @@ def generate_tokens(
         raise UserError(f"max_tokens is {max_tokens}; expected 1 or more")
     if samples < 1:
         raise UserError(f"samples is {samples}; expected 1 or more")
-    state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
-    return _continue(model, ids, state, max_tokens, samples, sampling, seed, list(forbidden))
+    lengths: dict[str, Any] = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
+    first_seed = torch.Generator().seed() if seed is None else seed
+    if isinstance(model, TransformerXL) and model.softmax.bias.device.type == "cpu":
+        model.init_state(1, **lengths)  # refuses bad lengths now, not at the first token
+        make = functools.partial(DecodeEngine, model, max_streams=samples, dtype=dtype, compile=compile, **lengths)
+        return _decode(make, ids, max_tokens, first_seed, sampling, forbidden)
+    if dtype is not None:
+        raise UserError(f"dtype is {dtype}; only a Transformer-XL on a CPU is converted for generation")
+    state = model.init_state(1, **lengths)
+    return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, list(forbidden))
+
+
+def _decode(
+    make: Callable[[], DecodeEngine],
+    ids: Tensor,
+    max_tokens: int,
+    first_seed: int,
+    sampling: Sampling,
+    forbidden: Sequence[int],
+) -> Iterator[Tensor]:
+    engine = make()
+    first = engine.join(ids, seed=first_seed, sampling=sampling, forbidden=forbidden)
+    for lane in range(1, engine.max_streams):
+        engine.fork(first, seed=first_seed + lane)
+    for _ in range(max_tokens):
+        yield engine.step()
 
 
 def _continue(
@@ -112,12 +100,11 @@ def _continue(
     max_tokens: int,
     samples: int,
     sampling: Sampling,
-    seed: int | None,
+    first_seed: int,
     forbidden: list[int],
 ) -> Iterator[Tensor]:
     device = next(model.parameters()).device
-    first_seed = torch.Generator().seed() if seed is None else seed
-    generators = [torch.Generator(device).manual_seed((first_seed + lane) % 2**63) for lane in range(samples)]
+    seeds = torch.tensor([(first_seed + lane) % 2**63 for lane in range(samples)], device=device)
     context = getattr(model, "context", None)  # whoever has the methods of the interface need not inherit from it
     with evaluation_mode(model):
         ids = ids.to(device)[None]
@@ -130,7 +117,7 @@ def _continue(
             ids = ids[:, -1:]
         state = state.select(torch.zeros(samples, dtype=torch.int64))
         read = ids.expand(samples, -1)
-    for _ in range(max_tokens):
+    for number in range(max_tokens):
         # Entered anew at each step, so that a caller who stops half-way does not leave the model in evaluation mode.
         with evaluation_mode(model):
             if context is not None:
@@ -141,7 +128,7 @@ def _continue(
                 state = after
             if forbidden:
                 log_probs = log_probs.index_fill(-1, torch.tensor(forbidden, device=device), float("-inf"))
-            token = sampling.draw(log_probs, generators)
+            token = sampling.draw(log_probs, chances(seeds, torch.full_like(seeds, number)))
             # Without memory, all that fits is read anew for every token.
             read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
         yield token.clone()
@@ -161,6 +148,8 @@ def generate(
     mem_len: int | None = None,
     window: Limit = None,
     clamp_len: Limit = None,
+    dtype: torch.dtype | None = None,
+    compile: bool = True,
 ) -> Iterator[str]:
     """Continue a prompt and yield the text piece by piece as it is made, the prompt not among it.
 
@@ -173,6 +162,7 @@ def generate(
         seed: the same seed gives the same text.
         stop: strings at which the text ends; they are not part of it.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
+        dtype, compile: as in `generate_tokens`.
 
     Raises:
         UserError: for an empty prompt, or settings that make no sense.
@@ -187,6 +177,8 @@ def generate(
         window=window,
         clamp_len=clamp_len,
         forbidden=_undrawable(vocabulary),
+        dtype=dtype,
+        compile=compile,
     )
     return _pieces(tokens, vocabulary, prompt, StopStrings(stop))
 
@@ -206,6 +198,8 @@ def generate_samples(
     mem_len: int | None = None,
     window: Limit = None,
     clamp_len: Limit = None,
+    dtype: torch.dtype | None = None,
+    compile: bool = True,
 ) -> list[str]:
     """Several continuations of a prompt, computed together until all have ended; arguments and errors as `generate`."""
     stops = [StopStrings(stop) for _ in range(samples)]
@@ -220,6 +214,8 @@ def generate_samples(
         window=window,
         clamp_len=clamp_len,
         forbidden=_undrawable(vocabulary),
+        dtype=dtype,
+        compile=compile,
     )
     assert vocabulary is not None  # encode_prompt has refused None
     decoders = [vocabulary.decoder(after=prompt) for _ in range(samples)]

@@ -102,6 +102,19 @@ def test_nll_is_the_target_s_entry_of_log_probs_which_sum_to_one(model):
     torch.testing.assert_close(-log_probs.gather(-1, targets[..., None]).squeeze(-1), nll, rtol=0, atol=1e-10)
 
 
+def test_gradients_through_log_probs_are_those_of_nll(model):
+    tokens, targets = stream()
+    log_probs, _ = model.log_probs(tokens, model.init_state(B))
+    nll, _ = model.nll(tokens, targets, model.init_state(B))
+    pairs = zip(
+        torch.autograd.grad(-log_probs.gather(-1, targets[..., None]).sum(), list(model.parameters())),
+        torch.autograd.grad(nll.sum(), list(model.parameters())),
+        strict=True,
+    )
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 def test_training_loss_is_the_mean_and_has_a_gradient_for_every_parameter(model):
     tokens, targets = stream()
     loss, state = model.training_loss(tokens, targets, model.init_state(B))

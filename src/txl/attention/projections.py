@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class StreamBuffers:
         self.written = 0
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
         """Hidden states [B,size,E], keys and values [H,B,size,D] of each layer."""
+        self.compiled: Any = None
+        """What compiled steps know of the model that reads here, and need not look up again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"compiled": None}  # addresses mean nothing elsewhere
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,22 @@ class FrozenSegment:
         """
         added = (hidden, key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3))
         if not self.in_place:
-            old = (self.hidden[layer], self.held.keys[layer], self.held.values[layer])
-            self.buffers.layers.append(tuple(map(self._moved, old, added)))  # pyright: ignore[reportArgumentType]
+            self._reserve(layer, added)
         buffers = self.buffers.layers[layer]
         for buffer, new in zip(buffers, added, strict=True):
             buffer.narrow(-2, self.end - self.n_new, self.n_new).copy_(new)
         keys, values = (each.narrow(2, self.start, self.end - self.start).permute(1, 2, 0, 3) for each in buffers[1:])
         return keys, values
+
+    def reserve(self) -> None:
+        """Have room in every layer for what someone else writes there, at the last position before `end`."""
+        if not self.in_place:
+            for layer, kinds in enumerate(zip(self.hidden, self.held.keys, self.held.values, strict=True)):
+                self._reserve(layer, kinds)
+
+    def _reserve(self, layer: int, like: tuple[Tensor, Tensor, Tensor]) -> None:
+        old = (self.hidden[layer], self.held.keys[layer], self.held.values[layer])
+        self.buffers.layers.append(tuple(map(self._moved, old, like)))  # pyright: ignore[reportArgumentType]
 
     def _moved(self, old: Tensor, new: Tensor) -> Tensor:
         """A buffer of the right size that begins with the memory."""

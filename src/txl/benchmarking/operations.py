@@ -98,14 +98,15 @@ def read_bandwidth(device: str = "cpu") -> float:
 def bytes_read_once(model: Decoder[Any], memory: int) -> int:
     """Bytes that a step without gradients must read at least once, behind `memory` positions in one lane.
 
-    All weights but those of the embedding's rows (its tables count where they are the softmax's too), and of every
-    position its keys, values and W_kR R.
+    Weights, keys and values, and W_kR R of the distances that are told apart; not W_kR, which no step needs any more,
+    nor an embedding table that is not the softmax's too.
     """
-    embedding = sum(each.numel() for name, each in model.named_parameters() if name.startswith("embedding.tables"))
-    head = sum(each.numel() for each in model.embedding.tables) if model.config.tie_embeddings else 0
-    weights = sum(each.numel() for each in model.parameters()) - embedding + head
-    shape = model.config
-    held = 3 * shape.n_layer * memory * shape.n_head * shape.d_head
+    unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
+    weights = sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in unread))
+    shape, state = model.config, model.init_state(1, mem_len=memory)
+    n_key = state.capacity + 1
+    n_distance = n_key if state.clamp_len is None else min(n_key, state.clamp_len + 1)
+    held = shape.n_layer * (2 * n_key + n_distance) * shape.n_head * shape.d_head
     return (weights + held) * model.softmax.bias.element_size()
 
 

@@ -46,6 +46,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token (temperature 0)")
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="keep weights and memory in this precision (CPU only)"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
     add_memory_options(parser)
     add_checkpoint(parser)
     add_device(parser)
@@ -66,6 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+    import torch
+
     keep_freed_memory()
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log tells how to make the text again
@@ -85,12 +91,18 @@ def run(arguments: argparse.Namespace) -> None:
         "stop": arguments.stop,
         **lengths,
     }
+    how = {
+        "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
+        "compile": not arguments.no_compile,
+    }
     if arguments.samples == 1 and not arguments.json:
-        texts = [_stream(prompt, generate(model, vocabulary, prompt, **common))]
+        texts = [_stream(prompt, generate(model, vocabulary, prompt, **common, **how))]
     else:
-        texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common)
+        texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common, **how)
         if arguments.json:
-            print_json({"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, **common})
+            print_json(
+                {"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, "dtype": arguments.dtype, **common}
+            )
         else:
             for number, text in enumerate(texts, start=1):
                 print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from txl.config import ModelConfig
 from txl.errors import UserError
-from txl.models.cross_entropy import at_least_float32, linear_cross_entropy
+from txl.models.cross_entropy import linear_cross_entropy
+from txl.models.linear import linear, logits
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -91,7 +92,7 @@ class AdaptiveEmbedding(nn.Module):
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])
             if len(self.projections) > 0:
-                embedded = F.linear(embedded, self.projections[0])
+                embedded = linear(embedded, self.projections[0])
         else:
             flat = tokens.reshape(-1)
             # A token that no cluster holds shows as NaN, where zeros would give a plausible loss.
@@ -99,9 +100,20 @@ class AdaptiveEmbedding(nn.Module):
             for cluster, (first, end) in enumerate(self.bounds):
                 places = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
                 rows = F.embedding(flat[places] - first, self.tables[cluster])
-                rows = F.linear(rows, self.projections[cluster])
+                rows = linear(rows, self.projections[cluster])
                 embedded = embedded.index_copy(0, places, rows.to(embedded.dtype))
             embedded = embedded.view(*tokens.shape, self.d_model)
+        return embedded if self.scale == 1 else embedded * self.scale
+
+    def of_every_cluster(self, tokens: Tensor) -> Tensor:
+        """The same function, of a few tokens, with shapes that do not depend on which clusters they are of."""
+        if not self.split:
+            return self(tokens)
+        embedded = self.tables[0].new_full((*tokens.shape, self.d_model), math.nan)
+        for cluster, (first, end) in enumerate(self.bounds):
+            rows = F.embedding((tokens - first).clamp(0, end - first - 1), self.tables[cluster])
+            there = ((tokens >= first) & (tokens < end))[..., None]
+            embedded = torch.where(there, F.linear(rows, self.projections[cluster]), embedded)
         return embedded if self.scale == 1 else embedded * self.scale
 
 
@@ -159,17 +171,24 @@ class AdaptiveSoftmax(nn.Module):
     def log_probs(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Log-probabilities over the whole vocabulary: [N,E] -> [N,V]."""
         tables = self._tables(embedding)
-
-        def cluster_log_probs(cluster: int) -> Tensor:
-            logits = F.linear(self._projected(hidden, embedding, cluster), *self._layer(tables, cluster))
-            return at_least_float32(logits).log_softmax(dim=-1)
-
-        head = cluster_log_probs(0)
+        head = self._logits(hidden, embedding, tables, 0)
         shortlist = self.bounds[0][1]
+        if len(self.bounds) > 1:
+            # Beside the shortlist's logits, not below its table: that would copy the table.
+            inner = self._projected(hidden, embedding, 0)
+            clusters = logits(inner, self.cluster_weight, self.cluster_bias)
+            head = torch.cat([head, clusters], dim=-1)
+        head = head.log_softmax(dim=-1)
         parts = [head[:, :shortlist]]
         for tail in range(1, len(self.bounds)):
-            parts.append(head[:, shortlist + tail - 1, None] + cluster_log_probs(tail))
-        return torch.cat(parts, dim=-1)
+            within = self._logits(hidden, embedding, tables, tail).log_softmax(dim=-1)
+            parts.append(within + head[:, shortlist + tail - 1, None])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, tables: list[Tensor], cluster: int) -> Tensor:
+        """Of one cluster's tokens: [N,E] -> [N,V_i]."""
+        first, end = self.bounds[cluster]
+        return logits(self._projected(hidden, embedding, cluster), tables[cluster], self.bias[first:end])
 
     def _tables(self, embedding: AdaptiveEmbedding) -> list[Tensor]:
         """The output's table [V_i, d_i] of every cluster."""
@@ -182,7 +201,7 @@ class AdaptiveSoftmax(nn.Module):
             return hidden
         own = str(cluster) in self.own_projections
         projection = self.own_projections[str(cluster)] if own else embedding.projection(cluster)
-        projected = hidden if projection is None else F.linear(hidden, projection.t())
+        projected = hidden if projection is None else linear(hidden, projection.t())
         return projected if cluster == 0 else self.dropout_tail(projected)
 
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:

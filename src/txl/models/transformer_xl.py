@@ -31,6 +31,7 @@ from txl.models.decoder import Decoder, PositionwiseFeedForward
 from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
 from txl.models.linear import Linear
+from txl.native.steps import read_token
 
 
 class RelativeMultiHeadAttention(nn.Module):
@@ -84,8 +85,8 @@ class RelativeMultiHeadAttention(nn.Module):
             context = self.norm(context)
         query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
         if isinstance(r, SegmentPhases):
-            u, v = self._biases(shared_biases)
-            return self._output(hidden, r.attend(query, key, value, self.r_proj.weight, u, v))
+            u, v = self.biases(shared_biases)
+            return self.merge(hidden, r.attend(query, key, value, self.r_proj.weight, u, v))
         return self._attended(hidden, query, key, value, self.position(r), shared_biases, scope)
 
     def read(
@@ -126,7 +127,7 @@ class RelativeMultiHeadAttention(nn.Module):
         """What `position` computes with."""
         return self.distances if self.learns_distances else self.r_proj.weight
 
-    def _biases(self, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def biases(self, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """u and v, [H,D] each; zeros without terms (c) and (d)."""
         if self.learns_distances:
             zeros = self.distances.new_zeros(self.n_head, self.d_head)
@@ -143,12 +144,12 @@ class RelativeMultiHeadAttention(nn.Module):
         shared_biases: tuple[Tensor, Tensor] | None,
         scope: KeyScope,
     ) -> Tensor:
-        u, v = self._biases(shared_biases)
+        u, v = self.biases(shared_biases)
         attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
-        return self._output(hidden, attended)
+        return self.merge(hidden, attended)
 
-    def _output(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """[B,T,E] and [B,T,H,D] -> [B,T,E]: output projection and residual."""
+    def merge(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What comes after attention: [B,T,E], [B,T,H,D] -> [B,T,E]."""
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -282,6 +283,10 @@ class TransformerXL(Decoder[Memory]):
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
         held = self._projections(hidden, state, n_new)
+        if n_new == 1 and self.attention_name == "shifted":
+            read = read_token(self, hidden, state, held)
+            if read is not None:
+                return read
         segment = FrozenSegment(state.hidden, held, n_new)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope, n_key = state.scope(), state.length + n_new
@@ -290,6 +295,13 @@ class TransformerXL(Decoder[Memory]):
             position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
         return hidden, state.extended_by(segment)
+
+    def position_projections(self, n_distance: int, clamp_len: int | None, like: Tensor) -> tuple[Tensor, ...]:
+        """W_kR R of every layer (or its learned vectors), farthest distance first, in the dtype of `like`: [H,n_distance,D] each."""
+        distances = distances_farthest_first(n_distance, clamp_len, like.device)
+        r = self._encoded(distances, like.dtype)  # not in training, so without dropout
+        attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
+        return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
 
     def _projections(self, hidden: Tensor, state: Memory, n_new: int) -> Projections:
         """Those that the state has, where the weights are still theirs, else new ones; long enough for the segment."""
@@ -306,10 +318,7 @@ class TransformerXL(Decoder[Memory]):
         if n_known < n_key:
             # Not at once for all of a memory that may never fill: twice as many as before.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
-            distances = distances_farthest_first(n_distance, state.clamp_len, hidden.device)
-            r = self._encoded(distances, hidden.dtype)  # not in training, so without dropout
-            positions = tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
-            held = dataclasses.replace(held, positions=positions)
+            held = dataclasses.replace(held, positions=self.position_projections(n_distance, state.clamp_len, hidden))
         return held
 
 

@@ -1,0 +1,285 @@
+"""Many streams of tokens at once, a token of each a step, in constant memory.
+
+    engine = txl.DecodeEngine(model, max_streams=8)
+    first = engine.join(prompt, seed=1)
+    second = engine.join(other_prompt, seed=2)   # at any time; nobody else notices
+    tokens = engine.step()                       # the next token of each, in the order of engine.streams
+    engine.leave(first)
+
+Shapes: B streams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from txl.decoding.sampling import Sampling, chances
+from txl.decoding.slots import Slots
+from txl.decoding.steps import make_step
+from txl.errors import UserError
+from txl.models.language_model import LanguageModel, Limit
+from txl.models.transformer_xl import TransformerXL
+
+PROMPT_SEGMENT = 128
+"""Tokens of a prompt read at once."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One text in the making. `DecodeEngine.join` and `fork` make them."""
+
+    slot: int
+    sampling: Sampling
+    seed: int
+    forbidden: tuple[int, ...]
+    drawn: int = 0
+    """Tokens drawn so far."""
+    waiting: bool = True
+    """Whether there is a token that has not been read yet."""
+
+
+class DecodeEngine:
+    """Decodes with fixed weights: streams join and leave while the others go on.
+
+    A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
+    this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place.
+
+    Args:
+        model: a Transformer-XL.
+        max_streams: streams that there is room for.
+        dtype: what weights, keys and values are kept in; None: the model's own. With another dtype the engine has a
+            copy of the weights, converted once.
+        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: PyTorch, operation by operation.
+            Where it cannot be had one line says so.
+        mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
+
+    Raises:
+        UserError: for another model, or lengths that make no sense.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_streams: int = 1,
+        dtype: torch.dtype | None = None,
+        compile: bool = True,
+        mem_len: int | None = None,
+        window: Limit = None,
+        clamp_len: Limit = None,
+    ):
+        if not isinstance(model, TransformerXL):
+            raise UserError(f"the model is a {type(model).__name__}; the decode engine needs a Transformer-XL")
+        if max_streams < 1:
+            raise UserError(f"max_streams is {max_streams}; expected 1 or more")
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+            raise UserError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float64")
+        own = model.softmax.bias.dtype
+        self.model = model if dtype in (None, own) else copy.deepcopy(model).to(dtype)
+        self._weights = list(self.model.parameters())
+        self._versions = self._version()
+        self._lengths = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
+        self._like = self.model.softmax.bias
+        with self._quiet():
+            state = self.model.init_state(1, **self._lengths)
+            shape = self.model.config
+            self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, self._like)
+            self._step = make_step(self.model, self._slots, state.clamp_len, compile)
+        self.compiled = not self._step.static
+        """Whether steps are the compiled library's."""
+        self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
+        self._streams: list[Stream] = []
+        self._free = list(range(max_streams))
+
+    @property
+    def max_streams(self) -> int:
+        """Streams that there is room for."""
+        return self._next.shape[0]
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Those at work, in the order in which they joined."""
+        return tuple(self._streams)
+
+    def join(
+        self,
+        prompt: Sequence[int] | Tensor,
+        *,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        forbidden: Sequence[int] = (),
+    ) -> Stream:
+        """A new stream that has read all of the prompt but its last token, which is the first to be read by a step.
+
+        Args:
+            prompt: token ids, at least one; may be longer than the memory.
+            seed: the same seed gives the same text.
+            sampling: how tokens are drawn; by default from the 40 likeliest.
+            forbidden: token ids that are never drawn.
+
+        Raises:
+            UserError: if there is no room, or for ids outside of the vocabulary.
+        """
+        ids = self._checked(prompt)
+        stream = self._enter(Stream(-1, sampling or Sampling(), seed % 2**63, tuple(forbidden)))
+        try:
+            with self._quiet():
+                self._fill(stream.slot, ids)
+        except BaseException:
+            self.leave(stream)
+            raise
+        return stream
+
+    def fork(self, stream: Stream, *, seed: int) -> Stream:
+        """A second stream that has read what a stream has read, to go on by another seed.
+
+        Raises:
+            UserError: if there is no room.
+        """
+        self._check_member(stream)
+        twin = self._enter(Stream(-1, stream.sampling, seed % 2**63, stream.forbidden, stream.drawn, stream.waiting))
+        with self._quiet():
+            self._slots.copy(stream.slot, twin.slot)
+            self._next[twin.slot] = self._next[stream.slot]
+        return twin
+
+    def leave(self, stream: Stream) -> None:
+        """End a stream; its place is free."""
+        self._check_member(stream)
+        self._streams.remove(stream)
+        self._free.append(stream.slot)
+
+    def step(self) -> Tensor:
+        """Draw the next token of every stream: int64 [B], in the order of `streams`.
+
+        Raises:
+            UserError: if the weights have changed since the engine was made, or give no numbers.
+        """
+        if not self._streams:
+            return self._next[:0].clone()
+        log_probs = self.advance()
+        tokens = self._draw(log_probs)
+        with self._quiet():
+            self._next[torch.tensor([each.slot for each in self._streams], device=tokens.device)] = tokens
+        for stream in self._streams:
+            stream.drawn += 1
+            stream.waiting = True
+        return tokens.clone()
+
+    def advance(self, streams: Sequence[Stream] | None = None) -> Tensor:
+        """Read the token that each of some streams (by default all) has waiting; `put` says what comes then.
+
+        Returns:
+            Log-probabilities of the following token, [B,V], in the order given.
+
+        Raises:
+            UserError: if a stream has none waiting, or the weights have changed since the engine was made.
+        """
+        chosen = self._streams if streams is None else list(streams)
+        for stream in chosen:
+            self._check_member(stream)
+            if not stream.waiting:
+                raise UserError("a stream has read all its tokens; give it another one with `put`")
+        if len({stream.slot for stream in chosen}) < len(chosen):
+            raise UserError("a stream was given twice; expected each of them once")
+        self._check_weights()
+        with self._quiet():
+            slots = torch.tensor([each.slot for each in chosen], dtype=torch.int64, device=self._next.device)
+            log_probs = self._step(self._next, slots)
+            self._slots.read[slots] += 1
+        for stream in chosen:
+            stream.waiting = False
+        return log_probs
+
+    def put(self, stream: Stream, token: int) -> None:
+        """Say what a stream reads next, after `advance` or in the place of the token drawn last.
+
+        Raises:
+            UserError: for a token outside of the vocabulary.
+        """
+        self._check_member(stream)
+        with self._quiet():
+            self._next[stream.slot] = self._checked([token])[0]
+        stream.waiting = True
+
+    def _draw(self, log_probs: Tensor) -> Tensor:
+        """[B,V] -> int64 [B]; streams that are drawn for in the same way, together."""
+        tokens = torch.zeros(len(self._streams), dtype=torch.int64, device=log_probs.device)
+        groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
+        for row, stream in enumerate(self._streams):
+            groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
+        for (sampling, forbidden), members in groups.items():
+            rows = torch.tensor(members, device=log_probs.device)
+            those = log_probs[rows]
+            if forbidden:
+                those[:, list(forbidden)] = float("-inf")
+            keys = [(self._streams[row].seed, self._streams[row].drawn) for row in members]
+            seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
+            tokens[rows] = sampling.draw(those, chances(seeds, numbers))
+        return tokens
+
+    def _fill(self, slot: int, ids: Tensor) -> None:
+        """Read all of a prompt but its last token into a slot."""
+        state = self.model.init_state(1, **self._lengths)
+        for start in range(0, ids.shape[0] - 1, PROMPT_SEGMENT):
+            part = ids[None, start : min(start + PROMPT_SEGMENT, ids.shape[0] - 1)]
+            _, state = self.model.hidden_states(part, state)
+        self._slots.fill(slot, state, ids.shape[0] - 1)
+        self._next[slot] = ids[-1]
+
+    def _enter(self, stream: Stream) -> Stream:
+        if not self._free:
+            raise UserError(
+                f"all {self.max_streams} places are taken; let a stream leave, or make an engine with more max_streams"
+            )
+        self._check_weights()
+        stream.slot = self._free.pop(0)
+        self._streams.append(stream)
+        return stream
+
+    def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Token ids as a tensor on the model's device."""
+        ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+        if ids.numel() == 0:
+            raise UserError("the prompt is empty; expected at least one token to continue from")
+        last = self.model.vocab_size - 1
+        if int(ids.min()) < 0 or int(ids.max()) > last:
+            raise UserError(f"the prompt has token ids outside of the model's vocabulary, 0 to {last}")
+        return ids.to(self._like.device)
+
+    def _check_member(self, stream: Stream) -> None:
+        if not any(stream is each for each in self._streams):
+            raise UserError("the stream is not one of this engine's, or has left it")
+
+    def _version(self) -> list[tuple[int, int]]:
+        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in self._weights]
+
+    def _check_weights(self) -> None:
+        if self._version() != self._versions:
+            raise UserError("the model's weights have changed since the engine was made; make a new engine")
+
+    def _quiet(self) -> _Quiet:
+        return _Quiet(self.model)
+
+
+class _Quiet:
+    """No gradients and no dropout; like `evaluation_mode`, but free of charge for a model that is evaluated anyway."""
+
+    def __init__(self, model: TransformerXL):
+        self.model, self.training = model, model.training
+        self._inference = torch.inference_mode()
+
+    def __enter__(self) -> None:
+        if self.training:
+            self.model.eval()
+        self._inference.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._inference.__exit__(*exception)  # pyright: ignore[reportArgumentType]
+        if self.training:
+            self.model.train()

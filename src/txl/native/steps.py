@@ -1,0 +1,272 @@
+"""One-token steps by the compiled library: what it is given, and when it can be used.
+
+Shapes: B lanes, E d_model, I and O inputs and outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl.attention.memory import Memory
+from txl.attention.projections import FrozenSegment, Projections
+from txl.native.build import library
+
+MOST_ROWS = 8
+"""Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
+_MOST_D = 512  # MOST_D in decode.cpp
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+_Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
+_Pointers = Any  # an array of pointers
+
+# The order of `Layer` in decode.cpp; below `layers.N.`.
+WEIGHTS = (
+    "attention.q_proj.weight",
+    "attention.k_proj.weight",
+    "attention.v_proj.weight",
+    "attention.o_proj.weight",
+    "feed_forward.inner.weight",
+    "feed_forward.inner.bias",
+    "feed_forward.outer.weight",
+    "feed_forward.outer.bias",
+    "attention.norm.weight",
+    "attention.norm.bias",
+    "feed_forward.norm.weight",
+    "feed_forward.norm.bias",
+)
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, _Count) for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "pre_norm")),
+        ("epsilon", ctypes.c_double),
+        ("layers", _Pointer),
+    ]
+
+
+class Places(ctypes.Structure):
+    """Where the tokens of a step stand; `places_of` makes them."""
+
+    _fields_ = [
+        *((name, _Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
+        *((name, _Pointer) for name in ("lanes", "at", "seen")),
+    ]
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are computed in, with weights of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """`F.linear` of a few rows in the precision of the sums: [N,I], [O,I], [O] -> [N,O].
+
+    None where the library cannot do it, or PyTorch is as fast.
+    """
+    n_out, n_in = weight.shape
+    dtype = weight.dtype
+    if (
+        dtype not in _SUFFIXES
+        or weight.device.type != "cpu"
+        or not 0 < rows.numel() <= MOST_ROWS * n_in
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or rows.dtype not in (dtype, sums_dtype(dtype))
+        or not (weight.is_contiguous() or weight.t().is_contiguous())
+        or (bias is not None and not (bias.is_contiguous() and bias.dtype == dtype))
+    ):
+        return None
+    compiled = library()
+    if compiled is None:
+        return None
+    x = rows.reshape(-1, n_in).to(sums_dtype(dtype)).contiguous()
+    out = x.new_empty(x.shape[0], n_out)
+    getattr(compiled, f"txl_linear_{_SUFFIXES[dtype]}")(
+        _Pointer(weight.data_ptr()),
+        _Pointer(bias.data_ptr() if bias is not None else None),
+        _Count(n_out),
+        _Count(n_in),
+        _Pointer(x.data_ptr()),
+        _Count(x.shape[0]),
+        _Pointer(out.data_ptr()),
+        int(not weight.is_contiguous()),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+class LayerWeights:
+    """A model's layers as the library reads them, where they lie. `layer_weights` makes them."""
+
+    def __init__(self, model: nn.Module, places: list[tuple[dict[str, Any], str, Any]], hooks: list[dict[int, Any]]):
+        config: Any = model.config
+        compiled = library()
+        assert compiled is not None
+        self._places, self._hooks = places, hooks
+        self.tensors: list[Tensor] = [each for _, _, each in places if isinstance(each, Tensor)]
+        self.dtype = self.tensors[0].dtype
+        self._run = getattr(compiled, f"txl_step_{_SUFFIXES[self.dtype]}")
+        self._where = [each.data_ptr() for each in self.tensors]
+        self._addresses = (_Pointer * len(self._where))(*self._where)
+        self._model = _Model(
+            config.n_layer,
+            config.d_model,
+            config.n_head,
+            config.d_head,
+            config.d_inner,
+            int(config.pre_norm),
+            config.layer_norm_eps,
+            ctypes.cast(self._addresses, _Pointer),
+        )
+
+    def current(self) -> bool:
+        """Whether the model still has these modules and parameters, where they were, and nobody listens to them."""
+        return (
+            all(owner.get(name) is each for owner, name, each in self._places)
+            and not any(self._hooks)
+            and [each.data_ptr() for each in self.tensors] == self._where
+        )
+
+    def step(
+        self,
+        hidden: Tensor,
+        caches: _Pointers,
+        places: Places,
+    ) -> None:
+        """h^0 [B,E] becomes h^N, in place, in the precision of the sums; keys and values are written."""
+        self._run(
+            ctypes.byref(self._model),
+            caches,
+            ctypes.byref(places),
+            _Count(hidden.shape[0]),
+            _Pointer(hidden.data_ptr()),
+            torch.get_num_threads(),
+        )
+
+
+def layer_weights(model: nn.Module) -> LayerWeights | None:
+    """The layers of a Transformer-XL for the library; None if they are not what it knows.
+
+    That is: with learned distances, on another device, other modules in the place of the model's own, hooks on them, weights of several dtypes.
+    """
+    config: Any = model.config
+    if config.encoding != "relative":
+        return None
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    modules: list[Any] = []
+    for number, layer in enumerate(model.get_submodule("layers").children()):
+        modules.append(layer)
+        for name in WEIGHTS:
+            *path, last = name.split(".")
+            owner: Any = layer
+            for each in path:
+                below: Any = owner._modules[each]
+                places.append((owner._modules, each, below))
+                modules.append(below)
+                owner = below
+            if type(owner) not in _known():
+                return None
+            places.append((owner._parameters, last, owner._parameters.get(last)))
+        biases: Any = model if not config.untie_r else layer._modules["attention"]
+        places += [(biases._parameters, name, biases._parameters[name]) for name in ("u", "v")]
+        places.append((model.get_submodule("layers")._modules, str(number), layer))
+    tensors = [each for _, _, each in places if isinstance(each, Tensor)]
+    first = tensors[0]
+    alike = all(each.dtype == first.dtype and each.device.type == "cpu" and each.is_contiguous() for each in tensors)
+    if not alike or first.dtype not in _SUFFIXES or config.d_head > _MOST_D:
+        return None
+    if len(tensors) != config.n_layer * (len(WEIGHTS) + 2):
+        return None
+    unique = {id(each): each for each in modules}.values()
+    hooks = [hooks for each in unique for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+    weights = LayerWeights(model, places, hooks)
+    return weights if weights.current() else None
+
+
+def _known() -> tuple[type, ...]:
+    from txl.models.linear import Linear
+
+    return (Linear, nn.LayerNorm)
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
+    addresses = [None if each is None else each.data_ptr() for each in tensors]
+    return (_Pointer * len(addresses))(*addresses)
+
+
+def caches_of(
+    keys: Sequence[Tensor], values: Sequence[Tensor], hidden: Sequence[Tensor] | None, positions: Sequence[Tensor]
+) -> _Pointers:
+    """Each layer's buffers: keys and values [H,B,size,D], entries [B,size,E] if they are kept, W_kR R [H,L,D]."""
+    entries = [None] * len(keys) if hidden is None else hidden
+    return _addresses([each for layer in zip(keys, values, entries, positions, strict=True) for each in layer])
+
+
+def places_of(
+    key: Tensor,
+    hidden: Tensor | None,
+    position: Tensor,
+    clamp_len: int | None,
+    lanes: Tensor,
+    at: Tensor,
+    seen: Tensor,
+) -> Places:
+    """Where a token stands.
+
+    Args:
+        key, hidden, position: buffers of one layer, all of whose layers are alike.
+        clamp_len: distances above this one count as it.
+        lanes: which lanes of the buffers take part; this and the next two int64 [B].
+        at: the place of this token's key in a buffer, where the one before the first place is the last one.
+        seen: keys that it sees, itself among them.
+    """
+    places = Places(
+        key.stride(0),
+        key.stride(1),
+        0 if hidden is None else hidden.stride(0),
+        key.shape[2],
+        position.shape[1],
+        position.shape[1] if clamp_len is None else clamp_len,
+        lanes.data_ptr(),
+        at.data_ptr(),
+        seen.data_ptr(),
+    )
+    places.indices = (lanes, at, seen)  # alive as long as their addresses are
+    return places
+
+
+def read_token(model: nn.Module, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory] | None:
+    """h^N and the next memory of one token a lane, h^0 [B,1,E]; None where PyTorch has to do it."""
+    if (
+        hidden.shape[:2].numel() > MOST_ROWS
+        or hidden.shape[1] != 1
+        or hidden.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+        or library() is None
+    ):
+        return None
+    weights = held.buffers and held.buffers.compiled
+    if weights is None or not weights.current():
+        weights = layer_weights(model)
+    kept = (hidden, state.hidden[0], held.keys[0], held.positions[0])
+    if weights is None or any(each.dtype != weights.dtype for each in kept):
+        return None
+    segment = FrozenSegment(state.hidden, held, 1)
+    segment.reserve()
+    segment.buffers.compiled = weights
+    n_lane, entries, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
+    filled = state.filled or (state.length,) * n_lane
+    window = state.length + 1 if state.window is None else state.window
+    at = torch.full((n_lane,), segment.end - 1)
+    seen = torch.tensor([min(count + 1, window) for count in filled])
+    through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
+    weights.step(
+        through,
+        caches_of(keys, values, entries, held.positions),
+        places_of(keys[0], entries[0], held.positions[0], state.clamp_len, torch.arange(n_lane), at, seen),
+    )
+    return through.to(hidden.dtype)[:, None], state.extended_by(segment)

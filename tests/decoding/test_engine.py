@@ -1,0 +1,253 @@
+"""The decode engine: the model's own numbers, and streams that do not disturb one another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_contract import VARIANTS, V, lively
+from torch import Tensor
+
+import txl
+from txl.decoding.engine import DecodeEngine
+from txl.decoding.sampling import Sampling, chances
+from txl.errors import UserError
+from txl.models.transformer_xl import TransformerXL
+from txl.native.build import why_not
+
+LENGTHS = [
+    pytest.param({"mem_len": 40}, id="memory-of-everything"),
+    pytest.param({"mem_len": 6, "window": 7}, id="window"),
+    pytest.param({"mem_len": 9, "window": 6, "clamp_len": 2}, id="narrower-window-and-clamp"),
+    pytest.param({"mem_len": 5, "window": "none"}, id="short-memory"),
+    pytest.param({"mem_len": 0, "window": 1}, id="only-itself"),
+]
+needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+STEPS = [pytest.param(False, id="pytorch"), pytest.param(True, id="compiled", marks=needs_compiler)]
+
+
+def by_the_model(model: TransformerXL, ids: Tensor, **lengths) -> Tensor:
+    """Log-probabilities after each token, through hidden states: with gradients, no compiled code takes part."""
+    state, parts = model.init_state(1, **lengths), []
+    for token in ids:
+        part, state = model.log_probs(token.view(1, 1), state)
+        parts.append(part[0, 0].detach())
+    return torch.stack(parts)
+
+
+def random_tokens(n: int, seed: int) -> Tensor:
+    return torch.randint(V, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("compile", STEPS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token_the_model_s_own_probabilities(variant, lengths, compile, dtype, tolerance):
+    model = lively(VARIANTS[variant], dtype)
+    # Without a window, memory that is too short makes a prompt depend on its segments: that one fits into it.
+    long_prompt = 4 if lengths.get("window") == "none" else 13
+    texts = {long_prompt: random_tokens(32, 1), 1: random_tokens(20, 2)}
+    engine = DecodeEngine(model, max_streams=3, compile=compile, **lengths)
+    assert engine.compiled is (compile and VARIANTS[variant].attention != "reference")
+    streams = {engine.join(ids[:prompt]): (ids, prompt) for prompt, ids in texts.items()}
+    found: list[list[Tensor]] = [[], []]
+    for step in range(19):
+        for row, log_probs in enumerate(engine.advance()):
+            found[row].append(log_probs)
+        for stream, (ids, prompt) in streams.items():
+            engine.put(stream, int(ids[prompt + step]))
+    for rows, (ids, prompt) in zip(found, streams.values(), strict=True):
+        expected = by_the_model(model, ids, **lengths)[prompt - 1 : prompt + 18]
+        torch.testing.assert_close(torch.stack(rows), expected, rtol=0, atol=tolerance)
+
+
+def drawn(engine: DecodeEngine, stream, n: int) -> list[int]:
+    return [int(engine.step()[engine.streams.index(stream)]) for _ in range(n)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compile", STEPS)
+@pytest.mark.parametrize("variant", ["post-norm", "adaptive, narrower clusters"])
+def test_the_same_text_alone_and_among_streams_that_come_and_go(variant, compile, dtype):
+    model = lively(VARIANTS[variant], torch.float32)
+    prompt = random_tokens(30, 3)
+
+    def engine(max_streams):
+        return DecodeEngine(model, max_streams=max_streams, dtype=dtype, compile=compile, mem_len=6, window=7)
+
+    alone = engine(4)
+    expected = drawn(alone, alone.join(prompt, seed=11), 60)
+
+    together = engine(4)
+    other = together.join(random_tokens(9, 4), seed=5)
+    together.step()
+    stream = together.join(prompt, seed=11)
+    found = drawn(together, stream, 20)
+    third = together.join(random_tokens(50, 5), seed=11, sampling=Sampling(3, 0.9, 0.7), forbidden=[1])
+    found += drawn(together, stream, 10)
+    together.leave(other)
+    found += drawn(together, stream, 10)
+    together.join(random_tokens(2, 6), seed=6)
+    together.leave(third)
+    found += drawn(together, stream, 20)
+    assert found == expected
+    assert len(set(expected)) > 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", ["post-norm", "adaptive, narrower clusters"])
+def test_compiled_probabilities_are_the_same_to_the_last_bit_in_any_company(variant):
+    model = lively(VARIANTS[variant], torch.float32)
+    texts = [random_tokens(12, seed) for seed in range(11)]
+
+    def read(chosen):
+        engine = DecodeEngine(model, max_streams=len(chosen), mem_len=6, window=7)
+        streams = [engine.join(texts[number][:7]) for number in chosen]
+        parts = []
+        for step in range(7, 12):
+            parts.append(engine.advance())
+            for stream, number in zip(streams, chosen, strict=True):
+                engine.put(stream, int(texts[number][step]))
+        return torch.stack(parts)
+
+    whole = read(range(11))  # more than the library takes at once
+    for number in (0, 4, 10):
+        assert torch.equal(read([number])[:, 0], whole[:, number])
+
+
+@pytest.mark.parametrize("compile", STEPS)
+def test_a_fork_goes_on_like_a_stream_that_joined_by_itself(compile):
+    model = lively(VARIANTS["post-norm"], torch.float64)
+    prompt = random_tokens(20, 7)
+    engine = DecodeEngine(model, max_streams=2, compile=compile, mem_len=6, window=7)
+    first = engine.join(prompt, seed=1)
+    second = engine.fork(first, seed=2)
+    both = torch.stack([engine.step() for _ in range(25)])
+    for row, seed in ((0, 1), (1, 2)):
+        other = DecodeEngine(model, max_streams=2, compile=compile, mem_len=6, window=7)
+        assert drawn(other, other.join(prompt, seed=seed), 25) == both[:, row].tolist()
+    assert second in engine.streams
+
+
+@pytest.mark.parametrize("compile", STEPS)
+def test_bfloat16_weights_within_their_rounding(compile):
+    model = lively(VARIANTS["untied biases"], torch.float32)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    engine = DecodeEngine(model, dtype=torch.bfloat16, compile=compile, mem_len=20)
+    ids = random_tokens(20, 8)
+    stream = engine.join(ids[:10])
+    expected = by_the_model(model, ids, mem_len=20)
+    for step in range(10, 20):
+        torch.testing.assert_close(engine.advance()[0].float(), expected[step - 1], rtol=0, atol=0.1)
+        engine.put(stream, int(ids[step]))
+    assert model.softmax.bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compile", STEPS)
+def test_a_long_stream_takes_no_more_memory_and_does_not_drift(compile):
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    engine = DecodeEngine(model, compile=compile, mem_len=6, window=7)
+    stream = engine.join([1], seed=3)
+    places = [each.data_ptr() for each in (*engine._slots.keys, *engine._slots.values)]
+    text = drawn(engine, stream, 4000 if compile else 1500)
+    assert places == [each.data_ptr() for each in (*engine._slots.keys, *engine._slots.values)]
+    # All that can matter are three layers of window 7.
+    expected = by_the_model(model, torch.tensor(text[-30:]), mem_len=6, window=7)[-1]
+    torch.testing.assert_close(engine.advance()[0], expected, rtol=0, atol=1e-5)
+
+
+def test_chances_are_uniform_and_differ_by_seed_and_number():
+    numbers = torch.arange(20_000)
+    by_number, by_seed = chances(torch.full_like(numbers, 7), numbers), chances(numbers, torch.full_like(numbers, 7))
+    for found in (by_number, by_seed):
+        assert found.min() >= 0
+        assert found.max() < 1
+        counts = torch.histc(found, bins=20, min=0, max=1)
+        assert ((counts - 1000).square().sum() / 1000) < 45  # chi-squared, 19 degrees of freedom: 1 in 1,000
+        assert len(found.unique()) == 20_000
+    assert torch.corrcoef(torch.stack([by_number, by_seed]))[0, 1].abs() < 0.03
+    # The reference implementation's first number for seed 1234567, of Sebastiano Vigna's splitmix64.c.
+    from txl.decoding.sampling import _mixed
+
+    assert int(_mixed(torch.tensor(1234567))) % 2**64 == 6457827717110365317
+
+
+def test_a_model_in_training_is_read_without_dropout_and_stays_in_training():
+    model = lively(VARIANTS["post-norm"], torch.float32).train()
+    engine = DecodeEngine(model, mem_len=6, window=7)
+    text = drawn(engine, engine.join([1, 2], seed=1), 20)
+    assert model.training
+    other = DecodeEngine(model.eval(), mem_len=6, window=7)
+    assert drawn(other, other.join([1, 2], seed=1), 20) == text
+
+
+def test_what_the_documentation_shows(trained):
+    text = (Path(__file__).parents[2] / "docs/decoding.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(block.replace("runs/demo", str(trained)).replace("range(100)", "range(3)"), names)
+    assert names["tokens"].shape == (2,)
+    assert names["engine"].streams == (names["b"], names["c"])
+
+
+def test_mistakes_are_named_in_one_line():
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    with pytest.raises(UserError, match="max_streams is 0; expected 1 or more"):
+        DecodeEngine(model, max_streams=0)
+    with pytest.raises(UserError, match="dtype is torch.int8; expected"):
+        DecodeEngine(model, dtype=torch.int8)
+    with pytest.raises(UserError, match="window 9 needs"):
+        DecodeEngine(model, mem_len=3, window=9)
+    shape = txl.preset("al-rfou-12L").model if "al-rfou-12L" in txl.presets() else None
+    if shape is not None:
+        with torch.device("meta"):
+            vanilla = txl.build_model(shape, 5)
+        with pytest.raises(UserError, match="needs a Transformer-XL"):
+            DecodeEngine(vanilla)
+    engine = DecodeEngine(model)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        engine.join([])
+    with pytest.raises(UserError, match="outside of the model's vocabulary, 0 to 16"):
+        engine.join([17])
+    stream = engine.join([1])
+    with pytest.raises(UserError, match="all 1 places are taken"):
+        engine.join([1])
+    with pytest.raises(UserError, match="expected each of them once"):
+        engine.advance([stream, stream])
+    engine.advance()
+    with pytest.raises(UserError, match="has read all its tokens"):
+        engine.advance()
+    engine.leave(stream)
+    with pytest.raises(UserError, match="has left it"):
+        engine.leave(stream)
+    assert engine.step().shape == (0,)
+
+
+def test_a_change_of_the_weights_is_refused_and_a_converted_copy_does_not_mind():
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    engine, copied = DecodeEngine(model), DecodeEngine(model, dtype=torch.float64)
+    for each in (engine, copied):
+        each.join([1, 2])
+    with torch.no_grad():
+        model.softmax.bias.add_(1)
+    with pytest.raises(UserError, match="weights have changed"):
+        engine.step()
+    copied.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_graph_gives_the_model_s_own_probabilities():
+    model = lively(VARIANTS["adaptive, narrower clusters"], torch.float32).cuda()
+    ids = random_tokens(30, 9)
+    engine = DecodeEngine(model, max_streams=2, mem_len=6, window=7)
+    stream = engine.join(ids[:10])
+    expected = by_the_model(model, ids.cuda(), mem_len=6, window=7)
+    for step in range(10, 30):
+        torch.testing.assert_close(engine.advance()[0], expected[step - 1], rtol=0, atol=1e-4)
+        engine.put(stream, int(ids[step]))

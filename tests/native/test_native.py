@@ -1,0 +1,203 @@
+"""Compiled steps: the same numbers as PyTorch's, whoever owns the weights, and PyTorch's where there is no compiler."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.models.test_contract import VARIANTS, B, lively, stream
+
+from txl.models.transformer_xl import TransformerXL
+from txl.native import build
+from txl.native.build import compiled_steps, why_not
+from txl.native.steps import LayerWeights, few_rows
+
+needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+
+
+def read(model: TransformerXL, tokens, state):
+    parts = []
+    for token in tokens.split(1, dim=1):
+        part, state = model.log_probs(token, state)
+        parts.append(part)
+    return torch.cat(parts, dim=1), state
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_of_a_few_rows(dtype, rows, bias, transposed):
+    # Narrower than a vector, one, several, and odd numbers beyond.
+    for n_in in (1, 5, 16, 31, 32, 33, 67, 410):
+        for n_out in (1, 7, 8, 64, 131):
+            shape = (n_in, n_out) if transposed else (n_out, n_in)
+            weight, x = torch.randn(shape).to(dtype), torch.randn(rows, n_in).to(dtype)
+            weight = weight.t() if transposed else weight
+            offset = torch.randn(n_out).to(dtype) if bias else None
+            with torch.no_grad():
+                found = few_rows(x, weight, offset)
+            expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+            assert found is not None
+            assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            tolerance = 1e-13 if dtype == torch.float64 else 2e-6
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * n_in)
+
+
+@needs_compiler
+def test_what_it_does_not_know_is_pytorch_s():
+    weight, row = torch.randn(4, 3), torch.randn(1, 3)
+    assert few_rows(row, weight, None) is None  # gradients
+    with torch.no_grad():
+        assert few_rows(row, weight, None) is not None
+        assert few_rows(torch.randn(100, 3), weight, None) is None
+        assert few_rows(row.half(), weight.half(), None) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert few_rows(row, weight, None) is None
+        with compiled_steps(False):
+            assert few_rows(row, weight, None) is None
+
+
+def compiled_calls(monkeypatch) -> list[int]:
+    calls = []
+    real = LayerWeights.step
+    monkeypatch.setattr(LayerWeights, "step", lambda self, *given: (calls.append(1), real(self, *given))[1])
+    return calls
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "reference" not in name])
+@pytest.mark.parametrize("lengths", [{"mem_len": 7}, {"mem_len": 9, "window": 6, "clamp_len": 2}, {"mem_len": 0}])
+def test_log_probs_of_one_token_a_lane(variant, lengths, dtype, tolerance, monkeypatch):
+    model = lively(VARIANTS[variant], dtype)
+    tokens = torch.cat([stream(seed=seed)[0] for seed in range(4)], dim=1)
+    expected, _ = read(model, tokens, model.init_state(B, **lengths))
+    calls = compiled_calls(monkeypatch)
+    with torch.no_grad():
+        found, state = read(model, tokens, model.init_state(B, **lengths))
+    assert len(calls) == tokens.shape[1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    # What it wrote is a memory like any other.
+    more, _ = model.log_probs(tokens[:, :5], state)
+    again, _ = model.log_probs(tokens[:, :5], read(model, tokens, model.init_state(B, **lengths))[1])
+    torch.testing.assert_close(more, again, rtol=0, atol=tolerance)
+
+
+@needs_compiler
+def test_lanes_of_different_lengths():
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+
+    def through(state):
+        _, state = read(model, tokens[:, :6], state)
+        return read(model, tokens[:, 6:], state.reset(torch.tensor([False, True, False])))[0]
+
+    expected = through(model.init_state(B))
+    with torch.no_grad():
+        torch.testing.assert_close(through(model.init_state(B)), expected, rtol=0, atol=1e-10)
+
+
+@needs_compiler
+def test_many_keys_in_chunks_and_any_number_of_threads():
+    model = lively(VARIANTS["post-norm"])
+    tokens = torch.randint(17, (1, 601))
+    outputs = []
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            with torch.no_grad():
+                _, state = model.log_probs(tokens[:, :-1], model.init_state(1, mem_len=700))
+                outputs.append(model.log_probs(tokens[:, -1:], state)[0])
+        finally:
+            torch.set_num_threads(before)
+    expected = model.log_probs(tokens, model.init_state(1, mem_len=700))[0][:, -1:]
+    torch.testing.assert_close(outputs[0], expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["hook", "another module", "another parameter", "in place", "to"])
+def test_changes_of_the_model_in_the_middle_of_a_stream_are_noticed(change):
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+    with torch.no_grad():
+        _, state = read(model, tokens[:, :9], model.init_state(B))
+        inner: Any = model.get_submodule("layers.1.feed_forward.inner")
+        if change == "hook":
+            inner.register_forward_hook(lambda module, given, output: output * 2)
+        elif change == "another module":
+            model.get_submodule("layers.1.feed_forward").inner = torch.nn.Linear(10, 13).double()
+        elif change == "another parameter":
+            inner.weight = torch.nn.Parameter(torch.randn(13, 10, dtype=torch.float64))
+        elif change == "in place":
+            inner.weight.mul_(2)
+        else:
+            model.float()
+            state = state.from_tensors(
+                {name: each.float() if each.is_floating_point() else each for name, each in state.to_tensors().items()}
+            )
+        found, _ = read(model, tokens[:, 9:], state)
+        with compiled_steps(False):
+            expected, _ = read(model, tokens[:, 9:], state)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if change == "to" else 1e-10)
+
+
+@needs_compiler
+def test_states_and_models_that_were_read_by_it_can_be_copied():
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+    with torch.no_grad():
+        _, state = read(model, tokens[:, :9], model.init_state(B))
+        expected, _ = read(model, tokens[:, 9:], state)
+        for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            found, _ = read(copy.deepcopy(model), tokens[:, 9:], other)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@needs_compiler
+def test_weights_that_are_not_numbers_stay_so():
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    model.get_parameter("layers.0.attention.k_proj.weight").data[3, 2] = torch.nan
+    with torch.no_grad():
+        found, _ = read(model, stream()[0], model.init_state(B))
+    assert found.isnan().all()
+
+
+def test_without_a_compiler_one_line_says_so_and_pytorch_computes(monkeypatch, tmp_path, caplog):
+    model = lively(VARIANTS["post-norm"])
+    tokens = stream()[0]
+    expected, _ = read(model, tokens, model.init_state(B))
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING), torch.no_grad():
+            found, _ = read(model, tokens, model.init_state(B))
+            assert why_not() == "no C++ compiler found (c++, g++, clang++)" or "CXX" in build.os.environ
+    finally:
+        build._load.cache_clear()
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "one-token steps run in PyTorch, without compiled code"
+    ]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'decode.cpp:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._load.cache_clear()
+    try:
+        assert "error: no such thing" in (why_not() or "")
+    finally:
+        build._load.cache_clear()
+    assert not list((tmp_path / "transformer-xl" / "native").iterdir())
