@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import txl
-from txl.commands import bench, data, demo, evaluate, export, generate, import_, presets, recl, report, train
-from txl.errors import RunInterrupted, UserError
+from txl.commands import bench, data, demo, evaluate, export, generate, import_, presets, recl, report, reproduce, train
+from txl.errors import CommandFailed, RunInterrupted, UserError
 
-COMMANDS = (presets, data, train, evaluate, recl, generate, report, import_, export, bench, demo)
+COMMANDS = (presets, data, train, evaluate, recl, reproduce, generate, report, import_, export, bench, demo)
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunInterrupted as stop:
         print(f"txl: {stop}", file=sys.stderr)
         return stop.exit_code
+    except CommandFailed as failure:
+        print(f"txl: {' '.join(str(failure).split())}", file=sys.stderr)
+        return 1
     except UserError as error:
         return _refuse(str(error))
     except BrokenPipeError:

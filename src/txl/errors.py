@@ -15,3 +15,7 @@ class RunInterrupted(Exception):
         super().__init__(message)
         self.exit_code = exit_code
         """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+
+
+class CommandFailed(Exception):
+    """A command went to its end without all that it was to do; the command line prints the line and exits with 1."""
