@@ -29,20 +29,20 @@ FIGURE5 = _figure(
     "Figure 5: average attention of every head",
     "Average attention over the previous tokens, where each row corresponds to an attention head and each column "
     "corresponds to a relative location.",
-    *("attention", "{run}", "--split", "valid", "--out", "{out}"),
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
 )
 FIGURE6 = _figure(
     "figure6",
     "Figure 6: three heads with a wide attention range",
     "Each row corresponds to a target token and each column to a context token. Tokens in the memory that have top 20% "
     "attention values are marked.",
-    *("attention", "{run}", "--split", "valid", "--out", "{out}"),
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
 )
 FIGURE7 = _figure(
     "figure7",
     "Figure 7: the terms of attention apart",
     "Visualization of the terms (a), (b) and (d) of the attention score, each softmaxed.",
-    *("attention", "{run}", "--split", "valid", "--out", "{out}"),
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
 )
 SAMPLES = _figure(
     "samples",

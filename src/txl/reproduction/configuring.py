@@ -42,7 +42,7 @@ class NotTrained(Exception):
 def unknown_to_this_version(row: Row) -> str | None:
     """The first field or value of a row's overrides that this version does not know; None if it knows all."""
     try:
-        with_options(RunConfig(), row.options(segment=1, longest=1))
+        with_options(RunConfig(), row.options(segment=2, longest=2))
     except UserError as error:
         return str(error).partition(";")[0]
     return None

@@ -40,8 +40,8 @@ class Row:
     """The paper's figures by column, as printed."""
     overrides: dict[str, str] | None = None
     """Fields of the configuration that make the scale's model this one, as on the command line, but that {segment}
-    stands for the training segment and {longest} for the longest context that is evaluated. None: a published result
-    that this project does not train."""
+    stands for the training segment, {reach} for the largest distance within it, and {longest} for the longest context
+    that is evaluated. None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
@@ -64,7 +64,8 @@ class Row:
     def options(self, segment: int, longest: int) -> dict[str, str]:
         """The overrides as options, with their lengths filled in."""
         values = self.overrides or {}
-        return {name: value.format(segment=segment, longest=longest) for name, value in values.items()}
+        lengths = {"segment": segment, "reach": segment - 1, "longest": longest}
+        return {name: value.format(**lengths) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Definition:
     separate_sentences: bool = False
     """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
     command: tuple[str, ...] = ()
-    """Kind "command": the words after `txl`; {run} and {out} are filled in."""
+    """Kind "command": the words after `txl`; {run}, {out} and {tokens}, of a split, are filled in."""
     notes: tuple[str, ...] = ()
 
     @property

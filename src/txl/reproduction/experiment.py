@@ -3,6 +3,7 @@
     experiment.json              what this folder holds; another scale or corpus is refused
     runs/ROW-seedN/              run directories, as `txl train` writes them
     results/ROW-seedN.json       what was measured of each
+    made/                        what commands made of them (Figures 5 to 7, samples)
     NAME.html  NAME.json         the page, and everything on it
 
 What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
@@ -78,11 +79,14 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
-        self._claim_folder()
+        is_new = self._check_folder()
         if self.definition.kind == "speed":
+            self._claim_folder(is_new)
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
-        data, corpus = self._corpus()
+        corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
+        self._claim_folder(is_new)  # only now: a corpus that cannot be opened leaves nothing behind
+        data, corpus = self._trained_on(corpus)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus))
 
@@ -116,6 +120,7 @@ class Experiment:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
+            stored = _read(path)  # the same values as when it is found there
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
@@ -140,11 +145,13 @@ class Experiment:
         self._say(f"$ txl {shlex.join(words)}")
         arguments = build_parser().parse_args(words)
         arguments.run(arguments)
-        return {"command": words}
+        made = self.out / "made" / self.definition.name / f"seed{seed}"
+        files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
+        return {"command": words, "files": files}
 
     def _words(self, directory: Path, seed: int) -> list[str]:
-        made = self.out / self.definition.name / f"seed{seed}"
-        words = [word.format(run=directory, out=made) for word in self.definition.command]
+        made = self.out / "made" / self.definition.name / f"seed{seed}"
+        words = command_words(self.definition, self.scale, str(directory), str(made))
         return words if self.data_dir is None else [*words, "--data-dir", self.data_dir]
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
@@ -159,40 +166,53 @@ class Experiment:
             return RowResult(row, "failed", str(error))
         return RowResult(row, "done", config=run.to_dict())
 
-    def _corpus(self) -> tuple[DataConfig, Corpus]:
-        corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
+    def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
+        """The corpus, or its sentences in random order where the table is about such a corpus."""
         if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
             return self.data, corpus
         folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
         data = DataConfig(corpus=str(folder), unit=self.data.unit, max_words=self.data.max_words)
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
-    def _claim_folder(self) -> None:
-        """Make the folder this experiment's.
-
-        Raises:
-            UserError: if it is another's.
-        """
-        path = self.out / "experiment.json"
-        mine = {
+    @property
+    def _record(self) -> dict[str, Any]:
+        """What the folder must be about."""
+        return {
             "experiment": self.definition.experiment_name,
             "scale": self.scale.to_dict(),
             "data": RunConfig(data=self.data).to_dict()["data"],
         }
-        there = _read(path)
+
+    def _check_folder(self) -> bool:
+        """Whether the folder is new.
+
+        Raises:
+            UserError: if it is something else's.
+        """
+        there = _read(self.out / "experiment.json")
         if there is None:
-            if self.out.is_dir() and any(self.out.iterdir()):
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
                 raise UserError(f"--out {self.out}: not empty and not a reproduction; give another directory")
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(mine, indent=1) + "\n")
-            return
-        changed = _changes(there, mine)
+            return True
+        changed = _changes(there, self._record)
         if changed:
             raise UserError(f"--out {self.out} holds another reproduction: {', '.join(changed)}; give another --out")
+        return False
+
+    def _claim_folder(self, is_new: bool) -> None:
+        if is_new:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_whole(self.out / "experiment.json", json.dumps(self._record, indent=1) + "\n")
 
     def _say(self, text: str) -> None:
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
+
+
+def command_words(definition: Definition, scale: Scale, run: str, out: str) -> list[str]:
+    """The command of a definition of kind "command", as a user would type it after `txl`."""
+    tokens = "all" if scale.eval_tokens is None else str(scale.eval_tokens)
+    return [word.format(run=run, out=out, tokens=tokens) for word in definition.command]
 
 
 def require_command(words: list[str]) -> None:
@@ -222,7 +242,7 @@ def _read(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None

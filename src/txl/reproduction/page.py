@@ -5,12 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.wording import duration_text, short_name
+from txl.reproduction.definition import Row
+from txl.reproduction.experiment import RowResult
 from txl.reproduction.figures import gains_figure, length_figure, quality_figure, speed_figure
 from txl.reproduction.outcome import Outcome, cells, headings
 from txl.reproduction.text import seeds_text
+
+_COLUMNS = 6
+"""Of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
 def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumstances: dict[str, Any]) -> str:
@@ -28,6 +34,7 @@ def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumst
         _claims(outcome),
         _comparison(outcome),
         *_figures(outcome),
+        _made(outcome),
         _budget(outcome),
         _circumstances(outcome, command, circumstances),
     ]
@@ -64,35 +71,51 @@ def _claims(outcome: Outcome) -> str:
 
 def _comparison(outcome: Outcome) -> str:
     definition = outcome.definition
-    paper, ours = definition.columns, headings(outcome)
-    rows = [
-        [
-            result.row.name if result.row.name != "-" else "",
-            *(result.row.paper.get(column, "-") for column in paper),
-            *cells(outcome, result),
-            result.row.key,
-        ]
-        for result in outcome.rows
-    ]
-    numbers = range(len(paper) + 1, len(paper) + len(ours))
-    trained = [at for at, result in enumerate(outcome.rows) if result.by_seed]
-    heads = (
-        "model",
-        *(f"{column}, paper" for column in paper),
-        *(f"{head}, here" for head in ours[:-1]),
-        "status",
-        "row",
-    )
+    wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
     missing = [each for each in outcome.rows if each.status in ("not in this version", "not at this scale")]
     return section(
         "The paper’s numbers and ours",
         note(definition.caption, "lead"),
-        table(
-            f"Here: mean ± standard deviation over {seeds_text(outcome.seeds)}", heads, rows, numbers, strong=trained
-        ),
+        *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
         *(note(text) for text in definition.notes),
         *(note(f"{each.row.key}, {each.status}: {each.reason}.") for each in missing),
     )
+
+
+def _side_by_side(outcome: Outcome) -> str:
+    columns, ours = outcome.definition.columns, headings(outcome)
+    rows = [
+        [_name(result.row), *(result.row.paper.get(column, "-") for column in columns), *cells(outcome, result)]
+        for result in outcome.rows
+    ]
+    heads = ["model", *(f"paper’s {column}" for column in columns), *ours[:-1], ""]
+    return table(_caption(outcome), heads, rows, range(1, len(heads) - 1), _trained(outcome, outcome.rows))
+
+
+def _paper(outcome: Outcome) -> str:
+    columns = outcome.definition.columns
+    rows = [[_name(each.row), *(each.row.paper.get(column, "-") for column in columns)] for each in outcome.rows]
+    numbers = [at for at, column in enumerate(columns, 1) if column not in ("Recurrence", "Encoding", "Loss")]
+    return table(f"The paper: {outcome.definition.metric}", ("model", *columns), rows, numbers)
+
+
+def _ours(outcome: Outcome) -> str:
+    shown = [result for result in outcome.rows if result.row.trained]
+    rows = [[_name(result.row), *cells(outcome, result)] for result in shown]
+    heads = ["model", *headings(outcome)[:-1], ""]
+    return table(_caption(outcome), heads, rows, range(1, len(heads) - 1), _trained(outcome, shown))
+
+
+def _name(row: Row) -> str:
+    return row.name if row.name not in ("", "-") else row.key
+
+
+def _caption(outcome: Outcome) -> str:
+    return f"Here: mean ± standard deviation over {seeds_text(outcome.seeds)}"
+
+
+def _trained(outcome: Outcome, shown: Sequence[RowResult]) -> list[int]:
+    return [at for at, result in enumerate(shown) if result.by_seed]
 
 
 def _figures(outcome: Outcome) -> list[str]:
@@ -132,6 +155,17 @@ def _context_figures(outcome: Outcome) -> list[str]:
 
 def _figure(heading: str, drawn: Any, caption: str) -> str:
     return section(heading, figure(drawn, caption))
+
+
+def _made(outcome: Outcome) -> str:
+    """What a command has made, as links to the files beside the page."""
+    links = [
+        f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
+        for result in outcome.rows
+        for each in result.by_seed.values()
+        for name in each.get("files", ())
+    ]
+    return section("What was made", f"<ul>{''.join(links)}</ul>") if links else ""
 
 
 def _budget(outcome: Outcome) -> str:

@@ -11,7 +11,7 @@ from txl.errors import UserError
 from txl.presets import find_preset
 from txl.reproduction.configuring import NotTrained, configure, count_parameters
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.experiment import require_command
+from txl.reproduction.experiment import command_words, require_command
 from txl.reproduction.scales import Scale
 from txl.reproduction.speed import speed_length
 
@@ -52,7 +52,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
         size = find_preset(row.preset).vocab_size if row.preset is not None else 1
     try:
         if definition.kind == "command":
-            require_command([word.format(run="run", out="out") for word in definition.command])
+            require_command(command_words(definition, scale, "run", "out"))
         run = configure(definition, row, scale, data, size)
     except NotTrained as why:
         return PlannedRow(row.key, row.name, why.status, str(why))
