@@ -70,11 +70,11 @@ def test_every_row_is_valid_or_flagged(definition, row, scale):
         assert row.preset in presets()
         return
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
-    size = presets()[row.preset].vocab_size if scale.is_published and row.preset else 10_000
+    size = presets()[row.preset].vocab_size if scale.is_published and row.preset in presets() else 10_000
     reason = unknown_to_this_version(row)
     flagged = {
         "published only": not row.trained,
-        "not in this version": reason is not None,
+        "not in this version": reason is not None or (scale.is_published and row.preset not in presets()),
         "not at this scale": scale.is_published and row.preset is None,
     }
     if any(flagged.values()):

@@ -159,18 +159,32 @@ TABLE8 = Definition(
     rows=(
         _context("xl-151M", "Transformer-XL 151M", "900 800 700", {}, _FIRST, shape=_STANDARD, preset="wt103-base"),
         _context(
-            "qrnn", "QRNN", "500 400 300", QRNN, _FIRST, shape=_STANDARD, fit=("model.d_model", "xl-151M")
+            "qrnn",
+            "QRNN",
+            "500 400 300",
+            QRNN,
+            _FIRST,
+            shape=_STANDARD,
+            fit=("model.d_model", "xl-151M"),
+            preset="wt103-qrnn",
+            as_published=True,
         ),
         _context(
-            "lstm", "LSTM", "400 300 200", LSTM, _FIRST, shape=_STANDARD, fit=("model.d_model", "xl-151M")
+            "lstm",
+            "LSTM",
+            "400 300 200",
+            LSTM,
+            _FIRST,
+            shape=_STANDARD,
+            fit=("model.d_model", "xl-151M"),
+            preset="wt103-lstm",
+            as_published=True,
         ),
         _context("xl-128M", "Transformer-XL 128M", "700 600 500", {}, _SECOND, preset="wt103-ablation"),
         _context(
             "xl-shaw", "- use Shaw et al. (2018) encoding", "400 400 300", _SHAW, _SECOND, preset="wt103-ablation"
         ),
-        _context(
-            "no-recurrence", "- remove recurrence", "300 300 300", _WITHOUT, _SECOND, preset="wt103-ablation"
-        ),
+        _context("no-recurrence", "- remove recurrence", "300 300 300", _WITHOUT, _SECOND, preset="wt103-ablation"),
         _context("transformer", "Transformer", "128 128 128", VANILLA, _SECOND, preset="wt103-ablation"),
     ),
     claims=(
@@ -197,7 +211,7 @@ TABLE8 = Definition(
         "Every loss is read from exactly so many tokens and from nothing else. A model that cannot read more than its "
         "training segment is given its longest context where a longer one is asked for.",
     ),
-)  # fmt: skip
+)
 
 FIGURE4 = Definition(
     name="figure4",

@@ -13,7 +13,7 @@ import torch
 from txl.config import DataConfig, ModelConfig, RunConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
-from txl.presets import preset
+from txl.presets import preset, presets
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.scales import Scale
 from txl.training.estimate import estimate
@@ -62,6 +62,8 @@ def configure(definition: Definition, row: Row, scale: Scale, data: DataConfig, 
         raise NotTrained("not in this version", unknown)
     if scale.is_published and row.preset is None:
         raise NotTrained("not at this scale", "there is no published preset of it")
+    if scale.is_published and row.preset not in presets():
+        raise NotTrained("not in this version", f"no preset {row.preset}")
     run = _varied(definition, row, scale, data, vocab_size)
     if row.fit is not None and not scale.is_published:
         field, key = row.fit
@@ -94,7 +96,8 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         if definition.unit == "word":
             _settle_clusters(model, row, vocab_size)
     longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
-    run = with_options(run, row.options(run.train.segment, longest))
+    if not (scale.is_published and row.as_published):
+        run = with_options(run, row.options(run.train.segment, longest))
     run.data = dataclasses.replace(data)
     if is_recurrent(run):
         for item in dataclasses.fields(ModelConfig):

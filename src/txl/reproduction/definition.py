@@ -45,6 +45,10 @@ class Row:
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
+    as_published: bool = False
+    """Whether that configuration is this very model; else the overrides make it so."""
+    cache_over: str | None = None
+    """The row whose trained model this one is, with a continuous cache tuned around it."""
     fit: tuple[str, str] | None = None
     """A field, and the row whose number of parameters it is chosen to come nearest to."""
     adaptive: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from txl.errors import UserError
-from txl.reproduction import ablations, appendix, published
+from txl.reproduction import ablations, appendix, published, published_sentences
 from txl.reproduction.definition import Definition
 
 _NAMES = (
@@ -17,7 +17,10 @@ _NAMES = (
 
 def definitions() -> dict[str, Definition]:
     """All tables and figures by name, in the paper's order."""
-    every = {each.name: each for each in (*published.TABLES, *ablations.TABLES, *appendix.TABLES)}
+    every = {
+        each.name: each
+        for each in (*published.TABLES, *published_sentences.TABLES, *ablations.TABLES, *appendix.TABLES)
+    }
     return {name: every[name] for name in _NAMES}
 
 

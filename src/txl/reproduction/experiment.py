@@ -11,11 +11,13 @@ What is finished is not done again, and a run that was stopped goes on from its 
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from txl.config import DataConfig, RunConfig
 from txl.data.corpora import Corpus, open_corpus
 from txl.errors import RunInterrupted, UserError
+from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import is_finite, measure
@@ -125,6 +128,8 @@ class Experiment:
         result.parameters = stored.get("parameters")
 
     def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> dict[str, Any]:
+        if result.row.cache_over is not None:
+            return self._with_cache(result.row, seed)
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
         run.train.seed = seed
@@ -137,14 +142,27 @@ class Experiment:
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         return found | measure(self.definition.kind, model, run, corpus, self.scale, self._say)
 
+    def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
+        """What a continuous cache makes of another row's model, by `txl cache`."""
+        directory = self.out / "runs" / f"{row.cache_over}-seed{seed}"
+        words = [*cache_words(self.scale, str(directory)), "--device", self.device, "--json"]
+        if self.data_dir is not None:
+            words += ["--data-dir", self.data_dir]
+        self._say(f"$ txl {shlex.join(words)}")
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            run_command(words)
+        found = json.loads(printed.getvalue())
+        model, _ = RunDirectory(directory).load()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        figures = {"quality": quality(found["with"]["nll"], found["with"]["unit"]), "parameters": parameters}
+        return figures | {"cache": found, "command": words}
+
     def _command(self, directory: Path, seed: int) -> dict[str, Any]:
         """What a command of ours makes of a trained model."""
-        from txl.cli import build_parser
-
         words = self._words(directory, seed)
         self._say(f"$ txl {shlex.join(words)}")
-        arguments = build_parser().parse_args(words)
-        arguments.run(arguments)
+        run_command(words)
         made = self.out / "made" / self.definition.name / f"seed{seed}"
         files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
         return {"command": words, "files": files}
@@ -159,6 +177,8 @@ class Experiment:
         try:
             if self.definition.kind == "command":
                 require_command(self._words(Path("run"), 1))
+            if row.cache_over is not None:
+                require_command(cache_words(self.scale, "run"))
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary))
         except NotTrained as why:
             return RowResult(row, why.status, str(why))
@@ -213,6 +233,20 @@ def command_words(definition: Definition, scale: Scale, run: str, out: str) -> l
     """The command of a definition of kind "command", as a user would type it after `txl`."""
     tokens = "all" if scale.eval_tokens is None else str(scale.eval_tokens)
     return [word.format(run=run, out=out, tokens=tokens) for word in definition.command]
+
+
+def cache_words(scale: Scale, run: str) -> list[str]:
+    """The command that tunes and measures a continuous cache, as a user would type it after `txl`."""
+    limit = [] if scale.eval_tokens is None else ["--max-tokens", str(scale.eval_tokens)]
+    return ["cache", run, *limit]
+
+
+def run_command(words: list[str]) -> None:
+    """Run a command of `txl` as a user would."""
+    from txl.cli import build_parser
+
+    arguments = build_parser().parse_args(words)
+    arguments.run(arguments)
 
 
 def require_command(words: list[str]) -> None:

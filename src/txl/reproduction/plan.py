@@ -8,10 +8,10 @@ from typing import Any
 from txl.config import DataConfig
 from txl.data.corpora import known_vocabulary_size, open_corpus
 from txl.errors import UserError
-from txl.presets import find_preset
+from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.experiment import command_words, require_command
+from txl.reproduction.experiment import cache_words, command_words, require_command
 from txl.reproduction.scales import Scale
 from txl.reproduction.speed import speed_length
 
@@ -49,15 +49,19 @@ def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str |
 
 def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, size: int | None) -> PlannedRow:
     if size is None:
-        size = find_preset(row.preset).vocab_size if row.preset is not None else 1
+        size = presets()[row.preset].vocab_size if row.preset in presets() else 1
     try:
         if definition.kind == "command":
             require_command(command_words(definition, scale, "run", "out"))
+        if row.cache_over is not None:
+            require_command(cache_words(scale, "run"))
         run = configure(definition, row, scale, data, size)
     except NotTrained as why:
         return PlannedRow(row.key, row.name, why.status, str(why))
     except UserError as error:
         return PlannedRow(row.key, row.name, "failed", str(error))
+    if row.cache_over is not None:
+        return PlannedRow(row.key, row.name, "to measure", f"a cache over {row.cache_over}")
     train = run.train
     return PlannedRow(
         row.key,
