@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from txl.reproduction.claims import above, all_of, difference, higher, lower, no_worse
+from txl.reproduction.claims import above, all_of, below, difference, higher, lower, no_worse
 
 
 def results(**rows):
@@ -82,6 +82,8 @@ def test_no_worse_by_more_than_a_hundredth(ours, expected):
 )
 def test_above_a_number(values, expected):
     assert outcome(above("ours", 1800.0, "length"), ours=values) == expected
+    mirrored = {"holds": "does not hold", "does not hold": "holds"}.get(expected, expected)
+    assert outcome(below("ours", 1800.0), ours=values) == mirrored
 
 
 def test_above_a_number_that_the_results_hold():

@@ -42,6 +42,8 @@ class Claim:
     paper: str
     """The paper's numbers for it."""
     judge: Judge
+    at_full_size: bool = False
+    """Whether it is about the published model on the paper's corpus, and says nothing about a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +105,32 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
 
 def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
     """A row's measure is above a number."""
+    return lambda results: _beyond(results, row, threshold, measure, sign=1)
 
-    def judge(results: Results) -> Verdict:
-        missing = _missing(results, (row,), measure)
-        if missing is not None:
-            return missing
-        limit = threshold if isinstance(threshold, (int, float)) else threshold(results)
-        values = results[row][measure]
-        if len(values) < 2:
-            return _ONE_SEED
-        quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
-        margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
-        mean = statistics.fmean(values)
-        words = f"{row}: {mean:,.4g} ± {margin:.2g}, compared with {limit:,.4g}"
-        if mean - margin > limit:
-            return Verdict("holds", words)
-        return Verdict("does not hold" if mean + margin <= limit else "undecided", words)
 
-    return judge
+def below(row: str, threshold: float, measure: str = "quality") -> Judge:
+    """A row's measure is below a number."""
+    return lambda results: _beyond(results, row, threshold, measure, sign=-1)
+
+
+def _beyond(
+    results: Results, row: str, threshold: Callable[[Results], float] | float, measure: str, sign: int
+) -> Verdict:
+    missing = _missing(results, (row,), measure)
+    if missing is not None:
+        return missing
+    limit = threshold if isinstance(threshold, (int, float)) else threshold(results)
+    values = results[row][measure]
+    if len(values) < 2:
+        return _ONE_SEED
+    quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+    margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    words = f"{row}: {mean:,.4g} ± {margin:.2g}, compared with {limit:,.4g}"
+    gain = sign * (mean - limit)
+    if gain > margin:
+        return Verdict("holds", words)
+    return Verdict("does not hold" if gain + margin <= 0 else "undecided", words)
 
 
 def all_of(*judges: Judge) -> Judge:

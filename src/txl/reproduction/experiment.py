@@ -11,6 +11,7 @@ What is finished is not done again, and a run that was stopped goes on from its 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shlex
@@ -191,7 +192,7 @@ class Experiment:
         if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
             return self.data, corpus
         folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
-        data = DataConfig(corpus=str(folder), unit=self.data.unit, max_words=self.data.max_words)
+        data = dataclasses.replace(self.data, corpus=str(folder), source=None, like_original=False)
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
     @property

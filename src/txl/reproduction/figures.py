@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -71,7 +72,7 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for key, (color, line, marker) in zip(shown, _LINES, strict=False):
+        for key, (color, line, marker) in zip(shown, cycle(_LINES), strict=False):
             lengths, values = zip(*points[key], strict=True)
             axes.plot(
                 lengths, values, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.3, label=key

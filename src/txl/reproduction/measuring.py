@@ -10,7 +10,7 @@ from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
-from txl.reporting.wording import quality
+from txl.reporting.wording import is_character_unit, quality
 from txl.reproduction.configuring import attention_lengths, is_recurrent
 from txl.reproduction.definition import Kind
 from txl.reproduction.scales import Scale
@@ -41,8 +41,9 @@ def measure_quality(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
 def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Perplexity at the training's attention length and at the best one (Table 6).
 
-    Every length is tried on the validation split. The best is the shortest whose perplexity is, to the two decimals of
-    the paper's tables, the lowest. The test split is read at the training's length and at that one.
+    Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
+    decimals of the paper's table (bits per character: three). The test split is read at the training's length and at
+    the best one.
     """
     longest = getattr(model, "context", None)
     lengths = [length for length in attention_lengths(run, scale) if longest is None or length <= longest]
@@ -51,8 +52,9 @@ def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, 
         say(f"validation split, {_described(run, length)}")
         nll = loss_at(model, run, corpus.tokens("valid"), length, scale.eval_tokens).nll
         curve.append({"length": length, "nll": nll, "quality": quality(nll, corpus.unit)})
-    lowest = min(round(point["quality"], 2) for point in curve)
-    best = next(point["length"] for point in curve if round(point["quality"], 2) == lowest)
+    digits = 3 if is_character_unit(corpus.unit) else 2
+    lowest = min(round(point["quality"], digits) for point in curve)
+    best = next(point["length"] for point in curve if round(point["quality"], digits) == lowest)
     training = run.train.segment
     found = {
         length: loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens) for length in {training, best}

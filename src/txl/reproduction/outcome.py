@@ -56,7 +56,12 @@ class Outcome:
         if not self.scale.judged:
             verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
             return [(claim, verdict) for claim in self.definition.claims]
-        return [(claim, claim.judge(self.values)) for claim in self.definition.claims]
+        full = Verdict("not judged", "a claim about the published model on the paper's corpus")
+        whole = self.scale.is_published
+        return [
+            (claim, full if claim.at_full_size and not whole else claim.judge(self.values))
+            for claim in self.definition.claims
+        ]
 
 
 def gather(definition: Definition, scale: Scale, seeds: int, unit: str, rows: list[RowResult]) -> Outcome:
@@ -143,7 +148,8 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
 
     status = "trained" if result.status == "done" else result.status
     if kind == "attention":
-        return (parameters, shown("training length", 0), shown("init"), shown("quality"), shown("attention", 0), status)
+        backprop = spread_text(values.get("training length", ())[:1], 0)  # every seed's is the same
+        return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
     if kind == "context":
         return (parameters, *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
     if kind == "speed":
