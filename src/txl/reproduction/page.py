@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
@@ -43,10 +44,10 @@ def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumst
 
 def _header(outcome: Outcome, corpus: str) -> str:
     definition, scale = outcome.definition, outcome.scale
-    words = (
-        f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), "
-        f"{short_name(corpus)} in {outcome.unit} tokens, {seeds_text(outcome.seeds)}."
-    )
+    text = f"{short_name(corpus)} in {outcome.unit} tokens, {seeds_text(outcome.seeds)}"
+    if definition.kind == "speed":
+        text = f"random tokens, measured {outcome.seeds} times"
+    words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
     if not scale.is_published and definition.kind != "speed":
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
@@ -169,7 +170,8 @@ def _made(outcome: Outcome) -> str:
 
 
 def _budget(outcome: Outcome) -> str:
-    trained = [result for result in outcome.rows if result.config is not None and result.by_seed]
+    measured = [result for result in outcome.rows if result.config is not None and result.by_seed]
+    trained = [result for result in measured if result.row.cache_over is None]
     if not trained:
         return ""
     rows = []
@@ -189,15 +191,30 @@ def _budget(outcome: Outcome) -> str:
             ]
         )
     heads = ("row", "parameters", "steps", "lanes × segment", "memory", "tokens", "training time, mean")
-    changed = [
-        (result.row.key, ", ".join(f"{name} {value}" for name, value in (result.row.overrides or {}).items()) or "-")
-        for result in trained
-    ]
+    changed = [(result.row.key, _changed(result, outcome.scale.is_published)) for result in measured]
     return section(
         "Budgets",
         table("What each model was given, a seed", heads, rows, range(1, 7)),
         pairs("What makes a row", changed),
     )
+
+
+def _changed(result: RowResult, published: bool) -> str:
+    """What distinguishes a row's model from the scale's, or from its published preset."""
+    row = result.row
+    if row.cache_over is not None:
+        return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
+    assert result.config is not None
+    names = [] if published and row.as_published else list(row.overrides or {})
+    words = [f"the preset {row.preset}"] if published else []
+    if not published:
+        words += [f"{factor:.3g} times the {name}" for name, factor in asdict(row.shape).items() if factor != 1]
+        names += [] if row.fit is None else [row.fit[0]]
+        names += ["model.cutoffs", "model.div_val"] if row.adaptive else []
+    for name in names:
+        part, _, field = name.partition(".")
+        words.append(f"{name} {result.config[part][field]}")
+    return "; ".join(words) or "the scale’s model"
 
 
 def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> str:
