@@ -28,12 +28,28 @@ from txl.commands import (
     presets,
     recl,
     report,
+    reproduce,
     status,
     train,
 )
-from txl.errors import ProcessLost, RunInterrupted, UserError
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError
 
-COMMANDS = (presets, data, train, status, evaluate, cache, recl, generate, report, import_, export, bench, demo)
+COMMANDS = (
+    presets,
+    data,
+    train,
+    status,
+    evaluate,
+    cache,
+    recl,
+    reproduce,
+    generate,
+    report,
+    import_,
+    export,
+    bench,
+    demo,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProcessLost as loss:
         if not loss.quiet and os.environ.get("RANK", "0") == "0":
             print(f"txl: {loss}", file=sys.stderr)
+        return 1
+    except CommandFailed as failure:
+        print(f"txl: {' '.join(str(failure).split())}", file=sys.stderr)
         return 1
     except UserError as error:
         return _refuse(str(error))

@@ -24,3 +24,7 @@ class ProcessLost(Exception):
         super().__init__(message)
         self.quiet = quiet
         """Whether the reason is another process's to tell."""
+
+
+class CommandFailed(Exception):
+    """A command went to its end without all that it was to do; the command line prints the line and exits with 1."""

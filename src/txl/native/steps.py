@@ -151,7 +151,8 @@ class LayerWeights:
 def layer_weights(model: nn.Module) -> LayerWeights | None:
     """The layers of a Transformer-XL for the library; None if they are not what it knows.
 
-    That is: with learned distances, on another device, other modules in the place of the model's own, hooks on them, weights of several dtypes.
+    That is: learned distances, another device, other modules in the place of the model's own, hooks on them, weights of
+    several dtypes.
     """
     config: Any = model.config
     if config.encoding != "relative":

@@ -1,0 +1,119 @@
+"""`txl reproduce table6 ...`: the whole comparison of a table or figure, run again, and one page about it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from txl.commands.options import (
+    absolute_path,
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    config_options,
+    pick_device,
+    print_json,
+    say,
+)
+from txl.config import DataConfig, RunConfig, validate, with_options
+from txl.errors import CommandFailed, UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="run a table or figure of the paper again, at a scale of yours",
+        description="Run a table or figure of the paper again. The same command goes on with one that was stopped.",
+    )
+    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure4 ... figure7, samples")
+    parser.add_argument("--scale", default="tiny", metavar="S", help="tiny, small or paper (default: tiny)")
+    parser.add_argument(
+        "--corpus", metavar="C", help="name of a corpus, or a file, folder or glob (default: the scale's)"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each model (default: the scale's)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the runs and the page (default: runs/reproduce/...)")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    add_config_options(parser, ("data",))
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train and measure what is left, and write the page."""
+    from txl.reproduction.definitions import find_definition
+    from txl.reproduction.scales import find_scale
+
+    definition, scale = find_definition(arguments.what), find_scale(arguments.scale)
+    seeds = arguments.seeds
+    if seeds is None:
+        seeds = 1 if definition.kind == "command" else scale.seeds
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    data = _data(arguments, definition, scale)
+    quiet = arguments.quiet or arguments.json
+    if arguments.dry_run:
+        from txl.reproduction.plan import plan, plan_lines
+
+        planned = plan(definition, scale, data, arguments.data_dir, quiet)
+        if arguments.json:
+            print_json(
+                {"what": definition.name, "scale": scale.name, "seeds": seeds, "rows": [r.to_dict() for r in planned]}
+            )
+        else:
+            print(
+                "\n".join([f"{definition.title}, scale {scale.name}: {scale.about}", "", *plan_lines(planned, seeds)])
+            )
+        return
+    from txl.allocator import keep_freed_memory
+    from txl.reproduction.experiment import Experiment, circumstances
+    from txl.reproduction.outcome import gather
+    from txl.reproduction.record import write_outcome
+    from txl.reproduction.text import markdown
+
+    keep_freed_memory()
+    device = pick_device(arguments.device)
+    out = Path(arguments.out or f"runs/reproduce/{definition.experiment_name}-{scale.name}-{_label(data)}")
+    rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet).run()
+    outcome = gather(definition, scale, seeds, data.unit, rows)
+    record = write_outcome(outcome, data.corpus, out, ["txl", *sys.argv[1:]], circumstances(device))
+    if arguments.json:
+        print_json(record)
+    else:
+        print(markdown(outcome))
+        say(f"page: {out / definition.name}.html")
+    if outcome.failed:
+        names = ", ".join(each.row.key for each in outcome.failed)
+        raise CommandFailed(
+            f"{len(outcome.failed)} of {len(rows)} rows failed ({names}); the same command tries them again"
+        )
+
+
+def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataConfig:
+    """The corpus: the scale's for this table, or the one that was asked for."""
+    from txl.reproduction.scales import named_data
+
+    options = config_options(arguments)
+    given = arguments.corpus
+    if given is not None and "data.corpus" in options:
+        raise UserError("--corpus and --data.corpus were both given; expected one of them")
+    corpus = given if given is not None else options.pop("data.corpus", None)
+    base = scale.data(definition.corpus, definition.unit)
+    if corpus is not None:
+        base = named_data(absolute_path(corpus), definition.unit, scale.max_words)
+    config = with_options(RunConfig(data=base), options)
+    validate(dataclasses.replace(config))
+    return config.data
+
+
+def _label(data: DataConfig) -> str:
+    from txl.reporting.wording import short_name
+
+    return "".join(each if each.isalnum() or each in "-_." else "_" for each in short_name(data.corpus)) or "text"

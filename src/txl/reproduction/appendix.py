@@ -1,0 +1,53 @@
+"""Figures 5 to 7 and the samples of Appendix E: what commands of `txl` make of one trained Transformer-XL."""
+
+from __future__ import annotations
+
+from txl.reproduction.definition import Definition, Row
+
+_MODEL = (Row("xl", "Transformer-XL", {}, {}, preset="wt103-base"),)
+
+
+def _figure(name: str, title: str, caption: str, *command: str) -> Definition:
+    return Definition(
+        name=name,
+        title=title,
+        caption=caption,
+        corpus="wikitext-103",
+        metric="to be looked at",
+        unit="word",
+        kind="command",
+        columns=(),
+        rows=_MODEL,
+        experiment="one-model",
+        command=command,
+        notes=("The paper prints this without numbers, and no claim of C1 to C7 rests on it.",),
+    )
+
+
+FIGURE5 = _figure(
+    "figure5",
+    "Figure 5: average attention of every head",
+    "Average attention over the previous tokens, where each row corresponds to an attention head and each column "
+    "corresponds to a relative location.",
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+)
+FIGURE6 = _figure(
+    "figure6",
+    "Figure 6: three heads with a wide attention range",
+    "Each row corresponds to a target token and each column to a context token. Tokens in the memory that have top 20% "
+    "attention values are marked.",
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+)
+FIGURE7 = _figure(
+    "figure7",
+    "Figure 7: the terms of attention apart",
+    "Visualization of the terms (a), (b) and (d) of the attention score, each softmaxed.",
+    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+)
+SAMPLES = _figure(
+    "samples",
+    "Tables 11 to 13: generated text",
+    "Text continued from contexts of the test split, beside what follows there.",
+    *("samples", "{run}", "--out", "{out}"),
+)
+TABLES = (FIGURE5, FIGURE6, FIGURE7, SAMPLES)

@@ -1,0 +1,182 @@
+"""Whether a claim of the paper holds, as a function of results over seeds.
+
+A difference of two means counts where it is larger than its margin, half the width of a 95% confidence interval over
+the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["holds", "does not hold", "undecided", "not judged"]
+Results = Mapping[str, Mapping[str, Sequence[float]]]
+"""By row key and measure, one value a seed."""
+
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; more are taken as the last."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a claim, and why."""
+
+    outcome: Outcome
+    reason: str
+
+
+Judge = Callable[[Results], Verdict]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One of the paper's claims, as far as a table bears on it."""
+
+    key: str
+    """C1 to C7, or the table's own."""
+    text: str
+    """What is judged here."""
+    paper: str
+    """The paper's numbers for it."""
+    judge: Judge
+    at_full_size: bool = False
+    """Whether it is about the published model on the paper's corpus, and says nothing about a smaller one."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the second row less mean of the first, and the margin that it must exceed to count."""
+
+    value: float
+    margin: float
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
+    """How much larger the second row's values are than the first's; None without a spread to judge by."""
+    degrees = len(first) + len(second) - 2
+    if min(len(first), len(second)) < 2:
+        return None
+    squares = sum((value - statistics.fmean(values)) ** 2 for values in (first, second) for value in values)
+    error = math.sqrt(squares / degrees * (1 / len(first) + 1 / len(second)))
+    quantile = _STUDENT[min(degrees, len(_STUDENT)) - 1]
+    return Difference(statistics.fmean(second) - statistics.fmean(first), quantile * error)
+
+
+def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
+    """Our row's measure is below that of each of the others."""
+
+    def judge(results: Results) -> Verdict:
+        return _each(results, ours, others, measure, sign=1)
+
+    return judge
+
+
+def higher(ours: str, *others: str, measure: str) -> Judge:
+    """Our row's measure is above that of each of the others."""
+
+    def judge(results: Results) -> Verdict:
+        return _each(results, ours, others, measure, sign=-1)
+
+    return judge
+
+
+def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
+    """Our row's measure is at most the other's, but for a fraction `tolerance` of it."""
+
+    def judge(results: Results) -> Verdict:
+        missing = _missing(results, (ours, other), measure)
+        if missing is not None:
+            return missing
+        theirs = results[other][measure]
+        found = difference(theirs, results[ours][measure])
+        if found is None:
+            return _ONE_SEED
+        allowed = tolerance * statistics.fmean(theirs)
+        words = f"{ours} − {other} = {found.value:+.3g} ± {found.margin:.2g}, allowed {allowed:.2g}"
+        if found.value + found.margin <= allowed:
+            return Verdict("holds", words)
+        return Verdict("does not hold" if found.value - found.margin > allowed else "undecided", words)
+
+    return judge
+
+
+def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
+    """A row's measure is above a number."""
+    return lambda results: _beyond(results, row, threshold, measure, sign=1)
+
+
+def below(row: str, threshold: float, measure: str = "quality") -> Judge:
+    """A row's measure is below a number."""
+    return lambda results: _beyond(results, row, threshold, measure, sign=-1)
+
+
+def _beyond(
+    results: Results, row: str, threshold: Callable[[Results], float] | float, measure: str, sign: int
+) -> Verdict:
+    missing = _missing(results, (row,), measure)
+    if missing is not None:
+        return missing
+    limit = threshold if isinstance(threshold, (int, float)) else threshold(results)
+    values = results[row][measure]
+    if len(values) < 2:
+        return _ONE_SEED
+    quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+    margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    words = f"{row}: {mean:,.4g} ± {margin:.2g}, compared with {limit:,.4g}"
+    gain = sign * (mean - limit)
+    if gain > margin:
+        return Verdict("holds", words)
+    return Verdict("does not hold" if gain + margin <= 0 else "undecided", words)
+
+
+def all_of(*judges: Judge) -> Judge:
+    """Every part holds; one that does not is enough for the whole not to."""
+
+    def judge(results: Results) -> Verdict:
+        verdicts = [each(results) for each in judges]
+        return Verdict(_weakest([verdict.outcome for verdict in verdicts]), "; ".join(v.reason for v in verdicts))
+
+    return judge
+
+
+_ONE_SEED = Verdict("undecided", "one seed has no spread to judge by")
+
+
+def _each(results: Results, ours: str, others: Sequence[str], measure: str, sign: int) -> Verdict:
+    """Compare with every other row; those that are missing leave the claim undecided unless another refutes it."""
+    absent = _missing(results, (ours,), measure)
+    if absent is not None:
+        return absent
+    outcomes: list[Outcome] = []
+    reasons = []
+    for other in others:
+        missing = _missing(results, (other,), measure)
+        found = None if missing else difference(results[ours][measure], results[other][measure])
+        if missing is not None:
+            outcomes.append("undecided")
+            reasons.append(missing.reason)
+        elif found is None:
+            return _ONE_SEED
+        else:
+            gain = sign * found.value
+            counts = abs(found.value) > found.margin
+            outcomes.append("undecided" if not counts else "holds" if gain > 0 else "does not hold")
+            reasons.append(f"{other} − {ours} = {found.value:+.3g} ± {found.margin:.2g}")
+    return Verdict(_weakest(outcomes), "; ".join(reasons))
+
+
+def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | None:
+    absent = [row for row in rows if not results.get(row, {}).get(measure)]
+    return Verdict("undecided", f"no result for {', '.join(absent)}") if absent else None
+
+
+def _weakest(outcomes: Sequence[Outcome]) -> Outcome:
+    order: tuple[Outcome, ...] = ("does not hold", "undecided", "holds")
+    for outcome in order:
+        if outcome in outcomes:
+            return outcome
+    return "undecided"

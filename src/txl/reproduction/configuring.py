@@ -1,0 +1,167 @@
+"""The configuration of a row at a scale, or the reason why there is none.
+
+A row's overrides are checked against the configuration that this version has: a row with a field or a value that it
+does not know is listed as not in this version, and comes alive once it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from txl.config import DataConfig, ModelConfig, RunConfig, validate, with_options
+from txl.errors import UserError
+from txl.models import build_model
+from txl.presets import preset, presets
+from txl.reproduction.definition import Definition, Row
+from txl.reproduction.scales import Scale
+from txl.training.estimate import estimate
+
+_OF_ATTENTION = (
+    *("encoding", "max_segment", "n_head", "d_head", "d_inner", "window", "clamp_len", "dropatt", "dropout_r"),
+    *("dropout_qkv", "pre_norm", "layer_norm_eps", "untie_r", "attention"),
+)
+"""Fields that recurrent models leave at their defaults."""
+_LARGEST_WIDTH = 1 << 14
+
+
+class NotTrained(Exception):
+    """A row that is listed and not trained; the message says why.
+
+    Args:
+        status: "published only", "not in this version" or "not at this scale".
+        reason: in words.
+    """
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+def unknown_to_this_version(row: Row) -> str | None:
+    """The first field or value of a row's overrides that this version does not know; None if it knows all."""
+    try:
+        with_options(RunConfig(), row.options(segment=2, longest=2))
+    except UserError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def configure(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
+    """The configuration of a row, with seed 1.
+
+    Raises:
+        NotTrained: if the row has none here.
+        UserError: if the configuration breaks a rule.
+    """
+    if not row.trained:
+        raise NotTrained("published only", "")
+    unknown = unknown_to_this_version(row)
+    if unknown is not None:
+        raise NotTrained("not in this version", unknown)
+    if scale.is_published and row.preset is None:
+        raise NotTrained("not at this scale", "there is no published preset of it")
+    if scale.is_published and row.preset not in presets():
+        raise NotTrained("not in this version", f"no preset {row.preset}")
+    run = _varied(definition, row, scale, data, vocab_size)
+    if row.fit is not None and not scale.is_published:
+        field, key = row.fit
+        target = count_parameters(_varied(definition, definition.row(key), scale, data, vocab_size), vocab_size)
+        run = fitted(run, field, vocab_size, target)
+    if row.equal_memory_with is not None:
+        other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size)
+        run = with_equal_memory(run, other, vocab_size)
+    if run.model.mem_len == 0:
+        run.model.window = None
+        run.eval = dataclasses.replace(
+            run.eval, mem_len=0, window=None, clamp_len=None, segment=min(run.eval.segment, run.train.segment)
+        )
+    run.name = f"{definition.experiment_name}-{row.key}"
+    validate(run)
+    return run
+
+
+def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
+    """The scale's configuration, or the published one, with the row's shape and overrides."""
+    if scale.is_published:
+        assert row.preset is not None
+        run = preset(row.preset)
+    else:
+        run = scale.base(definition.unit)
+        model, shape = run.model, row.shape
+        model.n_layer = max(1, round(model.n_layer * shape.depth))
+        for name in ("d_model", "d_head", "d_inner"):
+            setattr(model, name, 2 * max(1, round(getattr(model, name) * shape.width / 2)))
+        if definition.unit == "word":
+            _settle_clusters(model, row, vocab_size)
+    longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
+    if not (scale.is_published and row.as_published):
+        run = with_options(run, row.options(run.train.segment, longest))
+    run.data = dataclasses.replace(data)
+    if is_recurrent(run):
+        for item in dataclasses.fields(ModelConfig):
+            if item.name in _OF_ATTENTION:
+                setattr(run.model, item.name, item.default)
+    return run
+
+
+def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
+    """Clusters in proportion to the vocabulary, where it is large or the row is about them."""
+    if row.adaptive:
+        model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
+    elif vocab_size >= 8000:
+        model.cutoffs = (vocab_size // 10, vocab_size // 3)
+
+
+def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
+    """The lengths that Tables 6 and 10 try: multiples of the training segment, and the segment itself."""
+    lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
+    return sorted(lengths | {run.train.segment})
+
+
+def is_recurrent(run: RunConfig) -> bool:
+    """Whether the model is a recurrent network rather than a Transformer."""
+    return getattr(run.model, "kind", "transformer") != "transformer"
+
+
+def count_parameters(run: RunConfig, vocab_size: int) -> int:
+    """Parameters of a configuration's model, which is not given any memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(run.model, vocab_size).parameters())
+
+
+def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
+    """The configuration with one width set, in steps of 2, to come nearest to a number of parameters."""
+
+    def at(width: int) -> tuple[RunConfig, int]:
+        candidate = with_options(run, {field: str(width)})
+        return candidate, count_parameters(candidate, vocab_size)
+
+    low, high = 1, _LARGEST_WIDTH // 2
+    while low < high:  # the narrowest with `target` parameters or more
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(2 * middle)[1] >= target else (middle + 1, high)
+    candidates = [at(2 * width) for width in (low - 1, low) if width > 0]
+    return min(candidates, key=lambda candidate: abs(candidate[1] - target))[0]
+
+
+def with_equal_memory(run: RunConfig, other: RunConfig, vocab_size: int) -> RunConfig:
+    """The configuration with the longest segment whose training takes no more memory than another's does (Table 10).
+
+    Tokens stay equal as far as whole steps allow. Memory is that of `txl.training.estimate`.
+    """
+    budget = estimate(other, vocab_size).total_bytes
+
+    def at(segment: int) -> RunConfig:
+        return with_options(run, {"train.segment": str(segment), "model.max_segment": str(max(segment, 1))})
+
+    low, high = run.train.segment, 8 * run.train.segment
+    while low < high:  # the longest that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if estimate(at(middle), vocab_size).total_bytes <= budget else (low, middle - 1)
+    chosen = at(low)
+    chosen.train.steps = max(1, round(run.train.steps * run.train.segment / low))
+    if chosen.train.average_from is not None:
+        chosen.train.average_from = round(chosen.train.average_from * run.train.segment / low)
+    return chosen

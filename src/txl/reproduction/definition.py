@@ -1,0 +1,108 @@
+"""What a table or figure of the paper compares: rows, the paper's numbers, and the claims that rest on them.
+
+A definition is data. What is done with it lies in `txl.reproduction.experiment`, what a scale is in
+`txl.reproduction.scales`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from txl.reproduction.claims import Claim
+
+Kind = Literal["quality", "attention", "context", "speed", "command"]
+"""What is measured of each model.
+
+quality: loss on the test split. attention: the same at many attention lengths, of which the validation split chooses
+one. context: loss at exact context lengths (Appendix C). speed: Table 9. command: what a command of `txl` makes of one
+trained model.
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A row's model beside the scale's: factors of its layers, and of the width of everything in them."""
+
+    depth: float = 1.0
+    width: float = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of a table, or one length of Table 9."""
+
+    key: str
+    """Unique in the table; names files."""
+    name: str
+    """As the table has it."""
+    paper: dict[str, str]
+    """The paper's figures by column, as printed."""
+    overrides: dict[str, str] | None = None
+    """Fields of the configuration that make the scale's model this one, as on the command line, but that {segment}
+    stands for the training segment, {reach} for the largest distance within it, and {longest} for the longest context
+    that is evaluated. None: a published result that this project does not train."""
+    shape: Shape = field(default=Shape())
+    preset: str | None = None
+    """The published configuration, for the scale "paper"; None: there is none."""
+    as_published: bool = False
+    """Whether that configuration is this very model; else the overrides make it so."""
+    cache_over: str | None = None
+    """The row whose trained model this one is, with a continuous cache tuned around it."""
+    fit: tuple[str, str] | None = None
+    """A field, and the row whose number of parameters it is chosen to come nearest to."""
+    adaptive: bool = False
+    """Whether the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
+    group: str = ""
+    """Rows that are compared as one model group (Table 8)."""
+    equal_memory_with: str | None = None
+    """The row whose training memory this one may take: its segment is as long as fits (Table 10)."""
+    length: int | None = None
+    """Attention length of a row of Table 9."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether this project trains the model of this row."""
+        return self.overrides is not None
+
+    def options(self, segment: int, longest: int) -> dict[str, str]:
+        """The overrides as options, with their lengths filled in."""
+        values = self.overrides or {}
+        lengths = {"segment": segment, "reach": segment - 1, "longest": longest}
+        return {name: value.format(**lengths) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One table or figure."""
+
+    name: str
+    """As the command line has it: table6."""
+    title: str
+    caption: str
+    corpus: str
+    """The paper's."""
+    metric: str
+    """The paper's, with its unit: test perplexity, bits per character ..."""
+    unit: Literal["word", "character"]
+    kind: Kind
+    columns: tuple[str, ...]
+    """Of the paper's figures."""
+    rows: tuple[Row, ...]
+    claims: tuple[Claim, ...] = ()
+    experiment: str = ""
+    """Definitions of the same experiment share their runs and results; empty: the name."""
+    separate_sentences: bool = False
+    """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
+    command: tuple[str, ...] = ()
+    """Kind "command": the words after `txl`; {run}, {out} and {tokens}, of a split, are filled in."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def experiment_name(self) -> str:
+        """The name under which runs and results are kept."""
+        return self.experiment or self.name
+
+    def row(self, key: str) -> Row:
+        """The row of a key."""
+        return next(row for row in self.rows if row.key == key)

@@ -1,0 +1,38 @@
+"""Everything that can be reproduced, by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from txl.errors import UserError
+from txl.reproduction import ablations, appendix, published, published_sentences
+from txl.reproduction.definition import Definition
+
+_NAMES = (
+    *(f"table{number}" for number in range(1, 11)),
+    *(f"figure{number}" for number in range(4, 8)),
+    "samples",
+)
+
+
+def definitions() -> dict[str, Definition]:
+    """All tables and figures by name, in the paper's order."""
+    every = {
+        each.name: each
+        for each in (*published.TABLES, *published_sentences.TABLES, *ablations.TABLES, *appendix.TABLES)
+    }
+    return {name: every[name] for name in _NAMES}
+
+
+def find_definition(name: str) -> Definition:
+    """The table or figure of a name.
+
+    Raises:
+        UserError: with the nearest names, if there is none.
+    """
+    every = definitions()
+    if name not in every:
+        near = difflib.get_close_matches(name, every, n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(every)}"
+        raise UserError(f"unknown table or figure {name!r}; {hint}")
+    return every[name]

@@ -1,0 +1,295 @@
+"""A table run again: every model and seed trained into a run directory of its own, measured, and put together.
+
+    experiment.json              what this folder holds; another scale or corpus is refused
+    runs/ROW-seedN/              run directories, as `txl train` writes them
+    results/ROW-seedN.json       what was measured of each
+    made/                        what commands made of them (Figures 5 to 7, samples)
+    NAME.html  NAME.json         the page, and everything on it
+
+What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from txl.config import DataConfig, RunConfig
+from txl.data.corpora import Corpus, open_corpus
+from txl.errors import RunInterrupted, UserError
+from txl.reporting.wording import quality
+from txl.reproduction.configuring import NotTrained, configure
+from txl.reproduction.definition import Definition, Row
+from txl.reproduction.measuring import is_finite, measure
+from txl.reproduction.scales import Scale
+from txl.reproduction.sentences import shuffled_sentences
+from txl.reproduction.speed import measure_speed
+from txl.run_directory import RunDirectory, write_whole
+from txl.training.environment import describe_hardware, describe_software
+from txl.training.trainer import Trainer
+
+
+@dataclass
+class RowResult:
+    """What came of a row."""
+
+    row: Row
+    status: str
+    """done, failed, published only, not in this version, not at this scale."""
+    reason: str = ""
+    config: dict[str, Any] | None = None
+    parameters: int | None = None
+    by_seed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What was measured, by seed."""
+
+
+@dataclass
+class Experiment:
+    """A table or figure at a scale, in a folder.
+
+    Args:
+        definition: the table.
+        scale: model, budget, and how much is evaluated.
+        data: the corpus.
+        out: the folder; made if it is missing, continued if it holds the same experiment.
+        seeds: runs of each model, with seeds 1, 2, ...
+        device: where models run.
+        data_dir: where prepared corpora live.
+        quiet: nothing on standard error.
+    """
+
+    definition: Definition
+    scale: Scale
+    data: DataConfig
+    out: Path
+    seeds: int
+    device: str
+    data_dir: str | None = None
+    quiet: bool = False
+
+    def run(self) -> list[RowResult]:
+        """Train and measure everything that is left; rows that fail are reported and the others still run.
+
+        Raises:
+            UserError: if the folder holds another experiment, or the corpus cannot be opened.
+            RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
+        """
+        is_new = self._check_folder()
+        if self.definition.kind == "speed":
+            self._claim_folder(is_new)
+            rows = [RowResult(row, "done") for row in self.definition.rows]
+            return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
+        corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
+        self._claim_folder(is_new)  # only now: a corpus that cannot be opened leaves nothing behind
+        data, corpus = self._trained_on(corpus)
+        rows = [self._configured(row, data, corpus) for row in self.definition.rows]
+        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus))
+
+    def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], dict[str, Any]]) -> list[RowResult]:
+        """Every model once, then every model again: what there is after a while is whole."""
+        for seed in range(1, self.seeds + 1):
+            for result in results:
+                if result.status == "done":
+                    self._once(result, seed, one)
+        return results
+
+    def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
+        # Every figure that is made by a command has results of its own; tables of one experiment share theirs.
+        own = self.definition.name if self.definition.kind == "command" else "."
+        path = self.out / "results" / own / f"{result.row.key}-seed{seed}.json"
+        stored = _read(path)
+        if stored is None:
+            self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
+            try:
+                began = time.perf_counter()
+                stored = one(result, seed)
+                stored["measuring_seconds"] = time.perf_counter() - began - stored.get("training_seconds", 0.0)
+                if not is_finite(stored):
+                    raise UserError("its losses are not finite numbers")
+            except (RunInterrupted, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                result.status = "failed"
+                result.reason = " ".join(f"seed {seed}: {error or type(error).__name__}".split())
+                self._say(f"{result.row.key} failed: {result.reason}")
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(stored) + "\n")
+            stored = _read(path)  # the same values as when it is found there
+        result.by_seed[seed] = stored
+        result.parameters = stored.get("parameters")
+
+    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> dict[str, Any]:
+        if result.row.cache_over is not None:
+            return self._with_cache(result.row, seed)
+        assert result.config is not None
+        run = RunConfig.from_dict(result.config)
+        run.train.seed = seed
+        directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
+        outcome = Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
+        found = {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
+        if self.definition.kind == "command":
+            return found | self._command(directory, seed)
+        model, _ = RunDirectory(directory).load(device=self.device)
+        found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        return found | measure(self.definition.kind, model, run, corpus, self.scale, self._say)
+
+    def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
+        """What a continuous cache makes of another row's model, by `txl cache`."""
+        directory = self.out / "runs" / f"{row.cache_over}-seed{seed}"
+        words = [*cache_words(self.scale, str(directory)), "--device", self.device, "--json"]
+        if self.data_dir is not None:
+            words += ["--data-dir", self.data_dir]
+        self._say(f"$ txl {shlex.join(words)}")
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            run_command(words)
+        found = json.loads(printed.getvalue())
+        model, _ = RunDirectory(directory).load()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        figures = {"quality": quality(found["with"]["nll"], found["with"]["unit"]), "parameters": parameters}
+        return figures | {"cache": found, "command": words}
+
+    def _command(self, directory: Path, seed: int) -> dict[str, Any]:
+        """What a command of ours makes of a trained model."""
+        words = self._words(directory, seed)
+        self._say(f"$ txl {shlex.join(words)}")
+        run_command(words)
+        made = self.out / "made" / self.definition.name / f"seed{seed}"
+        files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
+        return {"command": words, "files": files}
+
+    def _words(self, directory: Path, seed: int) -> list[str]:
+        made = self.out / "made" / self.definition.name / f"seed{seed}"
+        words = command_words(self.definition, self.scale, str(directory), str(made))
+        return words if self.data_dir is None else [*words, "--data-dir", self.data_dir]
+
+    def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
+        """A row with its configuration, or the reason why it has none."""
+        try:
+            if self.definition.kind == "command":
+                require_command(self._words(Path("run"), 1))
+            if row.cache_over is not None:
+                require_command(cache_words(self.scale, "run"))
+            run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary))
+        except NotTrained as why:
+            return RowResult(row, why.status, str(why))
+        except UserError as error:
+            return RowResult(row, "failed", str(error))
+        return RowResult(row, "done", config=run.to_dict())
+
+    def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
+        """The corpus, or its sentences in random order where the table is about such a corpus."""
+        if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
+            return self.data, corpus
+        folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
+        data = dataclasses.replace(self.data, corpus=str(folder), source=None, like_original=False)
+        return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
+
+    @property
+    def _record(self) -> dict[str, Any]:
+        """What the folder must be about."""
+        return {
+            "experiment": self.definition.experiment_name,
+            "scale": self.scale.to_dict(),
+            "data": RunConfig(data=self.data).to_dict()["data"],
+        }
+
+    def _check_folder(self) -> bool:
+        """Whether the folder is new.
+
+        Raises:
+            UserError: if it is something else's.
+        """
+        there = _read(self.out / "experiment.json")
+        if there is None:
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+                raise UserError(f"--out {self.out}: not empty and not a reproduction; give another directory")
+            return True
+        changed = _changes(there, self._record)
+        if changed:
+            raise UserError(f"--out {self.out} holds another reproduction: {', '.join(changed)}; give another --out")
+        return False
+
+    def _claim_folder(self, is_new: bool) -> None:
+        if is_new:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_whole(self.out / "experiment.json", json.dumps(self._record, indent=1) + "\n")
+
+    def _say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
+def command_words(definition: Definition, scale: Scale, run: str, out: str) -> list[str]:
+    """The command of a definition of kind "command", as a user would type it after `txl`."""
+    tokens = "all" if scale.eval_tokens is None else str(scale.eval_tokens)
+    return [word.format(run=run, out=out, tokens=tokens) for word in definition.command]
+
+
+def cache_words(scale: Scale, run: str) -> list[str]:
+    """The command that tunes and measures a continuous cache, as a user would type it after `txl`."""
+    limit = [] if scale.eval_tokens is None else ["--max-tokens", str(scale.eval_tokens)]
+    return ["cache", run, *limit]
+
+
+def run_command(words: list[str]) -> None:
+    """Run a command of `txl` as a user would."""
+    from txl.cli import build_parser
+
+    arguments = build_parser().parse_args(words)
+    arguments.run(arguments)
+
+
+def require_command(words: list[str]) -> None:
+    """Nothing, if this version has a command.
+
+    Raises:
+        NotTrained: if it does not.
+    """
+    from txl.cli import build_parser
+
+    try:
+        build_parser().parse_args(words)
+    except UserError as error:
+        raise NotTrained("not in this version", f"txl {words[0]}: {str(error).partition(' (')[0]}") from None
+
+
+def circumstances(device: str) -> dict[str, Any]:
+    """Where an experiment was run."""
+    return {"hardware": describe_hardware(device), "software": describe_software()}
+
+
+def _read(path: Path) -> Any:
+    """A JSON file's content; None if there is none.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """The entries in which two records differ, as "data.corpus stdlib -> ptb"."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed += _changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            changed.append(f"{prefix}{name} {before} -> {after}")
+    return changed

@@ -1,0 +1,126 @@
+"""What is measured of a trained model, by the kind of table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from txl.config import RunConfig
+from txl.data.corpora import Corpus
+from txl.evaluation.perplexity import EvaluationResult, evaluate
+from txl.evaluation.sliding import evaluate_sliding, losses_at_context
+from txl.reporting.wording import is_character_unit, quality
+from txl.reproduction.configuring import attention_lengths, is_recurrent
+from txl.reproduction.definition import Kind
+from txl.reproduction.scales import Scale
+
+Say = Callable[[str], None]
+Measured = dict[str, Any]
+WINDOWS = 64
+"""Windows of a sliding evaluation that are computed at once."""
+
+
+def measure(kind: Kind, model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """The figures of one trained model, ready for JSON."""
+    if kind == "attention":
+        return measure_attention(model, run, corpus, scale, say)
+    if kind == "context":
+        return measure_context(model, run, corpus, scale, say)
+    return measure_quality(model, run, corpus, scale, say)
+
+
+def measure_quality(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """The loss on the test split under the run's test settings."""
+    length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
+    say(f"test split, {_described(run, length)}")
+    result = loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens)
+    return {"quality": quality(result.nll, corpus.unit), "test": result.to_dict()}
+
+
+def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Perplexity at the training's attention length and at the best one (Table 6).
+
+    Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
+    decimals of the paper's table (bits per character: three). The test split is read at the training's length and at
+    the best one.
+    """
+    longest = getattr(model, "context", None)
+    lengths = [length for length in attention_lengths(run, scale) if longest is None or length <= longest]
+    curve = []
+    for length in lengths:
+        say(f"validation split, {_described(run, length)}")
+        nll = loss_at(model, run, corpus.tokens("valid"), length, scale.eval_tokens).nll
+        curve.append({"length": length, "nll": nll, "quality": quality(nll, corpus.unit)})
+    digits = 3 if is_character_unit(corpus.unit) else 2
+    lowest = min(round(point["quality"], digits) for point in curve)
+    best = next(point["length"] for point in curve if round(point["quality"], digits) == lowest)
+    training = run.train.segment
+    found = {
+        length: loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens) for length in {training, best}
+    }
+    return {
+        "init": quality(found[training].nll, corpus.unit),
+        "quality": quality(found[best].nll, corpus.unit),
+        "attention": best,
+        "training length": training,
+        "curve": curve,
+        "test": {str(length): result.to_dict() for length, result in found.items()},
+    }
+
+
+def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Losses of the same test targets at every context length (Appendix C)."""
+    tokens = corpus.tokens("test")
+    lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
+    step = max(1, (len(tokens) - lengths[-1]) // scale.targets)
+    targets = range(lengths[-1], min(len(tokens), lengths[-1] + step * scale.targets), step)
+    longest = getattr(model, "context", None)
+    losses: dict[int, list[float]] = {}
+    for length in lengths:
+        say(f"test split, {length} tokens of context")
+        seen = length if longest is None else min(length, longest)
+        if seen < length and seen in losses:
+            losses[length] = losses[seen]
+            continue
+        losses[length] = losses_at_context(model, tokens, context=seen, targets=targets, batch_size=WINDOWS).tolist()
+        losses.setdefault(seen, losses[length])
+    return {"losses": {str(length): losses[length] for length in lengths}, "targets": len(targets)}
+
+
+def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: int | None) -> EvaluationResult:
+    """The loss of every token but the first, at an attention length.
+
+    A model that was trained with memory has a memory and a window of that length; one that was trained without is
+    given a window of it that slides by one token; a recurrent network carries its state and has no length.
+    """
+    if run.model.mem_len == 0 and not is_recurrent(run):
+        return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
+    settings: dict[str, Any] = {"mem_len": 0} if is_recurrent(run) else {"mem_len": length, "window": length}
+    if run.eval.clamp_len is not None:
+        settings["clamp_len"] = run.eval.clamp_len
+    return evaluate(
+        model,
+        tokens,
+        segment=run.eval.segment,
+        batch_size=run.eval.batch_size,
+        max_tokens=max_tokens,
+        exhaustive=True,
+        temperature=run.eval.temperature,
+        **settings,
+    )
+
+
+def _described(run: RunConfig, length: int) -> str:
+    if is_recurrent(run):
+        return "state carried along"
+    return f"attention length {length}" + ("" if run.model.mem_len else ", sliding by one token")
+
+
+def is_finite(measured: Measured) -> bool:
+    """Whether all numbers of a measurement are."""
+    if isinstance(measured, dict):
+        return all(is_finite(each) for each in measured.values())
+    if isinstance(measured, list):
+        return all(is_finite(each) for each in measured)
+    return not isinstance(measured, float) or math.isfinite(measured)

@@ -1,0 +1,169 @@
+"""What came of a table: figures over seeds, beside the paper's, and the claims judged by them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from txl.evaluation.effective_context import perplexity_gains, relative_effective_context_length
+from txl.reporting.wording import is_character_unit
+from txl.reproduction.claims import Claim, Verdict
+from txl.reproduction.definition import Definition
+from txl.reproduction.experiment import RowResult
+from txl.reproduction.scales import Scale
+
+FRACTIONS = (0.1, 0.5, 1.0)
+"""The values of r in Table 8."""
+_SCALARS = {"quality": ("quality",), "attention": ("quality", "init", "attention", "training length")}
+_SCALARS |= {"speed": ("slower",), "context": (), "command": ()}
+
+
+@dataclass(frozen=True)
+class GroupGains:
+    """Figure 3 for one model group and seed: exp f(c,c) - exp f(c,c') of each model."""
+
+    group: str
+    seed: int
+    gains: dict[str, dict[tuple[int, int], float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that a page says."""
+
+    definition: Definition
+    scale: Scale
+    seeds: int
+    unit: str
+    rows: list[RowResult]
+    values: dict[str, dict[str, list[float]]]
+    """By row and measure, one value a seed."""
+    curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    """Mean loss in nats by row and attention length or context, one value a seed."""
+    gains: list[GroupGains] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[RowResult]:
+        """The rows that did not come to an end."""
+        return [row for row in self.rows if row.status == "failed"]
+
+    def verdicts(self) -> list[tuple[Claim, Verdict]]:
+        """Every claim of the table, judged if the scale is one to judge by."""
+        if not self.scale.judged:
+            verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
+            return [(claim, verdict) for claim in self.definition.claims]
+        full = Verdict("not judged", "a claim about the published model on the paper's corpus")
+        whole = self.scale.is_published
+        return [
+            (claim, full if claim.at_full_size and not whole else claim.judge(self.values))
+            for claim in self.definition.claims
+        ]
+
+
+def gather(definition: Definition, scale: Scale, seeds: int, unit: str, rows: list[RowResult]) -> Outcome:
+    """Put a table's measurements together."""
+    values: dict[str, dict[str, list[float]]] = {}
+    curves: dict[str, dict[int, list[float]]] = {}
+    for result in rows:
+        by_seed = [result.by_seed[seed] for seed in sorted(result.by_seed)]
+        values[result.row.key] = {
+            name: [each[name] for each in by_seed] for name in _SCALARS[definition.kind] if by_seed
+        }
+        for each in by_seed:
+            for point in each.get("curve", ()):
+                curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
+    gains: list[GroupGains] = []
+    if definition.kind == "context":
+        gains = _effective_contexts(definition, rows, values, curves)
+    return Outcome(definition, scale, seeds, unit, rows, values, curves, gains)
+
+
+def _effective_contexts(
+    definition: Definition,
+    rows: list[RowResult],
+    values: dict[str, dict[str, list[float]]],
+    curves: dict[str, dict[int, list[float]]],
+) -> list[GroupGains]:
+    """RECL of each model group, seed by seed: the models of one seed share a baseline."""
+    found = []
+    for group in dict.fromkeys(row.group for row in definition.rows):
+        members = [result for result in rows if result.row.group == group and result.by_seed]
+        if not members:
+            continue
+        for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
+            losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
+            for r in FRACTIONS:
+                for key, length in relative_effective_context_length(losses, r).items():
+                    values[key].setdefault(f"r = {r:.1f}", []).append(length)
+            for key, by_length in losses.items():
+                for length, each in by_length.items():
+                    curves.setdefault(key, {}).setdefault(length, []).append(each.mean().item())
+            found.append(GroupGains(group, seed, _gains(losses)))
+    return found
+
+
+def _losses(measured: dict[str, Any]) -> dict[int, torch.Tensor]:
+    return {
+        int(length): torch.tensor(values, dtype=torch.float64) for length, values in measured["losses"].items()
+    }  # fmt: skip
+
+
+def _gains(losses: dict[str, dict[int, torch.Tensor]]) -> dict[str, dict[tuple[int, int], float]]:
+    lengths = sorted(next(iter(losses.values())))
+    gains: dict[str, dict[tuple[int, int], float]] = {key: {} for key in losses}
+    for short in lengths:
+        for long in lengths:
+            if long > short:
+                for key, gain in perplexity_gains(losses, short, long, FRACTIONS[0]).items():
+                    gains[key][short, long] = gain
+    return gains
+
+
+def headings(outcome: Outcome) -> tuple[str, ...]:
+    """Of `cells`."""
+    measure = "bpc" if is_character_unit(outcome.unit) else "ppl"
+    if outcome.definition.kind == "attention":
+        return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
+    if outcome.definition.kind == "context":
+        return ("parameters", *(f"r = {r:.1f}" for r in FRACTIONS), "status")
+    if outcome.definition.kind == "speed":
+        return ("attn len", "slower", "status")
+    if outcome.definition.kind == "quality":
+        return ("parameters", measure, "status")
+    return ("parameters", "status")
+
+
+def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
+    """Our figures of a row, mean and spread over seeds, and what came of it."""
+    kind, values = outcome.definition.kind, outcome.values[result.row.key]
+    digits = 3 if is_character_unit(outcome.unit) else 2
+    parameters = "-" if result.parameters is None else f"{result.parameters:,}"
+
+    def shown(name: str, digits: int = digits) -> str:
+        return spread_text(values.get(name, ()), digits)
+
+    status = "trained" if result.status == "done" else result.status
+    if kind == "attention":
+        backprop = spread_text(values.get("training length", ())[:1], 0)  # every seed's is the same
+        return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
+    if kind == "context":
+        return (parameters, *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
+    if kind == "speed":
+        lengths = {each["attention_length"] for each in result.by_seed.values()}
+        times = f"{shown('slower', 0)}x" if values.get("slower") else "-"
+        return (", ".join(f"{each:,}" for each in lengths) or "-", times, "measured" if lengths else status)
+    return (parameters, shown("quality"), status) if kind == "quality" else (parameters, status)
+
+
+def spread_text(values: Sequence[float], digits: int) -> str:
+    """Mean ± sample standard deviation; the mean alone of one value, a dash for none."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):,.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):,.{digits}f}"

@@ -1,0 +1,232 @@
+"""One page for a table: the paper's numbers, ours, the scale, and what became of the paper's claims."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+from txl.reporting.page import escape, figure, note, page, pairs, section, table
+from txl.reporting.wording import duration_text, short_name
+from txl.reproduction.definition import Row
+from txl.reproduction.experiment import RowResult
+from txl.reproduction.figures import gains_figure, length_figure, quality_figure, speed_figure
+from txl.reproduction.outcome import Outcome, cells, headings
+from txl.reproduction.text import seeds_text
+
+_COLUMNS = 6
+"""Of a table with the paper's numbers beside ours; with more, they come one below the other."""
+
+
+def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumstances: dict[str, Any]) -> str:
+    """The page as HTML.
+
+    Args:
+        outcome: what came of the table.
+        corpus: name or path of the corpus here.
+        command: the words of the command that made it.
+        circumstances: hardware and software.
+    """
+    definition = outcome.definition
+    body = [
+        _header(outcome, corpus),
+        _claims(outcome),
+        _comparison(outcome),
+        *_figures(outcome),
+        _made(outcome),
+        _budget(outcome),
+        _circumstances(outcome, command, circumstances),
+    ]
+    return page(f"{definition.title}, scale {outcome.scale.name}", [part for part in body if part])
+
+
+def _header(outcome: Outcome, corpus: str) -> str:
+    definition, scale = outcome.definition, outcome.scale
+    text = f"{short_name(corpus)} in {outcome.unit} tokens, {seeds_text(outcome.seeds)}"
+    if definition.kind == "speed":
+        text = f"random tokens, measured {outcome.seeds} times"
+    words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
+    state = ""
+    if not scale.is_published and definition.kind != "speed":
+        state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
+    failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
+    return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
+
+
+def _claims(outcome: Outcome) -> str:
+    judged = outcome.verdicts()
+    if not judged:
+        return section("Claims", note("None of the paper’s claims C1 to C7 rests on this."))
+    rows = [[claim.key, claim.text, claim.paper, verdict.outcome, verdict.reason] for claim, verdict in judged]
+    return section(
+        "Claims",
+        table("As far as this table bears on them", ("claim", "here", "the paper", "outcome", "why"), rows),
+        note(
+            "A difference counts where it exceeds half the width of a 95% confidence interval over the seeds "
+            "(Student’s t, pooled variance), written as ±."
+        ),
+    )
+
+
+def _comparison(outcome: Outcome) -> str:
+    definition = outcome.definition
+    wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
+    missing = [each for each in outcome.rows if each.status in ("not in this version", "not at this scale")]
+    return section(
+        "The paper’s numbers and ours",
+        note(definition.caption, "lead"),
+        *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
+        *(note(text) for text in definition.notes),
+        *(note(f"{each.row.key}, {each.status}: {each.reason}.") for each in missing),
+    )
+
+
+def _side_by_side(outcome: Outcome) -> str:
+    columns, ours = outcome.definition.columns, headings(outcome)
+    rows = [
+        [_name(result.row), *(result.row.paper.get(column, "-") for column in columns), *cells(outcome, result)]
+        for result in outcome.rows
+    ]
+    heads = ["model", *(f"paper’s {column}" for column in columns), *ours[:-1], ""]
+    return table(_caption(outcome), heads, rows, range(1, len(heads) - 1), _trained(outcome, outcome.rows))
+
+
+def _paper(outcome: Outcome) -> str:
+    columns = outcome.definition.columns
+    rows = [[_name(each.row), *(each.row.paper.get(column, "-") for column in columns)] for each in outcome.rows]
+    numbers = [at for at, column in enumerate(columns, 1) if column not in ("Recurrence", "Encoding", "Loss")]
+    return table(f"The paper: {outcome.definition.metric}", ("model", *columns), rows, numbers)
+
+
+def _ours(outcome: Outcome) -> str:
+    shown = [result for result in outcome.rows if result.row.trained]
+    rows = [[_name(result.row), *cells(outcome, result)] for result in shown]
+    heads = ["model", *headings(outcome)[:-1], ""]
+    return table(_caption(outcome), heads, rows, range(1, len(heads) - 1), _trained(outcome, shown))
+
+
+def _name(row: Row) -> str:
+    return row.name if row.name not in ("", "-") else row.key
+
+
+def _caption(outcome: Outcome) -> str:
+    return f"Here: mean ± standard deviation over {seeds_text(outcome.seeds)}"
+
+
+def _trained(outcome: Outcome, shown: Sequence[RowResult]) -> list[int]:
+    return [at for at, result in enumerate(shown) if result.by_seed]
+
+
+def _figures(outcome: Outcome) -> list[str]:
+    kind, definition = outcome.definition.kind, outcome.definition
+    drawn = quality_figure(outcome) if kind in ("quality", "attention") else None
+    parts = [] if drawn is None else [_figure("Over seeds", drawn, "Each dot is a seed, each bar the mean of a row.")]
+    if kind == "attention":
+        drawn = length_figure(outcome, [row.key for row in definition.rows], "attention", "attention length")
+        if drawn is not None:
+            text = "Validation split, means over seeds; the best length of each row was chosen here."
+            parts.append(_figure("Against attention length", drawn, text))
+    if kind == "speed" and (drawn := speed_figure(outcome)) is not None:
+        parts.append(_figure("Slowdown", drawn, "Means over the measurements."))
+    if kind == "context":
+        parts += _context_figures(outcome)
+    return parts
+
+
+def _context_figures(outcome: Outcome) -> list[str]:
+    parts = []
+    for group in dict.fromkeys(row.group for row in outcome.definition.rows):
+        keys = [row.key for row in outcome.definition.rows if row.group == group]
+        drawn = length_figure(outcome, keys, f"context-{group}", "context length")
+        if drawn is not None:
+            parts.append(
+                _figure(f"Figure 4, group {group}", drawn, "Perplexity of the same test targets, means over seeds.")
+            )
+        first = next((gains for gains in outcome.gains if gains.group == group), None)
+        if first is not None:
+            text = (
+                f"exp f(c,c) − exp f(c,c′) with r = 0.1, seed {first.seed}; what is darker gains more from the longer "
+                f"context."
+            )
+            parts.append(_figure(f"Figure 3, group {group}", gains_figure(first, keys), text))
+    return parts
+
+
+def _figure(heading: str, drawn: Any, caption: str) -> str:
+    return section(heading, figure(drawn, caption))
+
+
+def _made(outcome: Outcome) -> str:
+    """What a command has made, as links to the files beside the page."""
+    links = [
+        f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
+        for result in outcome.rows
+        for each in result.by_seed.values()
+        for name in each.get("files", ())
+    ]
+    return section("What was made", f"<ul>{''.join(links)}</ul>") if links else ""
+
+
+def _budget(outcome: Outcome) -> str:
+    measured = [result for result in outcome.rows if result.config is not None and result.by_seed]
+    trained = [result for result in measured if result.row.cache_over is None]
+    if not trained:
+        return ""
+    rows = []
+    for result in trained:
+        assert result.config is not None
+        train, model = result.config["train"], result.config["model"]
+        seconds = sum(each.get("training_seconds", 0.0) for each in result.by_seed.values()) / len(result.by_seed)
+        rows.append(
+            [
+                result.row.key,
+                "-" if result.parameters is None else f"{result.parameters:,}",
+                f"{train['steps']:,}",
+                f"{train['batch_size']} × {train['segment']}",
+                f"{model['mem_len']:,}",
+                f"{train['steps'] * train['batch_size'] * train['segment']:,}",
+                duration_text(seconds),
+            ]
+        )
+    heads = ("row", "parameters", "steps", "lanes × segment", "memory", "tokens", "training time, mean")
+    changed = [(result.row.key, _changed(result, outcome.scale.is_published)) for result in measured]
+    return section(
+        "Budgets",
+        table("What each model was given, a seed", heads, rows, range(1, 7)),
+        pairs("What makes a row", changed),
+    )
+
+
+def _changed(result: RowResult, published: bool) -> str:
+    """What distinguishes a row's model from the scale's, or from its published preset."""
+    row = result.row
+    if row.cache_over is not None:
+        return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
+    assert result.config is not None
+    names = [] if published and row.as_published else list(row.overrides or {})
+    words = [f"the preset {row.preset}"] if published else []
+    if not published:
+        words += [f"{factor:.3g} times the {name}" for name, factor in asdict(row.shape).items() if factor != 1]
+        names += [] if row.fit is None else [row.fit[0]]
+        names += ["model.cutoffs", "model.div_val"] if row.adaptive else []
+    for name in names:
+        part, _, field = name.partition(".")
+        words.append(f"{name} {result.config[part][field]}")
+    return "; ".join(words) or "the scale’s model"
+
+
+def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> str:
+    hardware, software = circumstances["hardware"], circumstances["software"]
+    rows = [
+        ("processor", f"{hardware['cpu']} ({hardware['cores']} cores)"),
+        ("device", hardware.get("gpu", hardware["device"])),
+        *((name, str(version)) for name, version in software.items()),
+        ("command", shlex.join(command)),
+    ]
+    return section(
+        "Where and how",
+        pairs("The last stretch", rows),
+        note(f"Everything on this page, and more, is in `{outcome.definition.name}.json` beside it."),
+    )

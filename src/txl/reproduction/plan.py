@@ -1,0 +1,97 @@
+"""What a table would take, before anything is trained: models, parameters, steps, tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from txl.config import DataConfig
+from txl.data.corpora import known_vocabulary_size, open_corpus
+from txl.errors import UserError
+from txl.presets import presets
+from txl.reproduction.configuring import NotTrained, configure, count_parameters
+from txl.reproduction.definition import Definition, Row
+from txl.reproduction.experiment import cache_words, command_words, require_command
+from txl.reproduction.scales import Scale
+from txl.reproduction.speed import speed_length
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One row of a plan."""
+
+    key: str
+    name: str
+    status: str
+    """to train, to measure, or why not."""
+    reason: str = ""
+    preset: str | None = None
+    parameters: int | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    """Of one seed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return asdict(self)
+
+
+def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
+    """Every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
+    if definition.kind == "speed":
+        return [
+            PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
+            for row in definition.rows
+        ]
+    size = None if scale.is_published else _vocabulary_size(data, data_dir, quiet)
+    return [_planned(definition, row, scale, data, size) for row in definition.rows]
+
+
+def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, size: int | None) -> PlannedRow:
+    if size is None:
+        size = presets()[row.preset].vocab_size if row.preset in presets() else 1
+    try:
+        if definition.kind == "command":
+            require_command(command_words(definition, scale, "run", "out"))
+        if row.cache_over is not None:
+            require_command(cache_words(scale, "run"))
+        run = configure(definition, row, scale, data, size)
+    except NotTrained as why:
+        return PlannedRow(row.key, row.name, why.status, str(why))
+    except UserError as error:
+        return PlannedRow(row.key, row.name, "failed", str(error))
+    if row.cache_over is not None:
+        return PlannedRow(row.key, row.name, "to measure", f"a cache over {row.cache_over}")
+    train = run.train
+    return PlannedRow(
+        row.key,
+        row.name,
+        "to train",
+        preset=row.preset if scale.is_published else None,
+        parameters=count_parameters(run, size),
+        steps=train.steps,
+        tokens=train.steps * train.batch_size * train.segment,
+    )
+
+
+def _vocabulary_size(data: DataConfig, data_dir: str | None, quiet: bool) -> int:
+    known = known_vocabulary_size(data)
+    if known is not None:
+        return known
+    return len(open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet).vocabulary)
+
+
+def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
+    """The plan as a table in Markdown, with the sum below it."""
+    lines = [
+        "| row | model | preset | parameters | steps | tokens a seed | |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in planned:
+        counts = (row.parameters, row.steps, row.tokens)
+        numbers = " | ".join("-" if count is None else f"{count:,}" for count in counts)
+        reason = f"{row.status}: {row.reason}" if row.reason else row.status
+        lines.append(f"| {row.key} | {row.name} | {row.preset or '-'} | {numbers} | {reason} |")
+    total = seeds * sum(row.tokens or 0 for row in planned)
+    trained = seeds * sum(row.tokens is not None for row in planned)
+    return [*lines, "", f"{trained} runs over {seeds} seed{'' if seeds == 1 else 's'}, {total:,} tokens in all"]

@@ -1,0 +1,175 @@
+"""How large a reproduction is: model, budget, seeds, and how much is evaluated.
+
+All models of a table have the scale's budget: the same steps, lanes and segment, so the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.data.benchmarks import BENCHMARKS
+from txl.errors import UserError
+from txl.presets import small
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One scale. Lengths count tokens."""
+
+    name: str
+    about: str
+    seeds: int
+    """Runs of each model, if the command does not say otherwise."""
+    judged: bool
+    """Whether claims are judged; a scale that only tests the machinery judges none."""
+    corpora: dict[str, str]
+    """The corpus that stands for each of the paper's; one that is not named stands for itself."""
+    words: Callable[[], RunConfig] | None
+    """The configuration that the rows of a table of words vary; None: each row has a published preset."""
+    characters: Callable[[], RunConfig] | None
+    attention_lengths: tuple[float, ...]
+    """Multiples of the training segment at which attention lengths are tried (Tables 6 and 10)."""
+    eval_tokens: int | None
+    """Tokens of the validation and of the test split that are read; None: all."""
+    context_step: int
+    """Distance of two context lengths (Table 8, Figure 4), and the longest."""
+    longest_context: int
+    targets: int
+    """Of Table 8."""
+    speed_lengths: float
+    """Factor of the attention lengths of Table 9."""
+    speed_steps: int = 5
+    max_words: int | None = None
+    """Largest vocabulary of words of a corpus that is no benchmark."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether rows are the published presets."""
+        return self.words is None
+
+    def base(self, unit: str) -> RunConfig:
+        """The configuration that rows vary, for corpora of words or of characters."""
+        make = self.words if unit == "word" else self.characters
+        assert make is not None, "a scale of published presets has no base"
+        return make()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What determines results, ready for JSON."""
+        names = (
+            "name", "attention_lengths", "eval_tokens", "context_step", "longest_context", "targets", "speed_lengths",
+            "speed_steps",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
+        return values | {"attention_lengths": list(self.attention_lengths)}
+
+    def data(self, corpus: str, unit: str) -> DataConfig:
+        """The data of a table: its corpus, or what stands for it at this scale."""
+        chosen = self.corpora.get(corpus, self.corpora.get("*", corpus))
+        return named_data(chosen, unit, self.max_words)
+
+
+def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
+    """A corpus in its own unit if it is a benchmark, else in words or bytes as the table asks."""
+    if corpus in BENCHMARKS:
+        return DataConfig(corpus=corpus, unit=BENCHMARKS[corpus].unit)  # pyright: ignore[reportArgumentType]
+    if unit == "word":
+        return DataConfig(corpus=corpus, unit="word", max_words=max_words)
+    return DataConfig(corpus=corpus, unit="byte")
+
+
+def _tiny(unit: str) -> RunConfig:
+    return RunConfig(
+        name=f"tiny-{unit}",
+        model=ModelConfig(n_layer=2, d_model=64, n_head=2, d_head=32, d_inner=128, mem_len=32, dropout=0.0),
+        train=TrainConfig(
+            steps=300,
+            batch_size=16,
+            segment=32,
+            learning_rate=2e-3,
+            warmup_steps=30,
+            log_every=50,
+            eval_every=100,
+            eval_tokens=4000,
+            checkpoint_every=100,
+            keep_checkpoints=1,
+        ),
+        eval=EvalConfig(segment=32, mem_len=96, window=96, batch_size=4),
+    )
+
+
+def _small_words() -> RunConfig:
+    run = small.words("small-word", "wikitext-2", ())
+    run.train.random_segments = False  # absolute positions end where a segment does
+    run.train.keep_checkpoints = 1
+    return run
+
+
+def _small_characters() -> RunConfig:
+    run = small.characters("small-character", "enwik8", "byte")
+    run.model.n_layer, run.model.mem_len, run.train.segment = 4, 128, 128
+    run.eval = EvalConfig(segment=128, mem_len=512, window=512)
+    run.train.keep_checkpoints = 1
+    return run
+
+
+TINY = Scale(
+    name="tiny",
+    about="minutes on two CPU cores; tests the machinery, judges nothing",
+    seeds=2,
+    judged=False,
+    corpora={"*": "stdlib"},
+    words=lambda: _tiny("word"),
+    characters=lambda: _tiny("character"),
+    attention_lengths=(0.5, 1, 1.5, 2, 3),
+    eval_tokens=2000,
+    context_step=16,
+    longest_context=96,
+    targets=200,
+    speed_lengths=0.1,
+    max_words=4000,
+)
+SMALL = Scale(
+    name="small",
+    about="hours of CPU, or a GPU",
+    seeds=3,
+    judged=True,
+    corpora={"wikitext-103": "wikitext-2", "lm1b": "wikitext-2"},
+    words=_small_words,
+    characters=_small_characters,
+    attention_lengths=(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5),
+    eval_tokens=10_000,
+    context_step=50,
+    longest_context=500,
+    targets=1000,
+    speed_lengths=1.0,
+)
+PAPER = Scale(
+    name="paper",
+    about="the published presets; see --dry-run for what they take",
+    seeds=1,
+    judged=True,
+    corpora={},
+    words=None,
+    characters=None,
+    attention_lengths=(0.5, 0.75, 0.9375, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5),
+    eval_tokens=None,
+    context_step=100,
+    longest_context=1000,
+    targets=10_000,
+    speed_lengths=1.0,
+)
+SCALES = {scale.name: scale for scale in (TINY, SMALL, PAPER)}
+
+
+def find_scale(name: str) -> Scale:
+    """The scale of a name.
+
+    Raises:
+        UserError: naming those that there are.
+    """
+    if name not in SCALES:
+        raise UserError(f"unknown scale {name!r}; expected one of {', '.join(SCALES)}")
+    return SCALES[name]

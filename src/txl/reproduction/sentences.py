@@ -1,0 +1,44 @@
+"""A corpus without long-term dependency out of any: its sentences, one a line, in random order.
+
+That is what One Billion Word is. Tables 4 and 7 are about it, and other corpora can stand for it in this form.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from txl.data.corpora import Corpus
+from txl.data.streams import shuffled
+from txl.errors import UserError
+from txl.run_directory import write_whole
+
+_END = re.compile(r"(?<=[.!?])\s+|\n")
+SEED = 1
+
+
+def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
+    """Write a corpus's splits as text files of sentences in random order, each split in itself.
+
+    Args:
+        corpus: of any unit; words that its vocabulary lacks are written as <unk>.
+        folder: gets train.txt, valid.txt and test.txt; files that are there are kept.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: if a split has no sentence, or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "valid", "test"):
+        path = folder / f"{split}.txt"
+        if path.exists():
+            continue
+        text = corpus.vocabulary.decode(corpus.tokens(split)[:].tolist())
+        sentences = [sentence for part in _END.split(text) if (sentence := part.strip())]
+        if not sentences:
+            raise UserError(f"the {split} split of {corpus.name} has no sentence to put in order")
+        order = shuffled(len(sentences), SEED, 0).tolist()
+        write_whole(path, "".join(f"{sentences[place]}\n" for place in order))
+    return folder

@@ -1,0 +1,32 @@
+"""A table's outcome as Markdown, for the terminal."""
+
+from __future__ import annotations
+
+from txl.reproduction.outcome import Outcome, cells, headings
+
+
+def markdown(outcome: Outcome) -> str:
+    """The paper's numbers beside ours, and the claims."""
+    definition = outcome.definition
+    head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
+    lines = [f"{definition.title}, scale {outcome.scale.name}, {seeds_text(outcome.seeds)}", ""]
+    lines += [_line(head), _line(["---"] * len(head))]
+    for result in outcome.rows:
+        row = result.row
+        paper = [row.paper.get(column, "-") for column in definition.columns]
+        lines.append(_line([row.key, row.name, *paper, *cells(outcome, result)]))
+    lines.append("")
+    for claim, verdict in outcome.verdicts():
+        lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
+    lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
+    lines += [f"{each.row.key}: {each.reason}" for each in outcome.rows if each.status == "not in this version"]
+    return "\n".join(lines)
+
+
+def seeds_text(seeds: int) -> str:
+    """1 seed, 3 seeds."""
+    return f"{seeds} seed{'' if seeds == 1 else 's'}"
+
+
+def _line(fields: list[str]) -> str:
+    return "| " + " | ".join(each.replace("|", "\\|") for each in fields) + " |"

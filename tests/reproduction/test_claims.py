@@ -1,0 +1,99 @@
+"""Claims on made-up results, whose verdicts can be seen or worked out by hand."""
+
+import math
+
+import pytest
+
+from txl.reproduction.claims import above, all_of, below, difference, higher, lower, no_worse
+
+
+def results(**rows):
+    return {key: {"quality": values, "length": values} for key, values in rows.items()}
+
+
+def outcome(judge, **rows):
+    return judge(results(**rows)).outcome
+
+
+def test_margin_is_half_of_students_confidence_interval():
+    # Both rows have variance 0.02; pooled 0.02; standard error sqrt(0.02 * (1/2 + 1/2)); t(0.975, 2) = 4.30.
+    found = difference([1.0, 1.2], [2.0, 2.2])
+    assert found is not None
+    assert found.value == pytest.approx(1.0)
+    assert found.margin == pytest.approx(4.30 * math.sqrt(0.02))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ((10.0, 10.1), (12.0, 12.1), "holds"),
+        ((12.0, 12.1), (10.0, 10.1), "does not hold"),
+        ((10.0, 12.0), (10.5, 12.6), "undecided"),
+        ((10.0,), (12.0,), "undecided"),
+    ],
+)
+def test_lower(ours, theirs, expected):
+    assert outcome(lower("ours", "theirs"), ours=ours, theirs=theirs) == expected
+    mirrored = {"holds": "does not hold", "does not hold": "holds"}.get(expected, expected)
+    assert outcome(higher("ours", "theirs", measure="length"), ours=ours, theirs=theirs) == mirrored
+
+
+def test_lower_than_each_of_several():
+    judge = lower("ours", "first", "second")
+    assert outcome(judge, ours=[1.0, 1.1], first=[3.0, 3.1], second=[4.0, 4.1]) == "holds"
+    assert outcome(judge, ours=[1.0, 1.1], first=[3.0, 3.1], second=[0.2, 0.3]) == "does not hold"
+    assert outcome(judge, ours=[1.0, 1.1], first=[3.0, 3.1], second=[1.0, 1.2]) == "undecided"
+
+
+def test_what_is_missing_leaves_a_claim_undecided_and_is_named():
+    verdict = lower("ours", "first", "second")(results(ours=[1.0, 1.1], first=[3.0, 3.1], second=[]))
+    assert verdict.outcome == "undecided"
+    assert "no result for second" in verdict.reason
+    assert outcome(lower("ours", "first"), first=[1.0, 2.0]) == "undecided"
+
+
+def test_a_missing_row_does_not_save_a_claim_that_another_refutes():
+    assert outcome(lower("ours", "first", "second"), ours=[3.0, 3.1], first=[1.0, 1.1]) == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ((1.00, 1.001), "holds"),
+        ((1.005, 1.006), "holds"),
+        ((1.02, 1.021), "does not hold"),
+        ((0.95, 1.06), "undecided"),
+        ((1.0,), "undecided"),
+    ],
+)
+def test_no_worse_by_more_than_a_hundredth(ours, expected):
+    assert outcome(no_worse("ours", "theirs", tolerance=0.01), ours=ours, theirs=(1.0, 1.001)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((1900.0, 1901.0), "holds"),
+        ((1700.0, 1701.0), "does not hold"),
+        ((1700.0, 1900.0), "undecided"),
+        ((1900.0,), "undecided"),
+        ((), "undecided"),
+    ],
+)
+def test_above_a_number(values, expected):
+    assert outcome(above("ours", 1800.0, "length"), ours=values) == expected
+    mirrored = {"holds": "does not hold", "does not hold": "holds"}.get(expected, expected)
+    assert outcome(below("ours", 1800.0), ours=values) == mirrored
+
+
+def test_above_a_number_that_the_results_hold():
+    judge = above("ours", lambda found: found["ours"]["training"][0], "attention")
+    assert judge({"ours": {"attention": [96, 96], "training": [32, 32]}}).outcome == "holds"
+    assert judge({"ours": {"attention": [32, 32], "training": [32, 32]}}).outcome == "does not hold"
+
+
+def test_a_whole_is_as_weak_as_its_weakest_part():
+    holds, fails = above("a", 1.0, "length"), above("b", 1.0, "length")
+    assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[0.1, 0.2]) == "does not hold"
+    assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[0.5, 2.0]) == "undecided"
+    assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[2.0, 2.1]) == "holds"

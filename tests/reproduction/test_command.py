@@ -1,0 +1,102 @@
+"""`txl reproduce` as it is typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import txl.reproduction.scales as scales
+from txl.cli import main
+from txl.presets import presets
+
+
+@pytest.fixture
+def quick(micro, monkeypatch):
+    monkeypatch.setitem(scales.SCALES, "micro", micro)
+    return ["--scale", "micro"]
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["table11"], "unknown table or figure 'table11'; did you mean"),
+        (["everything"], "expected one of table1, table2"),
+        (["table6", "--scale", "huge"], "unknown scale 'huge'; expected one of tiny, small, paper"),
+        (["table6", "--seeds", "0"], "--seeds is 0; expected 1 or more"),
+        (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
+        (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),
+        (["table6", "--data.unit", "syllable"], "expected one of byte, char, word, bpe"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line_and_write_nothing(words, said, tmp_path, data_dir, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = [] if "--dry-run" in words else ["--out", str(tmp_path / "out")]
+    assert main(["reproduce", *words, *out, "--data-dir", str(data_dir)]) == 2
+    (line,) = lines(capsys.readouterr().err)
+    assert said in line
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_corpus_that_does_not_exist_leaves_no_folder(tmp_path, data_dir, capsys):
+    words = ["reproduce", "table7", "--corpus", "nowhere.txt", "--out", str(tmp_path / "out")]
+    assert main([*words, "--data-dir", str(data_dir)]) == 2
+    assert len(lines(capsys.readouterr().err)) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_from_the_command_line_goes_on_where_it_is_called_again(quick, story, tmp_path, data_dir, capsys):
+    words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(tmp_path / "out")]
+    words += ["--data-dir", str(data_dir), "--device", "cpu"]
+    assert main([*words, "--seeds", "1", "--json"]) == 0, capsys.readouterr().err
+    record = json.loads(capsys.readouterr().out)
+    assert record["seeds"] == 1
+    assert [row["row"] for row in record["rows"]] == ["xl", "xl-shaw", "no-recurrence"]
+    assert main([*words, "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert "Table 7: ablation study on One Billion Word, scale micro, 2 seeds" in shown.out
+    assert "| xl | Ours | 25.2 |" in shown.out
+    assert "C7: not judged" in shown.out
+    assert main([*words, "--corpus", "stdlib", "--quiet"]) == 2
+    assert "data.corpus" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_gives_exit_code_1(quick, story, tmp_path, data_dir, capsys, monkeypatch):
+    import txl.reproduction.experiment as experiment
+
+    def broken(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(experiment, "measure", broken)
+    words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(tmp_path / "out"), "--seeds", "1"]
+    assert main([*words, "--quiet", "--data-dir", str(data_dir)]) == 1
+    (line,) = [line for line in lines(capsys.readouterr().err) if "rows failed" in line]
+    assert "the same command tries them again" in line
+    assert (tmp_path / "out" / "table7.html").is_file()
+
+
+def test_the_plan_of_the_published_presets(tmp_path, data_dir, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "table2", "--scale", "paper", "--dry-run", "--json", "--data-dir", str(data_dir)]
+    assert main(words) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["xl-12L"]["preset"] == "enwik8-12L"
+    assert rows["xl-12L"]["parameters"] == 41_055_436
+    train = presets()["enwik8-12L"].make().train
+    assert rows["xl-12L"]["steps"] == train.steps
+    assert rows["xl-12L"]["tokens"] == train.steps * train.batch_size * train.segment
+    assert rows["krause-et-al-2016-large-mlstm"]["status"] == "published only"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_is_a_table(story, data_dir, capsys):
+    assert main(["reproduce", "table7", "--dry-run", "--corpus", str(story), "--data-dir", str(data_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "| xl | Ours |" in shown
+    assert "2 seeds" in shown
+    assert main(["reproduce", "table9", "--dry-run"]) == 0
+    assert "attention length 380" in capsys.readouterr().out

@@ -1,0 +1,141 @@
+"""The tables as data: every row valid or flagged, the paper's numbers as it prints them."""
+
+import re
+
+import pytest
+
+from txl.config import DataConfig, validate
+from txl.presets import presets
+from txl.reproduction.configuring import (
+    NotTrained,
+    configure,
+    count_parameters,
+    fitted,
+    unknown_to_this_version,
+    with_equal_memory,
+)
+from txl.reproduction.definition import Row
+from txl.reproduction.definitions import definitions
+from txl.reproduction.scales import PAPER, SMALL, TINY
+from txl.training.estimate import estimate
+
+ROWS = [(each, row) for each in definitions().values() for row in each.rows]
+IDS = [f"{each.name}-{row.key}" for each, row in ROWS]
+NUMBER = re.compile(r"~?[\d,]+(\.\d+)?[MBx]?|-|✓|✗")
+WORDS = {"Ours", "Full", "Half", "Partial", "Shaw et al. (2018)", "Vaswani et al. (2017)", "Al-Rfou et al. (2018)"}
+
+
+def test_every_table_and_figure_is_there():
+    names = [f"table{number}" for number in range(1, 11)] + ["figure4", "figure5", "figure6", "figure7", "samples"]
+    assert list(definitions()) == names
+    assert all(each.name == name for name, each in definitions().items())
+
+
+@pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
+def test_keys_are_unique_names_of_files(definition):
+    keys = [row.key for row in definition.rows]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch(r"[A-Za-z0-9-]+", key) for key in keys)
+
+
+@pytest.mark.parametrize(("definition", "row"), ROWS, ids=IDS)
+def test_the_papers_numbers_parse(definition, row):
+    assert set(row.paper) == set(definition.columns) or not definition.columns
+    for figure in row.paper.values():
+        assert NUMBER.fullmatch(figure) or figure in WORDS
+
+
+def test_some_of_the_papers_numbers():
+    every = definitions()
+    assert every["table6"].row("xl").paper["PPL best"] == "26.77"
+    assert every["table6"].row("al-rfou-half").paper["Attn Len"] == "120"
+    assert every["table8"].row("xl-151M").paper["r = 0.1"] == "900"
+    assert every["table9"].row("length-3800").paper["slower"] == "1,874x"
+    assert every["table10"].row("no-recurrence").paper["Backprop Len"] == "176"
+    assert every["table2"].row("xl-24L").paper["bpc"] == "0.99"
+
+
+@pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
+def test_claims_are_about_rows_that_are_trained(definition):
+    measures = ("quality", "attention", "training length", "slower", "r = 0.1")
+    made_up = {row.key: {measure: [1.0, 2.0] for measure in measures} for row in definition.rows if row.trained}
+    for claim in definition.claims:
+        assert "no result" not in claim.judge(made_up).reason
+
+
+@pytest.mark.parametrize("scale", [TINY, SMALL, PAPER], ids=lambda scale: scale.name)
+@pytest.mark.parametrize(("definition", "row"), ROWS, ids=IDS)
+def test_every_row_is_valid_or_flagged(definition, row, scale):
+    if definition.kind == "speed":
+        assert row.preset in presets()
+        return
+    data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
+    size = presets()[row.preset].vocab_size if scale.is_published and row.preset in presets() else 10_000
+    reason = unknown_to_this_version(row)
+    flagged = {
+        "published only": not row.trained,
+        "not in this version": reason is not None or (scale.is_published and row.preset not in presets()),
+        "not at this scale": scale.is_published and row.preset is None,
+    }
+    if any(flagged.values()):
+        with pytest.raises(NotTrained) as why:
+            configure(definition, row, scale, data, size)
+        assert flagged[why.value.status]
+        return
+    run = configure(definition, row, scale, data, size)
+    validate(run)
+    assert run.data == data
+
+
+@pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
+def test_models_of_a_table_have_equal_budgets(definition):
+    if definition.kind == "speed":
+        return
+    data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
+    budgets = set()
+    for row in definition.rows:
+        if row.trained and unknown_to_this_version(row) is None and row.equal_memory_with is None:
+            train = configure(definition, row, SMALL, data, 10_000).train
+            budgets.add((train.steps, train.batch_size, train.segment, train.learning_rate))
+    assert len(budgets) == 1
+
+
+def test_a_row_of_another_version_is_named_by_what_is_not_known():
+    assert unknown_to_this_version(Row("a", "A", {}, {"model.telepathy": "true"})) == "unknown option --model.telepathy"
+    reason = unknown_to_this_version(Row("a", "A", {}, {"model.encoding": "telepathic"}))
+    assert reason is not None
+    assert "telepathic" in reason
+    assert unknown_to_this_version(Row("a", "A", {}, {"model.max_segment": "{segment}"})) is None
+
+
+def test_published_rows_are_the_presets():
+    table = definitions()["table1"]
+    row = table.row("xl-large")
+    run = configure(table, row, PAPER, DataConfig(corpus="wikitext-103", unit="word"), 267_735)
+    assert run.model == presets()["wt103-large"].make().model
+
+
+def test_a_width_is_fitted_to_a_number_of_parameters():
+    table = definitions()["table6"]
+    run = configure(table, table.row("xl"), TINY, DataConfig(corpus="stdlib", unit="word"), 1000)
+    narrow = count_parameters(run, 1000)
+    run.model.d_inner = 6
+    found = fitted(run, "model.d_inner", 1000, narrow)
+    assert count_parameters(found, 1000) == narrow
+    between = narrow + 10  # less than one step of the width
+    assert count_parameters(fitted(run, "model.d_inner", 1000, between), 1000) == narrow
+
+
+def test_equal_memory_gives_the_longest_segment_and_equal_tokens():
+    table = definitions()["table10"]
+    data = DataConfig(corpus="stdlib", unit="word")
+    first = configure(table, table.row("xl"), TINY, data, 1000)
+    longer = configure(table, table.row("no-recurrence"), TINY, data, 1000)
+    budget = estimate(first, 1000).total_bytes
+    assert estimate(longer, 1000).total_bytes <= budget
+    assert longer.train.segment > first.train.segment
+    tokens = [run.train.steps * run.train.segment for run in (first, longer)]
+    assert tokens[1] == pytest.approx(tokens[0], rel=0.02)
+    longer.train.segment += 1
+    assert estimate(longer, 1000).total_bytes > budget
+    assert with_equal_memory(first, first, 1000).train.segment == first.train.segment
