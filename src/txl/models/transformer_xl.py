@@ -297,7 +297,7 @@ class TransformerXL(Decoder[Memory]):
         return hidden, state.extended_by(segment)
 
     def position_projections(self, n_distance: int, clamp_len: int | None, like: Tensor) -> tuple[Tensor, ...]:
-        """W_kR R of every layer, or its learned vectors, farthest distance first: [H,n_distance,D] in `like`'s dtype."""
+        """W_kR R of every layer, or its learned vectors, farthest distance first: [H,n_distance,D], dtype as `like`."""
         distances = distances_farthest_first(n_distance, clamp_len, like.device)
         r = self._encoded(distances, like.dtype)  # not in training, so without dropout
         attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
