@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
         "--corpus", metavar="C", help="name of a corpus, or a file, folder or glob (default: the scale's)"
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each model (default: the scale's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of every model (default: the scale's)")
     parser.add_argument("--out", metavar="DIR", help="folder of the runs and the page (default: runs/reproduce/...)")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.reproduction.definitions import find_definition
     from txl.reproduction.scales import find_scale
 
-    definition, scale = find_definition(arguments.what), find_scale(arguments.scale)
+    definition, scale = find_definition(arguments.what), find_scale(arguments.scale).with_steps(arguments.steps)
     seeds = arguments.seeds
     if seeds is None:
         seeds = 1 if definition.kind == "command" else scale.seeds
@@ -80,7 +81,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     device = pick_device(arguments.device)
-    out = Path(arguments.out or f"runs/reproduce/{definition.experiment_name}-{scale.name}-{_label(data)}")
+    out = Path(
+        arguments.out or f"runs/reproduce/{definition.experiment_name}-{scale.name}{_budget(scale)}-{_label(data)}"
+    )
     rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet).run()
     outcome = gather(definition, scale, seeds, data.unit, rows)
     record = write_outcome(outcome, data.corpus, out, ["txl", *sys.argv[1:]], circumstances(device))
@@ -111,6 +114,10 @@ def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataCon
     config = with_options(RunConfig(data=base), options)
     validate(dataclasses.replace(config))
     return config.data
+
+
+def _budget(scale: Any) -> str:
+    return "" if scale.steps is None else f"-{scale.steps}"
 
 
 def _label(data: DataConfig) -> str:

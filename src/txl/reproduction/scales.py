@@ -6,7 +6,7 @@ All models of a table have the scale's budget: the same steps, lanes and segment
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
@@ -44,6 +44,22 @@ class Scale:
     speed_steps: int = 5
     max_words: int | None = None
     """Largest vocabulary of words of a corpus that is no benchmark."""
+    steps: int | None = None
+    """Steps of every model, if they were asked for; None: the scale's."""
+
+    def with_steps(self, steps: int | None) -> Scale:
+        """The scale with a budget of its own.
+
+        Raises:
+            UserError: at a scale of published presets, or for less than one step.
+        """
+        if steps is None:
+            return self
+        if self.is_published:
+            raise UserError(f"--steps is {steps}, but scale {self.name} trains the published presets as they are")
+        if steps < 1:
+            raise UserError(f"--steps is {steps}; expected 1 or more")
+        return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
 
     @property
     def is_published(self) -> bool:
@@ -54,7 +70,14 @@ class Scale:
         """The configuration that rows vary, for corpora of words or of characters."""
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
-        return make()
+        run = make()
+        if self.steps is not None:
+            train, factor = run.train, self.steps / run.train.steps
+            for name in ("steps", "warmup_steps", "eval_every", "checkpoint_every", "log_every"):
+                setattr(train, name, max(1, round(getattr(train, name) * factor)))
+            if train.average_from is not None:
+                train.average_from = round(train.average_from * factor)
+        return run
 
     def to_dict(self) -> dict[str, Any]:
         """What determines results, ready for JSON."""
@@ -63,6 +86,8 @@ class Scale:
             "speed_steps",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
+        if self.steps is not None:
+            values["steps"] = self.steps
         return values | {"attention_lengths": list(self.attention_lengths)}
 
     def data(self, corpus: str, unit: str) -> DataConfig:
