@@ -28,6 +28,8 @@ def lines(text):
         (["everything"], "expected one of table1, table2"),
         (["table6", "--scale", "huge"], "unknown scale 'huge'; expected one of tiny, small, paper"),
         (["table6", "--seeds", "0"], "--seeds is 0; expected 1 or more"),
+        (["table6", "--steps", "0"], "--steps is 0; expected 1 or more"),
+        (["table6", "--scale", "paper", "--steps", "9"], "trains the published presets as they are"),
         (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
         (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),
         (["table6", "--data.unit", "syllable"], "expected one of byte, char, word, bpe"),
@@ -100,3 +102,12 @@ def test_the_plan_is_a_table(story, data_dir, capsys):
     assert "2 seeds" in shown
     assert main(["reproduce", "table9", "--dry-run"]) == 0
     assert "attention length 380" in capsys.readouterr().out
+
+
+def test_steps_of_one_s_own_scale_the_schedule_and_are_part_of_the_experiment(story, tmp_path, data_dir, capsys):
+    words = ["reproduce", "table7", "--corpus", str(story), "--data-dir", str(data_dir), "--device", "cpu"]
+    assert main([*words, "--steps", "30", "--dry-run", "--json"]) == 0
+    assert {row["steps"] for row in json.loads(capsys.readouterr().out)["rows"]} == {30}
+    run = scales.TINY.with_steps(30).base("word")
+    assert (run.train.steps, run.train.warmup_steps, run.train.eval_every) == (30, 3, 10)
+    assert scales.TINY.with_steps(30).to_dict() != scales.TINY.to_dict()
