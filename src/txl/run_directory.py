@@ -29,6 +29,8 @@ from txl.models import build_model
 from txl.models.decoder import Decoder
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 
+_LOCK_ATTEMPTS = 10
+
 
 class RunDirectory:
     """The files of one run."""
@@ -138,6 +140,13 @@ class RunDirectory:
                 torn += line.strip() != ""
         return found, torn
 
+    def run_id(self) -> str | None:
+        """What tells this run from all others; None if its log does not say."""
+        for event in self.events():
+            if event["event"] == "start" and isinstance(event.get("run"), str):
+                return event["run"]
+        return None
+
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that `best` or `latest` names, if there is one."""
         try:
@@ -232,7 +241,14 @@ class RunDirectory:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for attempt in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if attempt + 1 == _LOCK_ATTEMPTS:
+                            raise
+                        time.sleep(0.05)
             except BlockingIOError:
                 raise UserError(
                     f"{self.path}: another process is training here; wait for it or use another --out"

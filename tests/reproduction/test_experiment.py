@@ -264,7 +264,7 @@ def test_the_page_and_the_record_hold_papers_numbers_ours_and_the_claims(name, m
     assert json.loads((it.out / f"{name}.json").read_text()) == json.loads(json.dumps(record))
     text = (it.out / f"{name}.html").read_text()
     assert "{" not in text.split("</style>")[1]  # placeholders of overrides are filled in
-    assert ("model.encoding learned; model.max_segment 8" in text) == (name in ("table2", "table8"))
+    assert ("model.encoding learned; model.max_segment 8" in text) == (name in ("table2", "table6", "table8"))
     assert "<img" not in text
     assert "<image" not in text
     shown = markdown(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -202,6 +203,25 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
     assert_same_end(tmp_path / "stopped", tmp_path / "run")
 
 
+def test_a_damaged_checkpoint_is_not_gone_back_to(leaping, story, data_dir, tmp_path, monkeypatch, capsys):
+    from txl.training.trainer import Trainer
+
+    leaping(tokens_of_step(story, data_dir, 7))
+    real = loop_module.TrainingLoop._roll_back
+
+    def damaged(self):
+        self.saver.wait()
+        (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
+        return real(self)
+
+    monkeypatch.setattr(loop_module.TrainingLoop, "_roll_back", damaged)
+    run = small_run(str(story), **{"train.on_spike": "rollback"})
+    outcome = Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
+    assert outcome["step"] == 12
+    assert "the checkpoint of step 4 is damaged" in capsys.readouterr().err
+    assert not events(tmp_path / "run", "rollback")
+
+
 def test_rolling_back_needs_checkpoints():
     from txl.config import validate
 
@@ -232,16 +252,42 @@ def test_a_full_disk_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, 
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000012"]
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(story, data_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_background", ["true", "false"])
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(in_background, story, data_dir, tmp_path, monkeypatch):
     """Whatever is configured: the run's result would be lost without a word."""
 
     def full(path, tensors):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("txl.training.checkpoints._write_tensors", full)
-    run = small_run(str(story), **{"train.on_save_error": "continue"})
+    run = small_run(str(story), **{"train.on_save_error": "continue", "train.async_checkpoints": in_background})
     with pytest.raises(UserError, match="step-00000012: the checkpoint could not be written"):
         train(run, tmp_path / "run", data_dir)
+    assert not events(tmp_path / "run", "end")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6)
+        with pytest.raises(UserError, match="step-00000006: the checkpoint could not be written"):
+            train(run, tmp_path / "stopped", data_dir)
+
+
+def test_a_log_that_cannot_be_written_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, capsys):
+    from txl.training.trainer import Trainer
+
+    real = RunDirectory.append
+
+    def full(self, event, step, **fields):
+        if event in ("train", "checkpoint"):
+            raise UserError("log.jsonl: the log cannot be written (No space left on device)")
+        real(self, event, step, **fields)
+
+    monkeypatch.setattr(RunDirectory, "append", full)
+    run = small_run(str(story), **{"train.eval_every": "0"})
+    with pytest.raises(UserError, match="the log cannot be written"):
+        train(run, tmp_path / "stops", data_dir)
+    run.train.on_save_error = "continue"
+    Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
+    assert "No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000012\n"
 
 
 def test_training_does_not_wait_for_the_disk(story, data_dir, tmp_path, monkeypatch):
@@ -296,21 +342,62 @@ def test_a_stop_between_two_parts_gives_the_step_up(story, data_dir, tmp_path, m
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_second_signal_ends_the_program_at_once(story, data_dir, tmp_path, monkeypatch):
+def test_a_second_signal_ends_the_program_at_once(story, data_dir, tmp_path):
+    """While a slow disk writes a checkpoint, too."""
+    from tests.training.test_kills import SERVER
+
+    process = SERVER.Process(target=_signalled_twice, args=(str(story), str(tmp_path / "run"), str(data_dir)))
+    process.start()
+    began = time.monotonic()
+    process.join(60)
+    assert process.exitcode == 143
+    assert time.monotonic() - began < 50
+
+
+def _signalled_twice(corpus: str, out: str, data_dir: str) -> None:
     import os
     import signal
 
-    real = loop_module.training_step
+    real, calls = loop_module.training_step, []
+
+    def slow(path, tensors):
+        time.sleep(600)
 
     def twice(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        calls.append(1)
+        if len(calls) == 6:  # the checkpoint of step 4 is being written
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    monkeypatch.setattr(loop_module, "training_step", twice)
-    with pytest.raises(SystemExit) as end:
-        train(small_run(str(story)), tmp_path / "run", data_dir)
-    assert end.value.code == 143
+    from txl.training import checkpoints
+
+    checkpoints._write_tensors, loop_module.training_step = slow, twice
+    train(small_run(corpus), out, data_dir)
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_stands(story, data_dir, tmp_path, monkeypatch):
+    from txl.training import checkpoints
+
+    real = checkpoints._write_tensors
+
+    def full(path, tensors):
+        if "step-00000012" in str(path):
+            raise OSError(28, "No space left on device")
+        real(path, tensors)
+
+    monkeypatch.setattr(checkpoints, "_write_tensors", full)
+    losses = iter([4.0, 3.0, 3.5, 3.5])
+    real_evaluate = loop_module.evaluate
+    monkeypatch.setattr(
+        loop_module,
+        "evaluate",
+        lambda *args, **settings: dataclasses.replace(real_evaluate(*args, **settings), nll=next(losses)),
+    )
+    options = {"train.on_save_error": "continue", "train.keep_checkpoints": "1", "train.steps": "24"}
+    train(small_run(str(story), **options), tmp_path / "run", data_dir)
+    assert RunDirectory(tmp_path / "run").checkpoint().name == "step-00000006"
+    RunDirectory(tmp_path / "run").load()
 
 
 def test_figures_for_tensorboard(story, data_dir, tmp_path):

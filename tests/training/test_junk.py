@@ -18,6 +18,7 @@ import txl
 from txl.errors import UserError
 from txl.reporting.report import write_report
 from txl.run_directory import RunDirectory
+from txl.training import checkpoints
 from txl.training.status import run_status
 from txl.training.trainer import Trainer
 
@@ -99,11 +100,15 @@ def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, st
                 entry["bytes"], entry["sha256"] = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
             if name == "vocabulary.json":
                 entries["vocabulary_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-            manifest.write_text(json.dumps(entries))
+            write_manifest(manifest, entries)
         read_everything(run_copy, story, data_dir)
     finally:
         path.write_bytes(original)
         manifest.write_bytes(listed)
+
+
+def write_manifest(path, entries) -> None:
+    path.write_text(json.dumps(entries | {"sha256": checkpoints._own_sha256(entries)}))
 
 
 def _changed(value, data):
@@ -177,6 +182,6 @@ def test_a_training_state_of_another_shape_is_refused(name, shape, trained, stor
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder / "manifest.json", manifest)
     with pytest.raises(UserError):
         Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).fit()

@@ -21,12 +21,14 @@ import txl
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
+from txl.training import checkpoints
 from txl.training.checkpoints import (
     Contents,
     checkpoint_names,
     prune,
     read_state,
     read_tensors,
+    remove_partial,
     verify_file,
     write_checkpoint,
 )
@@ -206,11 +208,24 @@ def test_a_write_that_fails_leaves_what_was_there(failing, tmp_path, monkeypatch
 def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / ".step-00000003.partial").mkdir(parents=True)
     (tmp_path / ".step-00000003.partial" / "model.safetensors").touch()
-    (tmp_path / "step-00000002").mkdir()  # no manifest: not a checkpoint
+    (tmp_path / ".step-00000002.deleted.partial").mkdir()
     assert checkpoint_names(tmp_path) == []
     write(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_what_was_being_replaced_when_the_process_was_killed_takes_its_name_again(tmp_path):
+    content = {path.name: path.read_bytes() for path in write(tmp_path, 4).iterdir()}
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.replaced.partial")
+    remove_partial(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000004").iterdir()} == content
+
+
+def test_a_checkpoint_without_its_manifest_is_listed_so_that_it_can_be_refused(tmp_path):
+    (write(tmp_path, 4) / "manifest.json").unlink()
     assert checkpoint_names(tmp_path) == ["step-00000004"]
-    assert not (tmp_path / ".step-00000003.partial").exists()
+    write(tmp_path, 5)
+    assert checkpoint_names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
 def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
@@ -231,9 +246,10 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
             "of format 99; this version reads format 1 and 2",
         ),
         (lambda path: path.write_text('{"format": 2, "step": "7", "files": {}}'), "damaged .its step is '7'"),
-        (lambda path: path.write_text('{"format": 2, "step": 8, "files": {}}'), "of step 8, in a directory of another"),
+        (lambda path: path.write_text('{"format": 1, "step": 8, "files": {}}'), "of step 8, in a directory of another"),
+        (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered: it does not have the sha256"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
-        (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "does not list model.safetensors"),
+        (lambda path: path.write_text('{"format": 1, "step": 7, "files": {}}'), "does not list model.safetensors"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage, message, tmp_path):
@@ -253,7 +269,8 @@ def test_weights_and_configuration_that_do_not_belong_together_are_refused(train
         txl.load(copy)
     # A checkpoint whose manifest does not say what its weights belong to is told by its shapes.
     for path in (copy / "checkpoints").glob("*/manifest.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"model": {}}))
+        manifest = json.loads(path.read_text()) | {"model": {}}
+        path.write_text(json.dumps(manifest | {"sha256": checkpoints._own_sha256(manifest)}))
     with pytest.raises(UserError, match=r"u has shape \[2, 8\].*n_head, d_head.*needs \[1, 16\]"):
         txl.load(copy)
     config.model.n_head, config.model.d_head, config.model.n_layer = 2, 8, 1

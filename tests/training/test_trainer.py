@@ -382,10 +382,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gone_on_from(
     Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
     said = capsys.readouterr().err
     assert "going on from step 8" in said
-    if (name, damage) != ("manifest.json", "missing"):  # that is no checkpoint at all
-        assert "step-00000012" in said
-        assert "set aside as refused-step-00000012" in said
-        assert (copy / "checkpoints" / "refused-step-00000012").is_dir()
+    assert "step-00000012" in said
+    assert "set aside as refused-step-00000012" in said
+    assert (copy / "checkpoints" / "refused-step-00000012").is_dir()
     assert_same_end(copy, trained)
 
 
@@ -397,7 +396,24 @@ def test_a_run_without_any_good_checkpoint_is_refused_and_left_as_it_is(trained,
     before = sorted(path.name for path in (copy / "checkpoints").iterdir())
     with pytest.raises(UserError, match=r"step-00000012/training_state.json: truncated.*older ones are no better"):
         train(small_run(str(story)), copy, data_dir)
+    for path in (copy / "checkpoints").glob("*/manifest.json"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"step-00000012: not a whole checkpoint .manifest.json is missing"):
+        train(small_run(str(story)), copy, data_dir)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_one_s_own_gone_on_from(trained, story, data_dir, tmp_path, capsys):
+    other = small_run(str(story), **{"train.seed": "2", "train.steps": "16"})
+    train(other, tmp_path / "other", data_dir)
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000016", copy / "checkpoints" / "step-00000016")
+    Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
+    said = capsys.readouterr().err
+    assert "step-00000016: a checkpoint of another run" in said
+    assert "going on from step 12" in said
+    assert_same_end(copy, trained)
 
 
 def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path):
@@ -459,7 +475,7 @@ def _given(run):
 def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(command(out, story, data_dir), stderr=subprocess.PIPE, text=True)
-    while not (out / "log.jsonl").exists() or '"train"' not in (out / "log.jsonl").read_text():
+    while not (out / "log.jsonl").exists() or '"event": "train"' not in (out / "log.jsonl").read_text():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     process.send_signal(sent)

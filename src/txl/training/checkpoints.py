@@ -10,12 +10,12 @@ The libraries that write and read tensors notice a truncated file, but none noti
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Contents:
     """What the weights mean something with: `belongs_to`."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
+    give_up: Callable[[], None] | None = None
+    """Lets the other processes know that there is nothing to write, if `write_shards` has not been called."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -61,17 +63,17 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """The checkpoints in a folder that have a manifest, oldest first."""
+    """The checkpoints in a folder, damaged ones too, oldest first."""
     found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
-    return sorted((name for name in found if (folder / name / MANIFEST_FILE).is_file()), key=_step_of)
+    return sorted((name for name in found if (folder / name).is_dir()), key=_step_of)
 
 
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def belongs_to(model: dict[str, Any], vocabulary: Path) -> dict[str, Any]:
-    """What a checkpoint's weights belong to: the model's configuration, and the hash of the vocabulary's file.
+def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
+    """What a checkpoint belongs to: the model's configuration, the hash of the vocabulary's file, and the run.
 
     Raises:
         UserError: if the vocabulary cannot be read.
@@ -80,7 +82,7 @@ def belongs_to(model: dict[str, Any], vocabulary: Path) -> dict[str, Any]:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
     except OSError as error:
         raise UserError(f"{vocabulary}: cannot be read ({error.strerror})") from None
-    return {"model": json.loads(json.dumps(model)), "vocabulary_sha256": sha256}
+    return {"model": json.loads(json.dumps(model)), "vocabulary_sha256": sha256, "run": run_id}
 
 
 def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
@@ -100,7 +102,7 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         temporary.mkdir()
         if contents.write_shards is not None:
             (temporary / STATE_SHARDS).mkdir()
-            contents.write_shards(temporary / STATE_SHARDS)
+            contents.write_shards(temporary / STATE_SHARDS)  # where the other processes wait for this one
         for name, tensors in ((MODEL_FILE, contents.weights), (STATE_TENSORS_FILE, contents.tensors)):
             _write_tensors(temporary / name, tensors)
         (temporary / STATE_FILE).write_text(json.dumps(contents.numbers, indent=1), encoding="utf-8")
@@ -110,6 +112,7 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
             for each in written
         }
         manifest = {"format": _FORMAT, "step": step, **contents.belongs, "files": files}
+        manifest["sha256"] = _own_sha256(manifest)
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for each in (*temporary.rglob("*"), temporary):
             _sync(each)
@@ -216,13 +219,19 @@ def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) ->
             )
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
+def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     """Compare every file with the manifest.
 
+    Args:
+        checkpoint: its directory.
+        run_id: of the run that wants to go on from it, if it is known.
+
     Raises:
-        UserError: naming the first that differs, or a version that this one cannot go on from.
+        UserError: naming the first that differs, another run, or a version that this one cannot go on from.
     """
     manifest = read_manifest(checkpoint)
+    if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
+        raise UserError(f"{checkpoint}: a checkpoint of another run; it was brought here from elsewhere")
     if manifest["format"] != _FORMAT:
         raise UserError(
             f"{checkpoint}: a checkpoint of format {manifest['format']}, which can be evaluated but not gone on from; "
@@ -251,9 +260,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     for name, kind in (("step", int), ("files", dict)):
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
+    if manifest["format"] > 1 and manifest.get("sha256") != _own_sha256(manifest):
+        raise UserError(f"{path}: altered: it does not have the sha256 that it says; {_OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
         raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")
     return manifest
+
+
+def _own_sha256(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest without this line of it."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
@@ -309,27 +326,26 @@ def set_aside(checkpoint: Path) -> Path:
 
 def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
     """Delete all but the newest `keep` checkpoints and the protected ones; returns those that could not be deleted."""
-    failed = []
-    for name in checkpoint_names(folder)[:-keep]:
-        if name not in protected:
-            try:
-                # The manifest goes first: what is left of a deletion that was cut off is no checkpoint.
-                (folder / name / MANIFEST_FILE).unlink()
-                shutil.rmtree(folder / name)
-            except OSError:
-                failed.append(name)
-    for each in folder.glob("step-*"):  # what an earlier deletion has left
-        if re.fullmatch(r"step-\d{8,}", each.name) and not (each / MANIFEST_FILE).exists():
-            with suppress(OSError):
-                shutil.rmtree(each)
-    return failed
+    return [name for name in checkpoint_names(folder)[:-keep] if name not in protected and not _deleted(folder / name)]
+
+
+def _deleted(checkpoint: Path) -> bool:
+    """Delete a checkpoint; whether that went well."""
+    # Under another name first: what is left of a deletion that was cut off must not look like a damaged checkpoint.
+    doomed = checkpoint.with_name(f".{checkpoint.name}.deleted{_PARTIAL}")
+    try:
+        os.rename(checkpoint, doomed)
+        shutil.rmtree(doomed)
+    except OSError:
+        return False
+    return True
 
 
 def remove_later(folder: Path, step: int) -> None:
     """Delete the checkpoints of later steps."""
     for name in checkpoint_names(folder):
         if _step_of(name) > step:
-            shutil.rmtree(folder / name, ignore_errors=True)
+            _deleted(folder / name)
 
 
 def _sync(path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
 from txl.run_directory import RunDirectory, write_whole
 from txl.training.averaging import WeightAverage, average_begins
-from txl.training.checkpoints import checkpoint_name, remove_later
+from txl.training.checkpoints import checkpoint_name, remove_later, verify_checkpoint
 from txl.training.display import Display, Reading
 from txl.training.guards import is_finite
 from txl.training.optimisers import set_learning_rate
@@ -61,6 +61,7 @@ class TrainingLoop:
         self.states: list[Any] = self._empty_memory()
         self.average: WeightAverage | None = None
         self.saved_step = -1
+        self._log_is_full = False
         self.stop = StopRequest()
         train, processes = self.run.train, self.trained.processes
         self.saver = CheckpointSaver(
@@ -69,6 +70,7 @@ class TrainingLoop:
             in_background=train.async_checkpoints,
             writes=processes.is_first,
             say=self.display.message,
+            record=self._record,
         )
         self.scalars = Scalars(self.directory.path if train.tensorboard and processes.is_first else None)
 
@@ -140,10 +142,11 @@ class TrainingLoop:
             is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
             if is_due:
                 progress.scheduled_step = step
+                progress.scheduled_best = progress.best_step
             if train.eval_every and (step % train.eval_every == 0 or is_last):
                 self._validate()
             if is_due:
-                self.save()
+                self.save(required=is_last)
             self._guarded(self.saver.check)
             if not is_last and (received := self._asked_to_stop()):
                 self._interrupt(received)
@@ -263,19 +266,23 @@ class TrainingLoop:
             f"step {progress.step}: the loss leaps to {result.loss:.3f}, from a recent mean of "
             f"{progress.watch.mean:.3f}" + (f"; back to step {progress.scheduled_step}" if goes_back else "")
         )
-        if goes_back:
-            self._roll_back()
+        if goes_back and not self._roll_back():
+            self.display.message(f"note: the checkpoint of step {progress.scheduled_step} is damaged; training goes on")
 
-    def _roll_back(self) -> None:
+    def _roll_back(self) -> bool:
         """Weights, optimiser and random numbers of the last checkpoint that was due; the text goes on behind the spike.
 
-        Going through the same text again would lead to the same spike.
+        Going through the same text again would lead to the same spike. False: the checkpoint cannot be used.
         """
         was, position = self.progress, self.position
         target = was.scheduled_step
         assert target is not None
         self._guarded(self.saver.wait)
-        restore(self, self.directory.checkpoints / checkpoint_name(target))
+        checkpoint = self.directory.checkpoints / checkpoint_name(target)
+        # Process 0 has waited for its disk and looks; the exchange makes the others wait for it.
+        if self.trained.processes.any(self.trained.processes.is_first and not _is_good(checkpoint)):
+            return False
+        restore(self, checkpoint)
         self.position, self.states = position, self._empty_memory()
         self.progress.rollbacks = was.rollbacks + 1
         self.progress.skipped, self.progress.seconds = was.skipped, was.seconds
@@ -285,6 +292,7 @@ class TrainingLoop:
             remove_later(self.directory.checkpoints, target)
         self.saved_step = -1
         self.save()
+        return True
 
     def _log(self, reading: Reading) -> None:
         if not self.progress.loss_count:
@@ -330,7 +338,7 @@ class TrainingLoop:
         """The evaluation that a stop cut short, and the checkpoint as it would have been after it."""
         self.progress.validation_due = False
         self._validate()
-        self.save()
+        self.save(required=self.progress.step == self.run.train.steps)
 
     def _evaluate(self) -> EvaluationResult:
         """With memory that makes the attention as long as in training: memory and segment have the same sum.
@@ -358,35 +366,59 @@ class TrainingLoop:
                 processes=self.trained.processes,
             )
 
-    def save(self) -> None:
-        """Write a checkpoint, unless this step has one."""
+    def save(self, required: bool = False) -> None:
+        """Write a checkpoint, unless this step has one.
+
+        Args:
+            required: without it the run's work would be lost, so that it has to be there before this returns.
+
+        Raises:
+            UserError: if it cannot be written, unless the run goes on without it.
+        """
         step = self.progress.step
-        if self.saved_step == step:
-            return
-        began = time.perf_counter()
-        contents = capture(self)
-        copy_seconds = time.perf_counter() - began
-        contents.belongs = self.belongs
-        protected = {each for each in (self.progress.best_step, self.progress.scheduled_step) if each is not None}
         self._guarded(self.saver.wait)
-        self._guarded(lambda: self.saver.save(step, contents, self.progress.best_step, protected, copy_seconds))
-        self.saved_step = step
+        # All processes or none: what one process could not write, the others believe to be there.
+        if self.trained.processes.any(self.saved_step != step):
+            began = time.perf_counter()
+            contents = capture(self)
+            copy_seconds = time.perf_counter() - began
+            contents.belongs = self.belongs
+            best = self.progress.best_step
+            named = (best, self.progress.scheduled_step, self.progress.scheduled_best)
+            protected = {each for each in named if each is not None}
+            self.saved_step = step
+            write = functools.partial(self.saver.save, step, contents, best, protected, copy_seconds)
+            if required:
+                write()
+            else:
+                self._guarded(write)
+        if required:
+            self.saver.wait()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do what a full disk may prevent; the run stops for it or goes on, as it is configured."""
         try:
             action()
         except UserError as error:
+            self.saved_step = -1
             if self.run.train.on_save_error == "stop":
                 raise
             self.display.message(f"note: {error}; training goes on")
-            with suppress(UserError):  # the log may be on the same disk
-                self._record("save failed", reason=str(error))
+            self._record("save failed", reason=str(error))
 
-    def _record(self, event: str, **fields: Any) -> None:
-        """Add to the log, which process 0 alone writes."""
-        if self.trained.processes.is_first:
-            self.directory.append(event, self.progress.step, **fields)
+    def _record(self, event: str, step: int | None = None, **fields: Any) -> None:
+        """Add to the log, which process 0 alone writes. Where a full disk does not stop the run, nor does this."""
+        if not self.trained.processes.is_first:
+            return
+        try:
+            self.directory.append(event, self.progress.step if step is None else step, **fields)
+            self._log_is_full = False
+        except UserError as error:
+            if self.run.train.on_save_error == "stop":
+                raise
+            if not self._log_is_full:
+                self.display.message(f"note: {error}; training goes on without it")
+            self._log_is_full = True
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -402,8 +434,7 @@ class TrainingLoop:
 
     def _interrupt(self, received: int) -> NoReturn:
         """Save and stop."""
-        self.save()
-        self.saver.wait()
+        self.save(required=True)
         name = signal.Signals(received).name
         self._record("stop", reason=name)
         raise RunInterrupted(
@@ -411,3 +442,11 @@ class TrainingLoop:
             f"{self.directory.path}: run the same command to go on",
             exit_code=128 + received,
         )
+
+
+def _is_good(checkpoint: Path) -> bool:
+    try:
+        verify_checkpoint(checkpoint)
+    except UserError:
+        return False
+    return True

@@ -64,8 +64,9 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         by_name.setdefault(name, {})[what] = value
     parameters = dict(model.named_parameters())
     for name, values in by_name.items():
-        shapes = {each.shape for each in values.values() if each.ndim > 0}  # Adam's step is a number
-        if name not in parameters or not shapes <= {parameters[name].shape}:
+        shapes = {value.shape for key, value in values.items() if key != "step"}  # which is a number
+        alike = values.keys() == next(iter(by_name.values())).keys()
+        if name not in parameters or not shapes <= {parameters[name].shape} or not alike:
             raise UserError("the optimiser's state in the checkpoint belongs to another model")
     # The optimiser counts parameters group by group; its own loader takes care of devices and types.
     names = {id(parameter): name for name, parameter in parameters.items()}

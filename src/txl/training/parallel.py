@@ -87,6 +87,12 @@ class TrainedModel:
             for module in self._sharded:
                 module.reshard()
 
+    def first_says_yes(self, answer: bool) -> bool:
+        """Process 0's answer, in all; exchanged beside training, as saving is."""
+        said = torch.tensor([int(answer)])
+        torch.distributed.broadcast(said, src=0, group=self.saving_group)
+        return bool(said)
+
     def on_cpu(self, tensor: Tensor) -> Tensor:
         """A copy of this process's shard, or of a tensor that is whole."""
         from torch.distributed.tensor import DTensor

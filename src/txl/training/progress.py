@@ -34,6 +34,8 @@ class Progress:
     skipped_in_a_row: int = 0
     scheduled_step: int | None = None
     """Step of the last checkpoint that was due; those of an interruption do not count."""
+    scheduled_best: int | None = None
+    """The best step when that checkpoint was due: a run that goes back to it has that best again."""
     rollbacks: int = 0
     """Times that the run went back to a checkpoint because of a spike of the loss."""
     watch: LossWatch = field(default_factory=LossWatch)

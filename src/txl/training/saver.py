@@ -9,7 +9,15 @@ from pathlib import Path
 
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
-from txl.training.checkpoints import Contents, checkpoint_name, prune, set_aside, verify_checkpoint, write_checkpoint
+from txl.training.checkpoints import (
+    STATE_SHARDS,
+    Contents,
+    checkpoint_name,
+    prune,
+    set_aside,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from txl.training.checkpoints import checkpoint_names as names_in
 
 
@@ -22,13 +30,21 @@ class CheckpointSaver:
         in_background: False writes at once.
         writes: False for a process that only takes part in writing shards.
         say: shows a line to the user.
+        record: adds an event of a step to the run's log.
     """
 
     def __init__(
-        self, directory: RunDirectory, *, keep: int, in_background: bool, writes: bool, say: Callable[[str], None]
+        self,
+        directory: RunDirectory,
+        *,
+        keep: int,
+        in_background: bool,
+        writes: bool,
+        say: Callable[[str], None],
+        record: Callable[..., None],
     ):
         self._directory, self._keep, self._in_background = directory, keep, in_background
-        self._writes, self._say = writes, say
+        self._writes, self._say, self._record = writes, say, record
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -86,8 +102,8 @@ class CheckpointSaver:
             if self._writes:
                 self._write_and_point(step, contents, best_step, protected, copy_seconds)
             elif contents.write_shards is not None:
-                folder = self._directory.checkpoints / f".{checkpoint_name(step)}.partial" / "training_state"
-                contents.write_shards(folder)
+                folder = self._directory.checkpoints / f".{checkpoint_name(step)}.partial" / STATE_SHARDS
+                contents.write_shards(folder)  # what goes wrong is told by the process that writes
         except BaseException as error:  # raised again in the training thread
             self._error = error
 
@@ -95,13 +111,19 @@ class CheckpointSaver:
         self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
     ) -> None:
         folder, began = self._directory.checkpoints, time.perf_counter()
-        written = write_checkpoint(folder, step, contents)
+        try:
+            written = write_checkpoint(folder, step, contents)
+        finally:
+            if contents.give_up is not None:
+                contents.give_up()  # the others still wait, if it did not come to the shards
         # The pointers move before anything that they named is deleted.
         self._directory.set_pointer("latest", written.name)
         point_at_best(self._directory, best_step)
         seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
-        self._directory.append("checkpoint", step, directory=written.name, best=best_step == step, **seconds)
-        kept = {checkpoint_name(each) for each in protected} | {written.name}
+        self._record("checkpoint", step, directory=written.name, best=best_step == step, **seconds)
+        # The best that stands stays until a better one does: the save of that one may have failed.
+        best = self._directory.pointer("best")
+        kept = {checkpoint_name(each) for each in protected} | {written.name} | ({best.name} if best else set())
         for name in prune(folder, self._keep, kept):
             self._say(f"note: {folder / name} could not be deleted; training goes on")
 
@@ -125,7 +147,7 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
     names = names_in(folder)
     for name in reversed(names):
         try:
-            verify_checkpoint(folder / name)
+            verify_checkpoint(folder / name, directory.run_id())
         except UserError as error:
             refused.append((name, str(error)))
             continue

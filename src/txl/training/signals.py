@@ -34,7 +34,10 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
 
     def note(received: int, frame: Any) -> None:
         if request.received is not None:
-            raise SystemExit(128 + received)
+            # Not SystemExit: another thread may be in the middle of writing, and would be torn out of it noisily.
+            if os.isatty(2):
+                os.write(2, b"\x1b[?25h\n")  # the cursor, which a live panel hides
+            os._exit(128 + received)
         request.received = received
         if notice is not None:
             # Not print: the signal may have come in the middle of one, and buffered files cannot be entered twice.

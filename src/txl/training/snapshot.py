@@ -7,7 +7,7 @@ any number of processes can read, and memory is kept by the lane of the global b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,13 @@ def capture(loop: Any) -> Contents:
         numbers["averaged"] = loop.average.count
     if not processes.is_first:
         weights, tensors = {}, {}
+    writer = _ShardWriter(sharded, trained) if sharded else None
     return Contents(
         weights=weights,
         tensors={name: copied(tensor) for name, tensor in tensors.items()},
         numbers=numbers,
-        write_shards=_shard_writer(sharded, trained) if sharded else None,
+        write_shards=writer,
+        give_up=None if writer is None else writer.give_up,
     )
 
 
@@ -93,15 +95,32 @@ class _Copies:
         return kept[1]
 
 
-def _shard_writer(tensors: dict[str, Tensor], trained: TrainedModel) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+class _ShardWriter:
+    """Writes shards, all processes together; process 0 says first whether there is a folder to write into."""
+
+    def __init__(self, tensors: dict[str, Tensor], trained: TrainedModel):
+        self._tensors, self._trained, self._begun = tensors, trained, False
+
+    def __call__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        self._begun = True
+        if not self._trained.first_says_yes(True):
+            return
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(tensors, storage_writer=writer, process_group=trained.saving_group)
+        try:
+            save(self._tensors, storage_writer=writer, process_group=self._trained.saving_group)
+        except CheckpointException as error:
+            reasons = [str(each[0]) for each in error.failures.values()]
+            raise OSError(5, "; ".join(dict.fromkeys(reasons))) from None
 
-    return write
+    def give_up(self) -> None:
+        """Let the others go on, if they wait."""
+        if not self._begun:
+            self._begun = True
+            self._trained.first_says_yes(False)
 
 
 def restore(loop: Any, checkpoint: Path) -> None:

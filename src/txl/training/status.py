@@ -12,6 +12,9 @@ from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_names, verify_checkpoint
 from txl.training.display import duration, metric
 
+_LOOKS = 5
+"""Times that the checkpoints of a run are listed again, if one was deleted while it was read."""
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -122,14 +125,22 @@ def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
-    refused = []
-    for name in reversed(checkpoint_names(directory.checkpoints)):
-        try:
-            verify_checkpoint(directory.checkpoints / name)
-        except UserError as error:
-            refused.append(str(error))
-        else:
-            return name, refused
+    """The newest good checkpoint, and why newer ones are none. A run that trains may delete what is being looked at."""
+    refused: list[str] = []
+    for _ in range(_LOOKS):
+        refused, gone = [], False
+        for name in reversed(checkpoint_names(directory.checkpoints)):
+            path = directory.checkpoints / name
+            try:
+                verify_checkpoint(path, directory.run_id())
+            except UserError as error:
+                gone = gone or not path.exists()
+                if path.exists():
+                    refused.append(str(error))
+            else:
+                return name, refused
+        if not gone:
+            break
     return None, refused
 
 

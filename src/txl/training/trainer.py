@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,6 @@ from txl.training.checkpoints import (
     MODEL_FILE,
     belongs_to,
     checkpoint_name,
-    checkpoint_names,
     read_state,
     read_tensors,
     remove_partial,
@@ -167,7 +167,8 @@ class Trainer:
             _remove_begun(path)
             return True
         changed = differences(self.directory.config(), self.run, ignore=MAY_DIFFER)
-        if changed and not checkpoint_names(self.directory.checkpoints):
+        folder = self.directory.checkpoints
+        if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
             # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
             self.directory.config_path.unlink()
             _remove_begun(path)
@@ -313,7 +314,8 @@ class Trainer:
         return None if found is None else found.name
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
-        loop.belongs = belongs_to(asdict(self.run.model), self.directory.path / "vocabulary.json")
+        vocabulary = self.directory.path / "vocabulary.json"
+        loop.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
 
     def _announce(self, loop: TrainingLoop, event: str) -> None:
         """Say and record what runs here."""
@@ -335,6 +337,7 @@ class Trainer:
             command=sys.argv,
             init_from=None if self.init_from is None else str(self.init_from),
             processes=self.processes.count,
+            run=self.directory.run_id() or uuid.uuid4().hex,
         )
         if event == "resume":
             start = f", going on from step {loop.progress.step}"
@@ -429,7 +432,7 @@ def _make_directory(path: Path) -> list[Path]:
 def _is_of_a_begun_run(path: Path) -> bool:
     """Whether a file may have been left by a start that failed before the run had a config.json."""
     if path.name == "checkpoints":
-        return set(checkpoint_names(path)) <= {checkpoint_name(0)}
+        return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
     return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
 
 
