@@ -66,6 +66,7 @@ def test_sliding_windows(kind):
 def test_temperature_and_cache():
     model, vocabulary = model_of(mem_len=6), ByteVocabulary()
     ids = vocabulary.encode(TEXT)
+    settings: dict[str, Any]
     for each, settings in ((model, {"temperature": 1.3}), (ContinuousCache(model, 9, 0.3, 0.2), {})):
         rows = list(txl.surprisals(each, vocabulary, TEXT, segment=7, **settings))
         expected = txl.evaluate(each, ids, segment=7, batch_size=1, **settings)
