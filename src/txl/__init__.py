@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding, losses_at_context
+    from txl.evaluation.surprisal import TokenSurprisal, surprisals
     from txl.generation import generate, generate_samples, generate_tokens
     from txl.models import build_model
     from txl.models.cache import ContinuousCache
@@ -39,6 +40,7 @@ _HOMES = {
     "RunConfig": "txl.config",
     "RunInterrupted": "txl.errors",
     "Sampling": "txl.decoding.sampling",
+    "TokenSurprisal": "txl.evaluation.surprisal",
     "Trainer": "txl.training.trainer",
     "TransformerXL": "txl.models.transformer_xl",
     "UserError": "txl.errors",
@@ -53,6 +55,7 @@ _HOMES = {
     "losses_at_context": "txl.evaluation.sliding",
     "open_corpus": "txl.data.corpora",
     "relative_effective_context_length": "txl.evaluation.effective_context",
+    "surprisals": "txl.evaluation.surprisal",
     "tune_cache": "txl.evaluation.cache_tuning",
     "write_report": "txl.reporting.report",
 }
@@ -66,6 +69,7 @@ __all__ = [
     "RunConfig",
     "RunInterrupted",
     "Sampling",
+    "TokenSurprisal",
     "Trainer",
     "TransformerXL",
     "UserError",
@@ -83,6 +87,7 @@ __all__ = [
     "relative_effective_context_length",
     "preset",
     "presets",
+    "surprisals",
     "tune_cache",
     "write_report",
 ]

@@ -29,6 +29,7 @@ from txl.commands import (
     recl,
     report,
     reproduce,
+    score,
     status,
     train,
 )
@@ -41,6 +42,7 @@ COMMANDS = (
     status,
     evaluate,
     cache,
+    score,
     recl,
     reproduce,
     generate,

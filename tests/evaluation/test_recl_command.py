@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -75,3 +76,62 @@ def test_a_run_given_twice_is_refused(group, data_dir, capsys):
     run = str(group / "vanilla")
     assert main(["recl", run, run, "--data-dir", str(data_dir)]) == 2
     assert "given twice" in capsys.readouterr().err
+
+
+def recl(*words: str) -> list[str]:
+    return ["recl", *words, "--step", "8", "--longest", "24", "--targets", "30"]
+
+
+def test_the_page_its_figures_and_its_numbers(group, data_dir, tmp_path, capsys):
+    out = tmp_path / "made" / "recl"
+    runs = [str(group / "recurrent"), str(group / "vanilla")]
+    assert main([*recl(*runs), "--out", str(out), "--json", "--data-dir", str(data_dir)]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads((out / "recl.json").read_text(encoding="utf-8")) == found
+    kinds = ["perplexity", *(f"{kind}-r{r}" for kind in ("relative-gain", "gains") for r in ("0.1", "0.5", "1.0"))]
+    expected = {"recl.html", "recl.json", *(f"{kind}.{ending}" for kind in kinds for ending in ("svg", "png"))}
+    assert {each.name for each in out.iterdir()} == expected
+    assert (out / "gains-r0.1.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "recl.html").read_text(encoding="utf-8")
+    for each in found["models"]:
+        numbers = "".join(f'<td class="number">{value:,}</td>' for value in each["recl"].values())
+        assert f"{each['parameters']:,}</td>{numbers}" in page
+    assert page.count("<figure>") == 7
+    assert "<img" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    # A step's relative gain decides, and each is one of the pairs whose plain gain is in Figure 3.
+    for r, steps in found["relative_gains"].items():
+        pairs = {(pair["short"], pair["long"]): pair["gain"] for pair in found["perplexity_gains"][r]}
+        for each in found["models"]:
+            name = each["name"]
+            stops = [step["short"] for step in steps if step["gain"][name] < 0.01]
+            assert each["recl"][r] == (stops or [24])[0]
+            for step in steps:
+                gain = pairs[step["short"], step["long"]][name]
+                assert (gain > 0) == (step["gain"][name] > 0)
+
+
+def test_models_that_cannot_be_compared(group, data_dir, story, tmp_path, capsys):
+    where = ["--data-dir", str(data_dir)]
+    characters, other = tmp_path / "characters", tmp_path / "other"
+    txl.Trainer(small_run(str(story), **{"data.unit": "char"}), characters, data_dir=data_dir, quiet=True).fit()
+    (tmp_path / "other.txt").write_bytes(story.read_bytes()[::-1].translate(bytes(range(128)) * 2))
+    txl.Trainer(small_run(str(tmp_path / "other.txt")), other, data_dir=data_dir, quiet=True).fit()
+    out = ["--out", str(tmp_path / "recl")]
+    vanilla = str(group / "vanilla")
+    assert main([*recl(vanilla, str(characters), "--data.corpus", str(story)), *where, *out]) == 2
+    assert "another vocabulary" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*recl(vanilla, str(other)), *where, *out]) == 2
+    error = capsys.readouterr().err
+    assert "different corpora" in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "recl").exists()
+    assert main([*recl(vanilla, str(other), "--data.corpus", str(story)), *where]) == 0
+    # The same text under another name is the same corpus.
+    shutil.copy(story, tmp_path / "copy.txt")
+    same = tmp_path / "same"
+    txl.Trainer(small_run(str(tmp_path / "copy.txt")), same, data_dir=data_dir, quiet=True).fit()
+    assert main([*recl(vanilla, str(same)), *where]) == 0
+    (tmp_path / "file").write_text("x")
+    assert main([*recl(vanilla), *where, "--out", str(tmp_path / "file")]) == 2
+    assert "expected a folder" in capsys.readouterr().err

@@ -9,11 +9,9 @@ import numpy as np
 
 from txl.data.reading import decoded
 from txl.data.sources import Piece, content_size
-from txl.data.vocabulary import EOS, UNK, BpeVocabulary, WordVocabulary
+from txl.data.vocabulary import BPE_CHUNK, EOS, UNK, BpeVocabulary, WordVocabulary
 from txl.errors import UserError
 
-BPE_CHUNK = 1 << 16
-"""Characters given to the BPE library at once; tokens do not cross the chunks' edges."""
 BPE_TRAINING_BYTES = 100_000_000
 """Byte pairs are learnt from about this much text, taken evenly from all of the training text."""
 MOST_WORDS = 16_000_000

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from txl.data.counting import BPE_CHUNK, SymbolCounter, WordCounter, bpe_vocabulary, texts
+from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary, texts
 from txl.data.reading import decoded, words
 from txl.data.sources import Piece, Pieces
 from txl.data.token_files import TokenWriter, token_dtype
@@ -317,9 +317,7 @@ def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) 
                 yield vocabulary.encode_words(some), done
         elif isinstance(vocabulary, BpeVocabulary):
             for text, done in decoded(piece, blocks):
-                chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
-                encoded = vocabulary.tokenizer.encode_batch_fast(chunks)
-                yield np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encoded] or [[]]), done
+                yield vocabulary.encode_block(text), done
         else:
             raise TypeError(f"no encoding for a {type(vocabulary).__name__}")
     except UserError as error:

@@ -46,11 +46,10 @@ def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
     )
 
 
-def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tuple[list[str], int]]:
-    """Words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block took.
+def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
+    """Text of a piece, cut behind white space, with the bytes that each block took.
 
-    A word that is cut by a block's end goes to the next block; a piece's last line has an `<eos>` even if nothing
-    ends it.
+    A word that is cut by a block's end goes to the next block; a piece's last line has an end even if nothing ends it.
 
     Raises:
         UserError: as for `decoded`, or if something is too long to be a word.
@@ -58,6 +57,7 @@ def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tup
     rest, ended = "", True
     for text, done in decoded(piece, blocks):
         if not text:
+            yield "", done
             continue
         text = rest + text
         ended = text.endswith("\n")
@@ -68,6 +68,16 @@ def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tup
                 f"{piece.path}: more than {LONGEST_WORD:,} characters without white space are no word; use the unit "
                 f"bpe, char or byte"
             )
-        yield words_and_ends(text[:cut], eos), done
+        yield text[:cut], done
     if rest or not ended:
-        yield [*words_and_ends(rest, eos), eos], 0
+        yield rest + "\n", 0
+
+
+def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tuple[list[str], int]]:
+    """Words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block took.
+
+    Raises:
+        UserError: as for `whole_words`.
+    """
+    for text, done in whole_words(piece, blocks):
+        yield words_and_ends(text, eos), done

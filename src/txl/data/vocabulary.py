@@ -20,6 +20,8 @@ from txl.errors import UserError
 
 UNK = "<unk>"
 EOS = "<eos>"
+BPE_CHUNK = 1 << 16
+"""Characters of a corpus given to the BPE library at once; tokens do not cross the chunks' edges."""
 _FORMAT = 1
 
 
@@ -316,6 +318,7 @@ class BpeVocabulary(Vocabulary):
         if sorted(ids.values()) != list(range(len(ids))):
             raise UserError("a bpe vocabulary whose ids are not 0, 1, 2 ... without gaps")
         self._pieces = [bytes(byte_of[symbol] for symbol in token) for token in sorted(ids, key=ids.__getitem__)]
+        self._lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> BpeVocabulary:
@@ -344,6 +347,16 @@ class BpeVocabulary(Vocabulary):
     def encode(self, text: str) -> np.ndarray:
         """Token ids."""
         return np.array(self.tokenizer.encode(text).ids, dtype=np.int64)
+
+    def encode_block(self, text: str) -> np.ndarray:
+        """Token ids of a block of a corpus, uint32 [N]: chunk by chunk, so that long ones are fast too."""
+        chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
+        encoded = self.tokenizer.encode_batch_fast(chunks)
+        return np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encoded] or [np.empty(0, np.uint32)])
+
+    def n_bytes(self, ids: np.ndarray) -> np.ndarray:
+        """Bytes of text that each token stands for: int64 [N]."""
+        return self._lengths[ids]
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8 across tokens."""

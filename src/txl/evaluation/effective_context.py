@@ -54,7 +54,7 @@ def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dic
     gains = {}
     for name, by_length in losses.items():
         after = torch.minimum(baseline, by_length[long].double())[chosen].mean()
-        gains[name] = -torch.expm1(after - before).item()
+        gains[name] = 0.0 - torch.expm1(after - before).item()  # not -0.0
     return gains
 
 

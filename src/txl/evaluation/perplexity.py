@@ -215,7 +215,7 @@ def evaluate(
         for inputs, targets, counts in mine.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
-            nll, state = _nll_at(temperature, model, inputs.to(device), targets.to(device), state)
+            nll, state = nll_at(temperature, model, inputs.to(device), targets.to(device), state)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
@@ -291,7 +291,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _nll_at(
+def nll_at(
     temperature: float, model: LanguageModel[Any], inputs: Tensor, targets: Tensor, state: Any
 ) -> tuple[Tensor, Any]:
     """The loss of each target with every probability p replaced by p^(1/temperature), normalised: [B,T]."""

@@ -61,7 +61,7 @@ def evaluate_sliding(
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none")
         total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
-        for losses in _windows(model, ids, context, np.arange(first + 1, len(ids)), batch_size, progress):
+        for losses in window_losses(model, ids, context, np.arange(first + 1, len(ids)), batch_size, progress):
             total += losses.sum()
     done = len(ids) - 1
     return EvaluationResult(
@@ -123,7 +123,7 @@ def losses_at_context(
         )
     device = next(model.parameters()).device
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        windows = _windows(model, ids, context, chosen, batch_size, progress)
+        windows = window_losses(model, ids, context, chosen, batch_size, progress)
         return torch.cat([losses.cpu() for losses in windows])
 
 
@@ -142,15 +142,18 @@ def _checked_ids(
     return ids
 
 
-def _windows(
+def window_losses(
     model: LanguageModel[Any],
     ids: np.ndarray,
     context: int,
     targets: np.ndarray,
     batch_size: int,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> Iterator[Tensor]:
-    """Losses of the targets, [at most B] at a time, each from the `context` tokens before it."""
+    """Losses of the targets, [at most B] at a time, each from the `context` tokens before it.
+
+    To be called in evaluation mode. `ids` are int64, `targets` indices among them.
+    """
     device = next(model.parameters()).device
     for start in range(0, len(targets), batch_size):
         chosen = targets[start : start + batch_size]

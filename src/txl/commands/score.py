@@ -1,0 +1,193 @@
+"""`txl score DIR FILE`: the surprisal of every token of a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from unicodedata import category
+
+from txl.commands.evaluate import add_cache_options, with_cache
+from txl.commands.options import (
+    add_checkpoint,
+    add_device,
+    add_memory_options,
+    existing_run,
+    memory_settings,
+    pick_device,
+    progress_bar,
+    say,
+)
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.evaluation.surprisal import TokenSurprisal
+
+COLUMNS = (
+    "index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context",
+)  # fmt: skip
+_NAMED = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_EVERY = 4096
+"""Rows between two moves of the progress display."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("score", help="write the surprisal of every token of a text")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("file", metavar="FILE", help="the text (.gz, .xz, .zst too), or - for standard input")
+    parser.add_argument("--out", metavar="FILE", help="where to write the table (default: standard output)")
+    parser.add_argument("--format", choices=("tsv", "jsonl"), default="tsv", help="tsv (default) or JSON lines")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="read before the text, not scored")
+    add_memory_options(parser)
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of one step")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument(
+        "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
+    )
+    add_cache_options(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_checkpoint(parser)
+    add_device(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Score the text and write the table."""
+    for name in ("mem_len", "window", "clamp_len", "segment", "temperature"):
+        if arguments.sliding is not None and getattr(arguments, name) is not None:
+            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    from txl.allocator import keep_freed_memory
+    from txl.data.sources import open_file
+    from txl.evaluation.surprisal import surprisals
+    from txl.run_directory import RunDirectory
+
+    run_directory = RunDirectory(existing_run(arguments.directory))
+    path = None if arguments.file == "-" else Path(arguments.file)
+    if path is not None:
+        open_file(path).close()  # before the model is loaded
+    _check_out(arguments.out, path)
+    keep_freed_memory()
+    config = run_directory.config()
+    model, vocabulary = run_directory.load(
+        run_directory.checkpoint(arguments.checkpoint), device=pick_device(arguments.device)
+    )
+    if vocabulary is None:
+        raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
+    settings: dict[str, Any] = {"sliding": arguments.sliding}
+    if arguments.sliding is None:
+        settings = memory_settings(arguments, config)
+        settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment
+        settings["temperature"] = (
+            config.eval.temperature if arguments.temperature is None else arguments.temperature
+        )  # fmt: skip
+    rows = surprisals(
+        with_cache(model, arguments),
+        vocabulary,
+        sys.stdin.buffer if path is None else path,
+        prompt=arguments.prompt,
+        dtype=arguments.dtype,
+        **settings,
+    )
+    plain = path is not None and path.suffix not in (".gz", ".xz", ".zst")
+    size = path.stat().st_size if path is not None and plain else None
+    with _output(arguments.out) as file:
+        _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
+
+
+def _check_out(out: str | None, source: Path | None) -> None:
+    """Refuse an output that cannot be, before anything is computed."""
+    if out is None:
+        return
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out}: {path.parent} is not a folder; make it first")
+    if path.is_dir():
+        raise UserError(f"--out {out} is a folder; expected the name of a file")
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError(f"--out {out} is the text itself; expected another file")
+
+
+@contextmanager
+def _output(out: str | None) -> Iterator[IO[str]]:
+    """Standard output, or a file that appears under its name when it is whole."""
+    if out is None:
+        yield sys.stdout
+        return
+    path = Path(out)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> None:
+    """The table, and what it adds up to on standard error."""
+    line = _tsv if form == "tsv" else _jsonl
+    bits, scored, unknown, index = 0.0, 0, 0, -1
+    progress, move = progress_bar("scoring", quiet=quiet or size is None)
+    with progress:
+        for index, row in enumerate(rows):
+            if index == 0 and form == "tsv":  # not before: a text that cannot be read leaves nothing
+                file.write("\t".join(COLUMNS) + "\n")
+            file.write(line(row))
+            if row.surprisal is not None:
+                bits, scored = bits + row.surprisal, scored + 1
+            unknown += row.unknown
+            if size and index % _EVERY == 0:
+                move(row.end, size)
+    file.flush()
+    mean = f", {bits:.6g} bits, {bits / scored:.6f} a token" if scored else ""
+    say(f"{index + 1:,} tokens, {scored:,} scored{mean}" + (f"; {unknown:,} are <unk>" if unknown else ""))
+
+
+def _tsv(row: TokenSurprisal) -> str:
+    values = (
+        str(row.index), str(row.start), str(row.end), "" if row.word is None else str(row.word), escaped(row.text),
+        str(int(row.unknown)), _number(row.surprisal), _number(row.word_surprisal), str(row.memory), str(row.context),
+    )  # fmt: skip
+    return "\t".join(values) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.12g}"  # so that sums over long texts agree to six decimals
+
+
+def _jsonl(row: TokenSurprisal) -> str:
+    values: dict[str, Any] = {name: getattr(row, name) for name in COLUMNS if name != "token"}
+    for name in ("surprisal", "word_surprisal"):
+        values[name] = None if values[name] is None else float(_number(values[name]))
+    values["token"] = escaped(row.text)
+    return json.dumps({name: values[name] for name in COLUMNS}, ensure_ascii=False) + "\n"
+
+
+def escaped(text: bytes) -> str:
+    """A token in one line, from which it can be had back.
+
+    Backslash, tab, line feed and carriage return are \\\\, \\t, \\n, \\r; bytes that are no whole character \\xNN;
+    other control, format and private characters and line separators \\uNNNN or \\UNNNNNNNN.
+    """
+    if text.isalnum():
+        return text.decode()  # ASCII, the usual case
+    return "".join(map(_shown, text.decode("utf-8", errors="surrogateescape")))
+
+
+def _shown(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    if character in _NAMED:
+        return _NAMED[character]
+    if category(character)[0] == "C" or category(character) in ("Zl", "Zp"):
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character

@@ -1,0 +1,262 @@
+"""Surprisal of every token of a text: -log2 of its probability given what came before.
+
+The text is one lane that is read as `txl.evaluate` reads it, segment by segment with its memory, so the surprisals add
+up to its loss. Nothing is held but one block of the text and one segment: a text may be longer than memory.
+
+Shapes: T tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from txl.config import validate_temperature
+from txl.data.located import LocatedToken, located_tokens
+from txl.data.sources import BLOCK, Piece
+from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.errors import UserError
+from txl.evaluation.perplexity import check_ids, evaluation_mode, nll_at
+from txl.evaluation.sliding import window_losses
+from txl.models.cache import CacheState
+from txl.models.language_model import LanguageModel, Limit
+
+_LN2 = math.log(2)
+_WINDOWS = 16
+"""Windows of a sliding evaluation that are computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSurprisal:
+    """A token of a text and what the model made of it."""
+
+    index: int
+    """Number of the token, from 0."""
+    start: int
+    """Byte of the text at which it begins."""
+    end: int
+    """Byte behind its last; `start` for a mark that the text does not hold."""
+    word: int | None
+    """Number of the word that it belongs to (see `txl.data.located`); None: to none."""
+    text: bytes
+    """Its part of the text."""
+    unknown: bool
+    """Whether the vocabulary lacks it: the surprisal is then that of `<unk>`."""
+    surprisal: float | None
+    """Bits; None for the text's first token, which has nothing before it."""
+    word_surprisal: float | None
+    """Bits of all tokens of its word, at the word's last token; None elsewhere, and where one of them has none."""
+    memory: int
+    """Positions of memory, carried over from earlier segments, that the prediction sees directly."""
+    context: int
+    """Tokens that the prediction sees directly, those in memory and those of its own segment."""
+
+
+def surprisals(
+    model: LanguageModel[Any],
+    vocabulary: Vocabulary,
+    text: str | Path | IO[bytes],
+    *,
+    segment: int | None = None,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    sliding: int | None = None,
+    prompt: str = "",
+    temperature: float = 1.0,
+    dtype: str = "float32",
+) -> Iterator[TokenSurprisal]:
+    """The surprisal of each token of a text, in order.
+
+    What is unset is taken from the model's configuration, as `txl.evaluate` does.
+
+    Args:
+        model: any language model; it is read without dropout and left in the mode it was in.
+        vocabulary: the model's.
+        text: the text itself; or the path of a file (.gz, .xz and .zst are unpacked); or a binary file opened for
+            reading. It is encoded as a corpus is; characters and words that the vocabulary lacks become `<unk>`.
+        segment: tokens T of one step; None: 128, or what the model reads at once if that is less. A model without
+            memory reads each segment from nothing.
+        mem_len: positions of memory; None: the model's configuration.
+        window: keys a query sees. None: `mem_len` if that is given and above 0, else the model's configuration.
+            "none": everything in memory and segment.
+        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
+        sliding: predict each token from so many tokens before it, read anew, without memory, as
+            `txl.evaluate_sliding`; `segment`, `mem_len`, `window`, `clamp_len` and `temperature` are then not used.
+        prompt: read before the text and not scored, so that the text's first token has something before it.
+        temperature: X for probabilities in proportion to p^(1/X).
+        dtype: "float32", or "bfloat16" for autocast.
+
+    Raises:
+        UserError: for settings that contradict each other; while reading, for a text that cannot be read, or is empty.
+    """
+    if segment is None:
+        segment = min(128, model.context or 128)
+    if segment < 1 or (sliding is not None and sliding < 1):
+        raise UserError(f"segment is {segment} and sliding {sliding}; expected 1 token or more")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+    validate_temperature(temperature)
+    if model.context is not None and (sliding or segment) > model.context:
+        raise UserError(
+            f"{'segment' if sliding is None else 'sliding'} is {sliding or segment}, but this model reads at most "
+            f"{model.context} tokens at once (model.max_segment)"
+        )
+    if window is None and mem_len is not None:
+        window = mem_len or "none"
+    if prompt and isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
+        raise UserError("this vocabulary marks the beginning of every sentence, the first too; leave the prompt out")
+    before = (
+        [LocatedToken(int(token), -1, -1, None, False, b"") for token in vocabulary.encode(prompt)] if prompt else []
+    )
+    tokens = chain(before, _not_empty(_located(text, vocabulary)))
+    reader = _Reader(model, dtype, temperature)
+    if sliding is not None:
+        return _with_words(_rows(reader.slide(tokens, sliding), vocabulary))
+    state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
+
+
+def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary) -> Iterator[LocatedToken]:
+    if isinstance(text, Path):
+        piece = Piece(text)
+        return located_tokens(piece, piece.blocks(), vocabulary)
+    file = io.BytesIO(text.encode("utf-8", errors="surrogateescape")) if isinstance(text, str) else text
+    name = "the text" if isinstance(text, str) else str(getattr(file, "name", "the text"))
+    return located_tokens(Piece(Path(name)), iter(lambda: file.read(BLOCK), b""), vocabulary)
+
+
+def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:
+    first = next(tokens, None)
+    if first is None:
+        raise UserError("the text is empty; expected some")
+    yield first
+    yield from tokens
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A token with its loss in nats, and how much its prediction saw."""
+
+    token: LocatedToken
+    nll: float | None
+    memory: int
+    context: int
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Scores a stream of tokens, segment by segment."""
+
+    model: LanguageModel[Any]
+    dtype: str
+    temperature: float
+
+    def read(self, tokens: Iterable[LocatedToken], state: Any, segment: int) -> Iterator[_Scored]:
+        """As `txl.evaluate` with one lane."""
+        tokens = iter(tokens)
+        last = next(tokens)
+        yield _Scored(last, None, 0, 0)
+        n_read = 0
+        while targets := list(islice(tokens, segment)):
+            seen = self._seen(state, len(targets), n_read)
+            losses, state = self._nll([last.id, *(token.id for token in targets[:-1])], targets, state)
+            for token, loss, (memory, context) in zip(targets, losses, seen, strict=True):
+                yield _Scored(token, loss, memory, context)
+            last, n_read = targets[-1], n_read + len(targets)
+
+    def slide(self, tokens: Iterable[LocatedToken], context: int) -> Iterator[_Scored]:
+        """As `txl.evaluate_sliding`: the first `context` targets have what there is before them."""
+        tokens = iter(tokens)
+        first = list(islice(tokens, context + 1))
+        yield _Scored(first[0], None, 0, 0)
+        ids = [token.id for token in first]
+        if len(first) > 1:
+            losses, _ = self._nll(ids[:-1], first[1:], self.model.init_state(1, mem_len=0, window="none"))
+            for place, loss in enumerate(losses):
+                yield _Scored(first[place + 1], loss, 0, place + 1)
+        while targets := list(islice(tokens, 4 * _WINDOWS)):
+            ids = ids[-context:] + [token.id for token in targets]
+            check_ids(torch.tensor(ids), self.model.vocab_size)
+            places = np.arange(context, len(ids))
+            with evaluation_mode(self.model), self._autocast():
+                windows = window_losses(self.model, np.array(ids, dtype=np.int64), context, places, _WINDOWS)
+                losses = torch.cat(list(windows)).tolist()
+            for token, loss in zip(targets, losses, strict=True):
+                yield _Scored(token, loss, 0, context)
+
+    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: Any) -> tuple[list[float], Any]:
+        read = torch.tensor([inputs])
+        wanted = torch.tensor([[token.id for token in targets]])
+        for ids in (read, wanted):
+            check_ids(ids, self.model.vocab_size)
+        device = next(self.model.parameters()).device
+        with evaluation_mode(self.model), self._autocast():
+            nll, state = nll_at(self.temperature, self.model, read.to(device), wanted.to(device), state)
+        return nll[0].double().tolist(), state
+
+    def _autocast(self) -> torch.autocast:
+        device = next(self.model.parameters()).device
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def _seen(self, state: Any, n_token: int, n_read: int) -> list[tuple[int, int]]:
+        """Positions of memory and tokens in all that each prediction of the next segment sees.
+
+        A recurrent state has no positions, and carries all that was read.
+        """
+        state = state.inner if isinstance(state, CacheState) else state
+        held: int | None = getattr(state, "length", None)
+        if held is None:
+            carried = n_read if self.model.context is None else 0
+            return [(0, carried + place + 1) for place in range(n_token)]
+        window = math.inf if state.window is None else state.window
+        keys = [int(min(window, held + place + 1)) for place in range(n_token)]
+        return [(max(0, each - place - 1), each) for place, each in enumerate(keys)]
+
+
+def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[TokenSurprisal, bool]]:
+    """Rows without the sums of words, and whether each token holds more than white space."""
+    index = 0
+    for each in scored:
+        token = each.token
+        if token.start < 0:
+            continue  # the prompt's
+        if each.nll is not None and not math.isfinite(each.nll):
+            raise UserError(
+                f"the loss of token {index} is {each.nll}, not a finite number; the model's weights are damaged: use "
+                f"another checkpoint"
+            )
+        unknown = vocabulary.unk_id is not None and token.id == vocabulary.unk_id
+        bits = None if each.nll is None else each.nll / _LN2
+        row = TokenSurprisal(
+            index, token.start, token.end, token.word, token.text, unknown, bits, None, each.memory, each.context
+        )
+        yield row, token.is_text
+        index += 1
+
+
+def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSurprisal]:
+    """Rows with the sum of each word at its last token."""
+    held: TokenSurprisal | None = None
+    total: float | None = 0.0
+    has_text = False
+    for row, is_text in rows:
+        if held is not None:
+            if row.word != held.word:
+                yield replace(held, word_surprisal=total if has_text else None)
+                total, has_text = 0.0, False
+            else:
+                yield held
+        held = row
+        total = None if total is None or row.surprisal is None else total + row.surprisal
+        has_text |= is_text and row.word is not None
+    if held is not None:
+        yield replace(held, word_surprisal=total if has_text else None)

@@ -1,0 +1,162 @@
+"""Figures about context: quality by length (Figure 4), and what longer contexts gain (Figure 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Draw, Drawing, drawing, save_figure
+from txl.reporting.wording import plain
+
+Points = Mapping[str, Sequence[tuple[int, float]]]
+"""By model, its value at each context length, the lengths rising."""
+Gains = Mapping[str, Mapping[tuple[int, int], float]]
+"""By model, exp f(c,c) - exp f(c,c') for each pair of a short and a long context length."""
+
+_LINES = (
+    (ACCENT, "-", "o"), (SECOND, "-", "s"), (SOFT, "-", "^"), (INK, "-", "D"), (SECOND, "--", "o"), (SOFT, "--", "s"),
+    (INK, "--", "^"), (ACCENT, "--", "D"), (SECOND, ":", "o"), (SOFT, ":", "s"), (INK, ":", "^"),
+)  # fmt: skip
+"""Colour, line and marker of the first, second ... model; on the paper's tables the first is its own."""
+_WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", ACCENT])
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure that can stand in a page, or in a file of its own."""
+
+    draw: Draw
+    name: str
+    """Unique in a page."""
+    title: str
+    description: str
+    """What it shows, in words."""
+    wide: tuple[float, float]
+    """Size in inches for a wide column, and of the file."""
+    narrow: tuple[float, float]
+
+    def drawing(self) -> Drawing:
+        """For a page."""
+        return drawing(self.draw, self.name, self.title, self.description, wide=self.wide, narrow=self.narrow)
+
+    def save(self, path: Path) -> None:
+        """Write it as .svg or .png.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        save_figure(self.draw, path, self.wide, self.description)
+
+
+def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
+    """Figure 4: a measure against attention or context length, one line a model.
+
+    Args:
+        points: at least one model.
+        name: unique in a page.
+        label: what the length is.
+        measure: on the other axis.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _lines(figure, axes, points, label)
+        axes.set_ylabel(measure)
+
+    ends = "; ".join(f"{key} {values[0][1]:.4g} to {values[-1][1]:.4g}" for key, values in points.items())
+    text = f"{label.capitalize()} from shortest to longest: {ends}."
+    return _sized(draw, name, f"Quality against {label}", text, len(points))
+
+
+def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
+    """g(c,c') of each step from a context length c to the next, against c, with the threshold that ends RECL.
+
+    Args:
+        points: relative gains, at least one model.
+        threshold: least gain that counts.
+        name: unique in a page.
+        title: read out, with the description.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _lines(figure, axes, points, "short context c")
+        axes.axhline(threshold, color=INK, linewidth=1, dashes=(4, 2))
+        axes.annotate(
+            f"threshold {100 * threshold:g}%", (1, threshold), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", ha="right", fontsize=8.5,
+        )  # fmt: skip
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+        axes.set_ylabel("relative gain of one step")
+
+    ends = "; ".join(f"{key} {values[0][1]:.2%} to {values[-1][1]:.2%}" for key, values in points.items())
+    return _sized(draw, name, title, f"From the shortest context to the longest: {ends}.", len(points))
+
+
+def gains_plot(gains: Gains, name: str, title: str) -> Plot:
+    """Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
+
+    Args:
+        gains: at least one model, all with the same pairs.
+        name: unique in a page.
+        title: read out, with the description.
+    """
+    highest = max(max(each.values()) for each in gains.values())
+    lengths = sorted({length for each in gains.values() for pair in each for length in pair})
+
+    def draw(figure: Figure) -> None:
+        across = min(len(gains), 2 if figure.get_figwidth() < 5 else 4)
+        grid = figure.subplots(math.ceil(len(gains) / across), across, squeeze=False, sharex=True, sharey=True)
+        for axes in grid.flat[len(gains) :]:
+            axes.set_visible(False)
+        for axes, (model, pairs) in zip(grid.flat, gains.items(), strict=False):
+            matrix = [[pairs.get((short, long), math.nan) for long in lengths[1:]] for short in lengths[:-1]]
+            # Not imshow: the page's policy lets no image in.
+            axes.grid(visible=False)
+            axes.pcolormesh(np.array(matrix), cmap=_WASH, vmin=0, vmax=highest or 1)
+            axes.set_title(f"{plain(model)}\nup to {max(pairs.values()):.3g}", fontsize=8.5, parse_math=False)
+            marks = sorted({0, (len(lengths) - 2) // 2, len(lengths) - 2})
+            middles = [mark + 0.5 for mark in marks]
+            axes.set_xticks(middles, [f"{lengths[mark + 1]:,}" for mark in marks])
+            axes.set_yticks(middles, [f"{lengths[mark]:,}" for mark in marks])
+            axes.tick_params(labelleft=True, labelbottom=True, labelsize=8)
+        figure.supxlabel("long context c′", fontsize=9, color=SOFT)
+        figure.supylabel("short context c", fontsize=9, color=SOFT)
+
+    most = "; ".join(f"{model} up to {max(pairs.values()):.3g}" for model, pairs in gains.items())
+    wide, narrow = math.ceil(len(gains) / 4), math.ceil(len(gains) / 2)
+    return Plot(draw, name, title, f"Gains: {most}.", (7.6, 0.7 + 2.0 * wide), (4.2, 0.7 + 1.9 * narrow))
+
+
+def length_axis(axes: Axes, label: str) -> None:
+    """The lower axis in tokens."""
+    axes.set_xlabel(f"{label}, tokens")
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
+    for (key, curve), (color, line, marker) in zip(points.items(), cycle(_LINES), strict=False):
+        lengths, values = zip(*curve, strict=True)
+        named = plain(key).replace("$", r"\$")  # else matplotlib reads a formula; a leading _ would hide the line
+        axes.plot(
+            lengths, values, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.3,
+            label=f"\u200b{named}" if named.startswith("_") else named,
+        )  # fmt: skip
+    length_axis(axes, label)
+    figure.legend(loc="outside lower center", ncols=2 if figure.get_figwidth() < 5 else 4, fontsize=8.5)
+
+
+def _sized(draw: Draw, name: str, title: str, description: str, n_line: int) -> Plot:
+    extra = 0.2 * math.ceil(n_line / 2)
+    return Plot(draw, name, title, description, (7.6, 3.5), (4.2, 3.2 + extra))

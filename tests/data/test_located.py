@@ -1,0 +1,123 @@
+"""Tokens with their places in the text: the ids of a corpus, and offsets and words that a plain loop finds too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from txl.data.located import located_tokens
+from txl.data.prepare import Recipe, prepare
+from txl.data.prepared import Corpus
+from txl.data.sources import Piece
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.errors import UserError
+
+SEEN = "the cat sat on the mat.\n“naïve” cafés — 日本 語 😀 ran\u00a0off \u3000 \n\n  x\r\n"
+VOCABULARIES = {
+    "byte": ByteVocabulary(),
+    "char": CharVocabulary(sorted(set(SEEN))[:-3]),
+    "word": WordVocabulary(["<eos>", "<unk>", *dict.fromkeys(SEEN.split())][:-2]),
+    "end": WordVocabulary(["<S>", "<unk>", "the", "cat"], eos="<S>", boundary="end"),
+    "both": WordVocabulary(["<S>", "<unk>", "the", "cat"], eos="<S>", boundary="both"),
+    "bpe": BpeVocabulary.train([SEEN * 20], 300),
+}
+
+
+def located(data: bytes, vocabulary, size: int = 1 << 20):
+    blocks = [data[start : start + size] for start in range(0, len(data), size)]
+    return list(located_tokens(Piece(Path("x.txt")), blocks, vocabulary))
+
+
+def words_by_hand(text: str) -> list[int | None]:
+    """The word of each byte: that of its character, the next one's for white space."""
+    owner, number, inside = [], -1, False
+    for character in text:
+        solid = not character.isspace()
+        number += solid and not inside
+        inside = solid
+        owner += [number if solid else number + 1] * len(character.encode())
+    return owner
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet=SEEN + "zq\t\x1c", max_size=60), size=st.integers(1, 70))
+@example(text="a\n b", size=2)
+@example(text="", size=1)
+@example(text=" \n ", size=1)
+def test_offsets_and_words_do_not_depend_on_blocks(name, text, size):
+    data, vocabulary = text.encode(), VOCABULARIES[name]
+    tokens = located(data, vocabulary)
+    if name != "bpe":  # whose tokens do not cross a block's edge
+        assert located(data, vocabulary, size) == tokens
+    owner = words_by_hand(text)
+    place = 0
+    for token in located(data, vocabulary, size):
+        assert token.start >= place
+        assert token.text == data[token.start : token.end]
+        solid = [at for at in range(token.start, token.end) if not _is_white(text, at)]
+        assert token.is_text == bool(solid)
+        if vocabulary.kind == "word":
+            assert token.word == (owner[solid[0]] if solid else None)
+            assert not data[place : token.start].decode().strip()
+        else:
+            assert token.start == place
+            assert token.word == owner[solid[0] if solid else token.start]
+        place = token.end
+    if vocabulary.kind != "word":
+        assert place == len(data)
+
+
+def _is_white(text: str, at: int) -> bool:
+    for character in text:
+        at -= len(character.encode())
+        if at < 0:
+            return character.isspace()
+    raise IndexError
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("end", ["", "\n", "\n \n"])
+def test_ids_are_those_of_a_corpus_of_the_same_text(name, end, tmp_path):
+    vocabulary = VOCABULARIES[name]
+    path = tmp_path / "x.txt"
+    path.write_bytes((SEEN * 30 + "the cat" + end).encode())
+    recipe = Recipe(vocabulary.kind, vocabulary=vocabulary)
+    prepare(tmp_path / "corpus", "x", lambda: {"train": [Piece(path)]}, recipe, lambda *_: None)
+    tokens = list(located_tokens(Piece(path), Piece(path).blocks(), vocabulary))
+    assert [token.id for token in tokens] == np.asarray(Corpus(tmp_path / "corpus").tokens("train")).tolist()
+
+
+def test_long_bpe_text_is_cut_where_a_corpus_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("txl.data.vocabulary.BPE_CHUNK", 101)
+    test_ids_are_those_of_a_corpus_of_the_same_text("bpe", "", tmp_path)
+
+
+def test_sentence_marks_stand_nowhere_in_the_text():
+    rows = [(token.id, token.start, token.end, token.word) for token in located(b"the cat\ncat", VOCABULARIES["both"])]
+    assert rows == [
+        (0, 0, 0, None), (2, 0, 3, 0), (3, 4, 7, 1), (0, 7, 8, None), (0, 8, 8, None), (3, 8, 11, 2), (0, 11, 11, None),
+    ]  # fmt: skip
+
+
+def test_bytes_that_are_no_utf8_are_read_as_bytes():
+    data = b"a \xff\xe2\x80 b\x00"
+    tokens = located(data, ByteVocabulary(), 3)
+    assert [token.text for token in tokens] == [bytes([each]) for each in data]
+    assert [token.word for token in tokens] == [0, 1, 1, 1, 1, 2, 2, 2]
+    for name in ("char", "word", "bpe"):
+        with pytest.raises(UserError, match=r"x\.txt: not UTF-8 \(byte 0xFF at offset 2\)"):
+            located(data, VOCABULARIES[name], 3)
+
+
+def test_tokens_that_do_not_spell_the_text_are_refused():
+    from tokenizers import normalizers
+
+    tokenizer = type(VOCABULARIES["bpe"].tokenizer).from_str(VOCABULARIES["bpe"].tokenizer.to_str())
+    tokenizer.normalizer = normalizers.Replace("cat", "mat.")
+    with pytest.raises(UserError, match="do not spell the text"):
+        located(b"the cat", BpeVocabulary(tokenizer))

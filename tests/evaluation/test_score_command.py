@@ -1,0 +1,202 @@
+"""`txl score`: the table of a text, in constant memory, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import sys
+import tracemalloc
+
+import pytest
+from tests.conftest import small_run
+
+import txl
+from txl.cli import main
+from txl.commands.score import escaped
+from txl.run_directory import RunDirectory
+
+UNITS = ("byte", "char", "word", "bpe")
+HEADINGS = ["index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context"]
+
+
+@pytest.fixture(scope="module")
+def runs(story, data_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("units")
+    for unit in UNITS:
+        options = {"data.unit": unit, "data.vocab_size": "300", "train.steps": "4"}
+        txl.Trainer(small_run(str(story), **options), folder / unit, data_dir=data_dir, quiet=True).fit()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(story, tmp_path_factory):
+    """A folder whose test split is a file that is scored."""
+    folder = tmp_path_factory.mktemp("splits")
+    for split in ("train", "valid"):
+        (folder / f"{split}.txt").write_bytes(b"as it was\n")
+    (folder / "test.txt").write_bytes(story.read_bytes()[:4000].rsplit(b"\n", 1)[0] + " zzyzx\tQ — “end”".encode())
+    return folder
+
+
+def rows_of(table: str) -> list[dict[str, str]]:
+    rows = list(csv.reader(io.StringIO(table, newline="\n"), delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert rows[0] == HEADINGS
+    return [dict(zip(HEADINGS, row, strict=True)) for row in rows[1:]]
+
+
+def unescaped(token: str) -> bytes:
+    def one(match: re.Match[str]) -> str:
+        mark = match[1]
+        if mark[0] == "x":
+            return chr(0xDC00 + int(mark[1:], 16))
+        return chr(int(mark[1:], 16)) if mark[0] in "uU" else {"\\": "\\", "t": "\t", "n": "\n", "r": "\r"}[mark]
+
+    pattern = r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[\\tnr])"
+    return re.sub(pattern, one, token).encode("utf-8", errors="surrogateescape")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_table_says_what_eval_says(unit, runs, text, data_dir, tmp_path, capsys, monkeypatch):
+    run, file, out = str(runs / unit), text / "test.txt", tmp_path / "table.tsv"
+    assert main(["score", run, str(file), "--out", str(out)]) == 0, capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [out]
+    rows = rows_of(out.read_text(encoding="utf-8"))
+    options = ["--data.corpus", str(text), "--batch", "1", "--json", "--data-dir", str(data_dir)]
+    capsys.readouterr()
+    assert main(["eval", run, *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    scored = [float(row["surprisal"]) for row in rows if row["surprisal"]]
+    assert len(scored) == result["tokens"]
+    assert sum(scored) == pytest.approx(result["nll"] * result["tokens"] / math.log(2), abs=1e-6)
+    assert sum(row["unknown"] == "1" for row in rows) == result["unknown"]
+    data = file.read_bytes()
+    for row in rows:
+        assert unescaped(row["token"]) == data[int(row["start"]) : int(row["end"])]
+    if unit != "word":
+        assert b"".join(unescaped(row["token"]) for row in rows) == data
+    # One sum for each word between white space, but the first, whose first token is not scored.
+    by_word: dict[str, float] = {}
+    for row in rows[1:]:
+        by_word[row["word"]] = by_word.get(row["word"], 0.0) + float(row["surprisal"])
+    sums = {row["word"]: float(row["word_surprisal"]) for row in rows if row["word_surprisal"]}
+    assert list(sums) == [str(number) for number in range(1, len(data.decode().split()))]
+    assert all(value == pytest.approx(by_word[word], rel=1e-6) for word, value in sums.items())
+
+    # JSON lines, from standard input to standard output: the same.
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main(["score", run, "-", "--format", "jsonl"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [list(each) for each in found[:1]] == [HEADINGS]
+    for each, row in zip(found, rows, strict=True):
+        shown = {key: "" if value is None else value for key, value in each.items()}
+        assert (shown["token"], str(shown["word"]), shown["unknown"]) == (
+            row["token"],
+            row["word"],
+            row["unknown"] == "1",
+        )
+        for name in ("surprisal", "word_surprisal"):
+            assert shown[name] == (float(row[name]) if row[name] else "")
+
+
+def test_settings_and_checkpoints_are_those_of_eval(runs, text, data_dir, capsys):
+    run = str(runs / "byte")
+    settings = ["--mem-len", "12", "--window", "9", "--clamp-len", "5", "--segment", "7", "--checkpoint", "4"]
+    corpus = ["--data.corpus", str(text), "--data-dir", str(data_dir), "--json"]
+    file = str(text / "test.txt")
+    for given in (settings, ["--sliding", "11"], ["--temperature", "1.2"]):
+        assert main(["score", run, file, *given]) == 0, capsys.readouterr().err
+        rows = rows_of(capsys.readouterr().out)
+        lanes = [] if "--sliding" in given else ["--batch", "1"]
+        assert main(["eval", run, *corpus, *given, *lanes]) == 0
+        result = json.loads(capsys.readouterr().out)
+        total = sum(float(row["surprisal"]) for row in rows[1:])
+        assert total == pytest.approx(result["nll"] * result["tokens"] / math.log(2), abs=1e-6)
+
+
+def test_memory_does_not_grow_with_the_file(runs, tmp_path, monkeypatch, capsys):
+    """Three and twelve blocks of text; the table goes to a file, so nothing else holds it."""
+    monkeypatch.setattr("txl.data.sources.BLOCK", 1 << 13)
+    run = str(runs / "word")
+    line = b"The river rose in the night, and by morning the lower fields were under water.\n"
+    peaks = []
+    for count in (1, 1, 4):  # the first warms up what is made once
+        file = tmp_path / "text.txt"
+        file.write_bytes(line * (count * 300))
+        tracemalloc.start()
+        assert main(["score", run, str(file), "--segment", "128", "--out", str(tmp_path / "table.tsv")]) == 0
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (tmp_path / "table.tsv").stat().st_size > 20 * peaks[2] / 64
+    assert peaks[2] < 1.1 * peaks[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a b\nc d \xe2\x80", b"a\x00b"])
+def test_texts_that_cannot_be_read_leave_nothing(content, runs, tmp_path, capsys):
+    file, out = tmp_path / "bad.txt", tmp_path / "table.tsv"
+    file.write_bytes(content)
+    out.write_text("old")
+    for unit in ("word", "char", "bpe"):
+        for where in ([], ["--out", str(out)]):
+            assert main(["score", str(runs / unit), str(file), *where]) == 2
+            captured = capsys.readouterr()
+            assert captured.err.startswith("txl: error: ")
+            assert len(captured.err.splitlines()) == 1
+            assert captured.out == ""
+    assert out.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [file, out]
+    assert main(["score", str(runs / "byte"), str(file)]) == (0 if content else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.txt"], "missing.txt: No such file"),
+        (["."], "Is a directory"),
+        (["text.txt", "--out", "nowhere/table.tsv"], "nowhere is not a folder"),
+        (["text.txt", "--out", "."], "is a folder"),
+        (["text.txt", "--out", "./text.txt"], "is the text itself"),
+        (["text.txt", "--sliding", "4", "--mem-len", "3"], "--sliding and --mem-len"),
+        (["text.txt", "--segment", "0"], "segment is 0"),
+        (["text.txt", "--window", "30"], "window"),
+        (["text.txt", "--checkpoint", "77"], "77"),
+        (["text.txt", "--cache-size", "9"], "--cache-theta"),
+        (["text.txt.gz"], "text.txt.gz"),
+    ],
+)
+def test_one_line_for_what_cannot_be(words, message, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("It was.")
+    (tmp_path / "text.txt.gz").write_text("It was not packed.")
+    assert main(["score", str(runs / "byte"), *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert (tmp_path / "text.txt").read_text() == "It was."
+
+
+def test_a_run_without_a_vocabulary_is_refused(runs, monkeypatch, capsys):
+    load = RunDirectory.load
+    monkeypatch.setattr(RunDirectory, "load", lambda *given, **more: (load(*given, **more)[0], None))
+    assert main(["score", str(runs / "byte"), __file__]) == 2
+    assert "has no vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        (b"a", "a"),
+        (b" \t\r\n", " \\t\\r\\n"),
+        (b"\\n", "\\\\n"),
+        (b"\xe2\x80", "\\xe2\\x80"),
+        ("“é😀".encode(), "“é😀"),
+        (b"\x00\x7f", "\\u0000\\u007f"),
+        ("\u0085\u2028\u202e\U000e0001".encode(), "\\u0085\\u2028\\u202e\\U000e0001"),
+    ],
+)
+def test_tokens_take_one_line_and_can_be_had_back(token, shown):
+    assert escaped(token) == shown
+    assert unescaped(shown) == token
+    assert len(shown.splitlines()) == 1
