@@ -29,6 +29,7 @@ from txl.commands import (
     recl,
     report,
     reproduce,
+    samples,
     status,
     train,
 )
@@ -44,6 +45,7 @@ COMMANDS = (
     recl,
     reproduce,
     generate,
+    samples,
     report,
     import_,
     export,
