@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from txl.data.vocabulary import UNK
+
 _BEFORE, _AFTER = "([{\"'“‘", ",.;:!?)]}\"'”’"
 KINDS = ("headings", "names", "years")
 
-_HEADING = re.compile(r"^\s*(=+(?: =)*) (.+?) \1\s*$", re.MULTILINE)
+_HEADING = re.compile(r"^[ \t]*(?:= ([^=\s].*?) =|(={2,6}) ?([^=\s].*?) ?\2)[ \t]*$", re.MULTILINE)
 _YEAR = re.compile(r"(?<![\w.,$£€])(?:1[0-9]{3}|20[0-9]{2})(?:(?=s\b)|(?![\w%]|[.,][0-9]))")
 _TITLES = frozenset(re.findall(r"\S+", "Mr. Mrs. Ms. Dr. St. Jr. Sr. Lt. Gen. Col. Capt. Sgt. Rev. Prof. No."))
 _NOT_A_NAME = frozenset(
@@ -27,7 +29,7 @@ class Mentions:
     """What one text mentions, each thing once."""
 
     headings: frozenset[str]
-    """Titles between `=`."""
+    """Titles between `=`, as Wikipedia writes them, that are known words throughout (`<unk>` is like any other)."""
     names: frozenset[str]
     """Two or more words in a row that begin with a capital."""
     years: frozenset[str]
@@ -54,7 +56,8 @@ def mentions(text: str) -> Mentions:
     A name is a run of two or more words that begin with a capital, on one line; words such as The and In, with which a
     sentence begins, are taken off its front. A heading's words count as names too where they look like one.
     """
-    headings = frozenset(match.group(2).strip() for match in _HEADING.finditer(text))
+    titles = (match.group(1) or match.group(3) for match in _HEADING.finditer(text))
+    headings = frozenset(title for title in titles if UNK not in title)
     names = frozenset(name for line in text.split("\n") for name in _names(line.split()))
     return Mentions(headings, names, frozenset(_YEAR.findall(text)))
 

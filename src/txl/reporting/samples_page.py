@@ -53,7 +53,7 @@ def samples_markdown(samples: Sequence[Sample], about: About) -> str:
             ("Reference", sample.reference),
         ):
             fence = "~" * max(3, 1 + max((len(run) for run in re.findall("~+", text.text)), default=0))
-            lines += [f"### {name}", "", fence, text.text.strip("\n"), fence, ""]
+            lines += [f"### {name}", "", fence, text.text.strip(), fence, ""]
         lines += _markdown_table(HEADINGS, _rows([sample.generation_measures], [sample.reference_measures], about.unit))
     lines += ["## What the measures say", "", *(f"- {sentence}" for sentence in _sentences(about))]
     return "\n".join(lines) + "\n"
@@ -159,9 +159,9 @@ def _sentences(about: About) -> list[str]:
         f"texts, is the longest run of {token}s that stands there word for word; the mean is over the runs that "
         f"begin at each {token}. {unknown}That a span is copied does not show that it was learned by heart: common "
         "phrases are in every text, as the reference shows.",
-        "Headings are lines between `=`; names are two or more words in a row that begin with a capital; years are "
-        "whole numbers from 1000 to 2099. “Come again” counts those of the context that stand in the continuation, "
-        "letter by letter; “here that the context has” counts those of the continuation that stand in the context. "
+        "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
+        "capital; years are whole numbers from 1000 to 2099. “Come again” counts those of the context that stand in the "
+        "continuation, letter by letter; “here that the context has” counts those of the continuation that stand in the context. "
         "Each counts once a text; “none” means that there are none.",
         "They do not tell whether what is said of a name or a year is true, or agrees with the context. A name that "
         "is shortened (Kershaw for Clayton Kershaw) is not seen, and a capital at the beginning of a sentence may be "
