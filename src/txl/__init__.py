@@ -14,6 +14,7 @@ from txl.presets import preset, presets
 if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
+    from txl.data.detokenise import detokenise
     from txl.decoding.engine import DecodeEngine
     from txl.decoding.sampling import Sampling
     from txl.errors import RunInterrupted, UserError
@@ -48,6 +49,7 @@ _HOMES = {
     "evaluate": "txl.evaluation.perplexity",
     "evaluate_memory_lengths": "txl.evaluation.perplexity",
     "evaluate_sliding": "txl.evaluation.sliding",
+    "detokenise": "txl.data.detokenise",
     "generate": "txl.generation",
     "generate_samples": "txl.generation",
     "generate_tokens": "txl.generation",
@@ -78,6 +80,7 @@ __all__ = [
     "evaluate",
     "evaluate_memory_lengths",
     "evaluate_sliding",
+    "detokenise",
     "generate",
     "generate_samples",
     "generate_tokens",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl.data.decoders import Decoder
+from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.decoding.engine import DecodeEngine
 from txl.decoding.sampling import Sampling, chances
@@ -150,6 +152,7 @@ def generate(
     clamp_len: Limit = None,
     dtype: torch.dtype | None = None,
     compile: bool = True,
+    detokenise: Convention | None = None,
 ) -> Iterator[str]:
     """Continue a prompt and yield the text piece by piece as it is made, the prompt not among it.
 
@@ -163,24 +166,29 @@ def generate(
         stop: strings at which the text ends; they are not part of it.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         dtype, compile: as in `generate_tokens`.
+        detokenise: how the words of the training text were cut apart, to be undone in the pieces; the prompt has to be
+            tokenised in that way.
 
     Raises:
         UserError: for an empty prompt, or settings that make no sense.
     """
+    ids = encode_prompt(vocabulary, prompt)
+    assert vocabulary is not None  # encode_prompt has refused None
+    decoder = text_decoder(vocabulary, detokenise, prompt)
     tokens = generate_tokens(
         model,
-        encode_prompt(vocabulary, prompt),
+        ids,
         max_tokens=max_tokens,
         sampling=Sampling(top_k, top_p, temperature),
         seed=seed,
         mem_len=mem_len,
         window=window,
         clamp_len=clamp_len,
-        forbidden=_undrawable(vocabulary),
+        forbidden=undrawable(vocabulary),
         dtype=dtype,
         compile=compile,
     )
-    return _pieces(tokens, vocabulary, prompt, StopStrings(stop))
+    return _pieces(tokens, decoder, StopStrings(stop))
 
 
 def generate_samples(
@@ -200,12 +208,16 @@ def generate_samples(
     clamp_len: Limit = None,
     dtype: torch.dtype | None = None,
     compile: bool = True,
+    detokenise: Convention | None = None,
 ) -> list[str]:
     """Several continuations of a prompt, computed together until all have ended; arguments and errors as `generate`."""
     stops = [StopStrings(stop) for _ in range(samples)]
+    ids = encode_prompt(vocabulary, prompt)
+    assert vocabulary is not None  # encode_prompt has refused None
+    decoders = [text_decoder(vocabulary, detokenise, prompt) for _ in range(samples)]
     steps = generate_tokens(
         model,
-        encode_prompt(vocabulary, prompt),
+        ids,
         max_tokens=max_tokens,
         samples=samples,
         sampling=Sampling(top_k, top_p, temperature),
@@ -213,12 +225,10 @@ def generate_samples(
         mem_len=mem_len,
         window=window,
         clamp_len=clamp_len,
-        forbidden=_undrawable(vocabulary),
+        forbidden=undrawable(vocabulary),
         dtype=dtype,
         compile=compile,
     )
-    assert vocabulary is not None  # encode_prompt has refused None
-    decoders = [vocabulary.decoder(after=prompt) for _ in range(samples)]
     texts = [""] * samples
     for tokens in steps:
         for lane, (token, decoder, held) in enumerate(zip(tokens.tolist(), decoders, stops, strict=True)):
@@ -247,8 +257,11 @@ def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Tensor:
     return torch.as_tensor(vocabulary.encode(prompt), dtype=torch.int64)
 
 
-def _undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
-    """The unknown character: no text can be made of it. (An unknown word is a word of the benchmarks' texts.)"""
+def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
+    """Tokens that are never to be drawn: the unknown character, of which no text can be made.
+
+    (An unknown word is a word of the benchmarks' texts.)
+    """
     if vocabulary is None or vocabulary.kind != "char" or vocabulary.unk_id is None:
         return ()
     return (vocabulary.unk_id,)
@@ -289,10 +302,8 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
-def _pieces(steps: Iterator[Tensor], vocabulary: Vocabulary | None, prompt: str, stop: StopStrings) -> Iterator[str]:
+def _pieces(steps: Iterator[Tensor], decoder: Decoder, stop: StopStrings) -> Iterator[str]:
     """Text of the first lane's tokens, up to a stop string."""
-    assert vocabulary is not None  # encode_prompt has refused None
-    decoder = vocabulary.decoder(after=prompt)
     for tokens in steps:
         piece = stop.push(decoder.push(int(tokens[0])))
         if piece:

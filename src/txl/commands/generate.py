@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from txl.commands.evaluate import checkpoint_step, record
 from txl.commands.options import (
     add_checkpoint,
+    add_detokenise,
     add_device,
     add_json,
     add_memory_options,
+    add_sampling_options,
+    convention,
     existing_run,
     memory_settings,
     pick_device,
@@ -40,9 +43,7 @@ def add_parser(commands: Any) -> None:
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file (- for standard input)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to make (default: 200)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations, made together (default: 1)")
-    parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
+    add_sampling_options(parser)
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token (temperature 0)")
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
@@ -50,6 +51,7 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("float32", "bfloat16"), help="keep weights and memory in this precision (CPU only)"
     )
     parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
+    add_detokenise(parser, default="none")
     add_memory_options(parser)
     add_checkpoint(parser)
     add_device(parser)
@@ -57,14 +59,11 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _top_k(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print."""
     prompt = _prompt(arguments)
     from txl.allocator import keep_freed_memory
+    from txl.data.detokenise import detokenise
     from txl.generation import Sampling, generate, generate_samples
     from txl.run_directory import RunDirectory
 
@@ -80,6 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     _note_unknown_words(vocabulary, prompt)
+    tokenised_as = convention(arguments.detokenise, vocabulary)
+    shown = prompt if tokenised_as is None else detokenise(prompt, tokenised_as)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values before anything is printed
     common = {
@@ -94,20 +95,28 @@ def run(arguments: argparse.Namespace) -> None:
     how = {
         "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
         "compile": not arguments.no_compile,
+        "detokenise": tokenised_as,
     }
     if arguments.samples == 1 and not arguments.json:
-        texts = [_stream(prompt, generate(model, vocabulary, prompt, **common, **how))]
+        texts = [_stream(shown, generate(model, vocabulary, prompt, **common, **how))]
     else:
         texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common, **how)
         if arguments.json:
             print_json(
-                {"prompt": prompt, "samples": texts, "checkpoint": checkpoint.name, "dtype": arguments.dtype, **common}
+                {
+                    "prompt": shown,
+                    "samples": texts,
+                    "checkpoint": checkpoint.name,
+                    "dtype": arguments.dtype,
+                    "detokenise": tokenised_as,
+                    **common,
+                }
             )
         else:
             for number, text in enumerate(texts, start=1):
-                print(f"----- sample {number} of {len(texts)}\n{prompt}{text}")
+                print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
     for text in texts:
-        record_sample(run_directory, checkpoint, prompt, text, common)
+        record_sample(run_directory, checkpoint, shown, text, common)
 
 
 def _note_unknown_words(vocabulary: Vocabulary | None, prompt: str) -> None:

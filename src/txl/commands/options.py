@@ -9,10 +9,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.config import DataConfig, RunConfig, leaf_fields
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.data.detokenise import Convention
+    from txl.data.vocabulary import Vocabulary
 
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
@@ -79,6 +83,49 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mem-len", type=int, metavar="M", help="positions of memory; alone it also sets --window M")
     parser.add_argument("--window", type=limit, metavar="N", help="keys a query sees, itself included, or none")
     parser.add_argument("--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn."""
+    parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
+
+
+def _top_k(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+_top_k.__name__ = "number or none"
+
+
+def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
+    """Whether the words of a benchmark are put together again."""
+    parser.add_argument(
+        "--detokenise",
+        nargs="?",
+        const="auto",
+        default=default,
+        choices=("auto", "wikitext", "ptb", "lm1b", "none"),
+        help=f"put a benchmark's words together again: auto tells by the vocabulary how (default: {default})",
+    )
+
+
+def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
+    """What `--detokenise` names.
+
+    Raises:
+        UserError: if the vocabulary has no words, and a way of tokenising was named.
+    """
+    from txl.data.detokenise import check_convention, convention_of
+
+    if name == "none":
+        return None
+    if name == "auto":
+        return convention_of(vocabulary)
+    if vocabulary is not None and vocabulary.kind != "word":
+        raise UserError(f"--detokenise is {name}, but this model reads {vocabulary.kind} tokens; leave it out")
+    return check_convention(name)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -74,6 +74,12 @@ code { font-size: .86em; }
 pre { font-size: .8125rem; line-height: 1.5; background: var(--wash); padding: .9rem 1.1rem; margin: .4rem 0;
   white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; border-radius: 3px; }
 .sample { break-inside: auto; }
+.prose { font: inherit; font-size: .9rem; }
+.beside { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem; margin-top: 1.2rem; }
+.beside > div { min-width: 0; }
+mark { background: none; color: inherit; text-decoration: underline; text-decoration-color: var(--accent);
+  text-decoration-thickness: 2px; text-underline-offset: .2em; }
+summary { cursor: pointer; color: var(--soft); font-size: .875rem; margin-top: 1.2rem; }
 pre .prompt { font-weight: 700; color: var(--accent); }
 pre .control { color: var(--soft); border: 1px solid var(--line); border-radius: 2px; padding: 0 .1em;
   font-size: .9em; }
@@ -84,7 +90,7 @@ pre .control { color: var(--soft); border: 1px solid var(--line); border-radius:
   h2 { margin-top: 2.4rem; }
   .result { gap: 1rem 2rem; }
   .result b { font-size: 2.1rem; }
-  .columns { columns: 1; }
+  .columns, .beside { columns: 1; grid-template-columns: 1fr; }
   .bars .bar { width: 30%; }
   .scroll table { font-size: .82rem; }
   .scroll th, .scroll td { padding-right: .7rem; }

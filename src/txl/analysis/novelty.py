@@ -1,0 +1,153 @@
+"""What of a text stands in the training text: the longest span copied from each position on, in one pass over it.
+
+The texts' n-grams are kept as hashes, sorted, one table for each n. The training tokens are read block by block. Where
+a 1-gram is found there its 2-gram is looked for, and so on: few positions survive the first lengths, so a pass costs a
+few look-ups a training token, and memory is a block's.
+
+Shapes: Q tokens of all texts together, P positions of a block that have survived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+BLOCK = 1 << 20
+"""Training tokens read at a time."""
+_SIEVE_BITS = 20
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What of one text stands in the training text, word for word."""
+
+    lengths: np.ndarray
+    """int64 [T]: how many tokens from each position on follow one another in the training text too."""
+    sources: np.ndarray
+    """int64 [T]: where in the training text that is (one such place); -1 where nothing is."""
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Position and tokens of the longest copied span, the first of them; (0, 0) if nothing is copied."""
+        if not len(self.lengths):
+            return 0, 0
+        position = int(self.lengths.argmax())
+        return position, int(self.lengths[position])
+
+    def novel_ngrams(self, n: int) -> tuple[int, int]:
+        """The n-grams of the text that the training text lacks, and all of its n-grams."""
+        starts = max(len(self.lengths) - n + 1, 0)
+        return int((self.lengths[:starts] < n).sum()), starts
+
+
+def copies(
+    texts: Sequence[Sequence[int]], training: Any, progress: Callable[[int, int], None] | None = None
+) -> list[Copies]:
+    """What of each text stands in the training text.
+
+    Hashes have 64 bits: among 10^8 training tokens and 10^4 tokens of texts, that two different n-grams are taken for
+    one has a chance of about 10^-7 for each n.
+
+    Args:
+        texts: token ids of each.
+        training: token ids, one-dimensional, may be a memory map.
+        progress: called with the training tokens that have been read, and how many there are.
+    """
+    table = _Ngrams([np.asarray(text, dtype=np.int64) for text in texts])
+    total, reach = len(training), max((len(text) for text in texts), default=0)
+    for start in range(0, total, BLOCK):
+        symbols = _mixed(np.asarray(training[start : start + BLOCK + reach]))
+        table.search(symbols, min(BLOCK, total - start), start)
+        if progress is not None:
+            progress(min(start + BLOCK, total), total)
+    edges = np.cumsum([0, *(len(text) for text in texts)])
+    return [Copies(table.lengths[first:end], table.sources[first:end]) for first, end in pairwise(edges)]
+
+
+class _Ngrams:
+    """The n-grams of the texts, for every n, and how far each position has been found."""
+
+    def __init__(self, texts: list[np.ndarray]):
+        self._symbols = _mixed(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
+        self._room = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(each), 0, -1) for each in texts)])
+        self._levels: list[_Level] = []
+        self.lengths = np.zeros(len(self._symbols), dtype=np.int64)
+        self.sources = np.full(len(self._symbols), -1, dtype=np.int64)
+
+    def search(self, symbols: np.ndarray, starts: int, offset: int) -> None:
+        """Look for all n-grams where the first `starts` symbols begin; the first one's place is `offset`."""
+        places = np.arange(starts)
+        hashes = np.zeros(starts, dtype=np.uint64)
+        n = 0
+        while True:
+            n += 1
+            fits = places + n <= len(symbols)
+            if not fits.all():
+                places, hashes = places[fits], hashes[fits]
+            level = self._level(n)
+            if not len(places) or not len(level.positions):
+                return
+            hashes = hashes * _FACTOR + symbols[places + (n - 1)]
+            kept, ranks = level.find(hashes)
+            places, hashes = places[kept], hashes[kept]
+            self._note(n, level, ranks, places + offset)
+
+    def _note(self, n: int, level: _Level, ranks: np.ndarray, places: np.ndarray) -> None:
+        """Keep the first place of each n-gram that no block before had."""
+        source = np.full(len(level.hashes), -1, dtype=np.int64)
+        source[ranks[::-1]] = places[::-1]
+        source = source[level.rank_of]
+        new = (source >= 0) & (self.lengths[level.positions] < n)
+        self.lengths[level.positions[new]] = n
+        self.sources[level.positions[new]] = source[new]
+
+    def _level(self, n: int) -> _Level:
+        if n > len(self._levels):
+            before = self._levels[-1] if self._levels else None
+            positions = np.flatnonzero(self._room >= n)
+            hashes = np.zeros(len(positions), dtype=np.uint64)
+            if before is not None:
+                hashes = before.hashes[before.rank_of][np.searchsorted(before.positions, positions)]
+            self._levels.append(_Level(positions, hashes * _FACTOR + self._symbols[positions + (n - 1)]))
+        return self._levels[n - 1]
+
+
+class _Level:
+    """The n-grams of one length."""
+
+    def __init__(self, positions: np.ndarray, hashes: np.ndarray):
+        self.positions = positions
+        """Where each begins."""
+        self.hashes, self.rank_of = np.unique(hashes, return_inverse=True)
+        """Sorted and distinct; and the place of each position's hash among them."""
+        self._sieve: np.ndarray | None = None
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
+        kept = np.arange(len(hashes))
+        if len(hashes) > 1 << _SIEVE_BITS >> 2:
+            # A look into a table of bits keeps most positions from being searched for.
+            kept = np.flatnonzero(self._bits()[hashes >> np.uint64(64 - _SIEVE_BITS)])
+            hashes = hashes[kept]
+        ranks = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        same = self.hashes[ranks] == hashes
+        return kept[same], ranks[same]
+
+    def _bits(self) -> np.ndarray:
+        if self._sieve is None:
+            self._sieve = np.zeros(1 << _SIEVE_BITS, dtype=bool)
+            self._sieve[self.hashes >> np.uint64(64 - _SIEVE_BITS)] = True
+        return self._sieve
+
+
+def _mixed(ids: np.ndarray) -> np.ndarray:
+    """A number of 64 bits for each token id, the same for equal ones (SplitMix64): uint64 like `ids`."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * _FACTOR
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,186 @@
+"""From the words of a benchmark back to text as people write it: only spaces go, and the marks that stood for them.
+
+What a benchmark's tokenisation has destroyed does not come back: `<unk>`, Penn Treebank's `N` for numbers, its
+punctuation and capitals stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+from txl.data.decoders import Decoder
+from txl.data.vocabulary import UNK, Vocabulary, WordVocabulary
+from txl.errors import UserError
+
+Convention = Literal["wikitext", "ptb", "lm1b"]
+"""How a text was cut into words.
+
+wikitext: Moses' tokeniser, with `@-@`, `@,@` and `@.@` inside words and numbers, and headings between `=`.
+ptb: Mikolov's Penn Treebank: `n't`, `'s`, `\\/`; no punctuation, so every `'` is a possessive.
+lm1b: One Billion Word: punctuation apart from words, which keep their hyphens.
+"""
+CONVENTIONS: tuple[str, ...] = get_args(Convention)
+
+_JOINED = {"@-@": "-", "@,@": ",", "@.@": "."}
+_CLOSING = frozenset([",", ".", ";", ":", "!", "?", ")", "]", "}", "%", "...", "°", "′", "″", "”", "’"])
+_OPENING = frozenset(["(", "[", "{", "$", "£", "€", "¥", "#", "“", "‘"])
+_APART = frozenset(["'em", "'til", "'cause", "'n'"])
+_DEGREES = frozenset("CFNESW")
+_ENDINGS = frozenset(["s", "t", "re", "ve", "ll", "m", "d"])
+_CURRENCIES = frozenset(["US", "NZ", "HK", "AU"])
+
+
+def check_convention(name: str) -> Convention:
+    """The convention of this name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name not in CONVENTIONS:
+        raise UserError(f"unknown way of tokenising {name!r}; expected one of {', '.join(CONVENTIONS)}")
+    return cast(Convention, name)
+
+
+def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
+    """How the text of a word vocabulary was tokenised, as its words show; None where it was not.
+
+    `@-@` is WikiText's alone. `n't` as a word of its own is Penn Treebank's, where nothing is a comma. One Billion Word
+    has commas as words of their own, and hardly any word that ends in one.
+    """
+    if not isinstance(vocabulary, WordVocabulary):
+        return None
+    words = vocabulary.ids
+    if "@-@" in words:
+        return "wikitext"
+    if "n't" in words and "," not in words:
+        return "ptb"
+    with_comma = sum(len(word) > 1 and word.endswith(",") for word in vocabulary.words)
+    if {",", ".", "'s"} <= words.keys() and with_comma <= 0.01 * len(vocabulary):
+        return "lm1b"
+    return None
+
+
+def detokenise(text: str, convention: Convention = "wikitext") -> str:
+    """A tokenised text as people write it; each line by itself.
+
+    Args:
+        text: words between spaces.
+        convention: how it was tokenised.
+
+    Raises:
+        UserError: for an unknown convention.
+    """
+    words = Detokeniser(convention)
+    return "\n".join("".join(words.push(word) for word in line.split()) + words.end_line() for line in text.split("\n"))
+
+
+class Detokeniser:
+    """Puts words together as they come; what stands between two words depends on nothing that follows them.
+
+    Quotation marks open and close in turn, from the beginning of each line.
+    """
+
+    def __init__(self, convention: Convention = "wikitext"):
+        self.convention: Convention = check_convention(convention)
+        self.end_line()
+
+    def end_line(self) -> str:
+        """Forget the line; nothing is left to be written."""
+        self._before: list[str] = []  # the last two words
+        self._glue = True
+        self._quotes: set[str] = set()  # those that are open
+        self._heading: Literal["", "opening", "title", "closing"] = ""
+        return ""
+
+    def push(self, word: str) -> str:
+        """The word as it is written, after a space if one belongs there."""
+        left, right = self._attached(word)
+        space = "" if self._glue or left else " "
+        self._glue = right
+        self._before = [*self._before[-1:], word]
+        return space + self._written(word)
+
+    def _written(self, word: str) -> str:
+        if self.convention == "wikitext":
+            return _JOINED.get(word, word)
+        return word.replace("\\/", "/").replace("\\*", "*") if self.convention == "ptb" else word
+
+    def _attached(self, word: str) -> tuple[bool, bool]:
+        """Whether nothing stands between a word and the one before it, and the one after it."""
+        last = self._before[-1] if self._before else ""
+        if self.convention == "wikitext" and (word in _JOINED or self._in_heading(word)):
+            return True, word in _JOINED
+        if word == "'" and (self.convention == "ptb" or ("'" not in self._quotes and last[-1:] in ("s", "z", "x"))):
+            return True, False  # a possessive: the boys ' room
+        if word in ('"', "'"):
+            closes = word in self._quotes
+            self._quotes ^= {word}
+            return closes, not closes
+        if self.convention == "ptb":
+            return word == "n't" or _is_clitic(word, last), word.endswith("$")
+        if word == "/":
+            return True, True
+        return word in _CLOSING or _is_clitic(word, last) or self._continues(word, last), word in _OPENING
+
+    def _continues(self, word: str, last: str) -> bool:
+        """The letter behind 50 °, the minutes behind 10 :, the s behind women ’, the $ behind US."""
+        if last == "°":
+            return word in _DEGREES
+        if last == "’":
+            return word in _ENDINGS
+        if word == "$":
+            return last in _CURRENCIES
+        hour = self._before[0] if len(self._before) == 2 else ""
+        return last == ":" and hour.isdecimal() and len(hour) <= 2 and word.isdecimal() and len(word) == 2
+
+    def _in_heading(self, word: str) -> bool:
+        """Whether a word is an `=` of a heading, other than the first on its side."""
+        if word == "=":
+            if not self._before:
+                self._heading = "opening"
+            elif self._heading == "title":
+                self._heading = "closing"
+            else:
+                return self._heading != ""
+        elif self._heading:
+            self._heading = "title"
+        return False
+
+
+def _is_clitic(word: str, last: str) -> bool:
+    """What follows an apostrophe within a word: 's, 't, 're, and the rest of O'Neill."""
+    return word[:1] == "'" and word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
+
+
+class DetokenisingDecoder:
+    """Text from the token ids of a word vocabulary, as people write it."""
+
+    def __init__(self, vocabulary: WordVocabulary, convention: Convention, after: str = ""):
+        self._words, self._eos = vocabulary.words, vocabulary.eos
+        self._detokeniser = Detokeniser(convention)
+        for word in after.rpartition("\n")[2].split():
+            self._detokeniser.push(word)
+
+    def push(self, token: int) -> str:
+        """The token's word, after a space if one belongs there; a line's end for the end of a line."""
+        word = self._words[token]
+        if word == self._eos:
+            return self._detokeniser.end_line() + "\n"
+        return self._detokeniser.push(word)
+
+    def flush(self) -> str:
+        """Nothing: every token is complete."""
+        return ""
+
+
+def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: str = "") -> Decoder:
+    """A decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
+
+    Raises:
+        UserError: if a convention is given for a vocabulary that is not made of words.
+    """
+    if convention is None:
+        return vocabulary.decoder(after=after)
+    if not isinstance(vocabulary, WordVocabulary):
+        raise UserError(f"only words can be detokenised; this vocabulary's tokens are of the kind {vocabulary.kind!r}")
+    return DetokenisingDecoder(vocabulary, convention, after)

@@ -1,0 +1,186 @@
+"""The page of generated text: contexts, continuations and what follows in truth, side by side, with their measures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from txl.analysis.consistency import KINDS
+from txl.analysis.samples import Measures, Sample, Text, pooled
+from txl.reporting.page import escape, note, page, section, table, visible
+from txl.reporting.wording import counted, short_name, token_name
+
+
+@dataclass(frozen=True)
+class About:
+    """Where samples come from, as the page says it."""
+
+    run: str
+    checkpoint: str
+    corpus: str
+    split: str
+    unit: str
+    convention: str | None
+    """How the text was tokenised, if that has been undone."""
+    settings: str
+    """How they were drawn, in words."""
+    training_tokens: int
+
+
+def samples_page(samples: Sequence[Sample], about: About) -> str:
+    """The page as HTML; it needs nothing else."""
+    heading = f"Generated text: {short_name(about.run)} on {short_name(about.corpus)}"
+    body = [
+        f"<header><h1>{escape(heading)}</h1><p>{escape(_lead(samples, about))}</p></header>",
+        _overview(samples, about),
+        *(_sample(number, sample, about) for number, sample in enumerate(samples, start=1)),
+        _explanation(about),
+    ]
+    return page(heading, body)
+
+
+def samples_markdown(samples: Sequence[Sample], about: About) -> str:
+    """The same in Markdown: texts in fences that no line of theirs can close."""
+    lines = [f"# Generated text: {short_name(about.run)} on {short_name(about.corpus)}", "", _lead(samples, about), ""]
+    lines += _markdown_table(HEADINGS, summary_rows(samples, about.unit))
+    for number, sample in enumerate(samples, start=1):
+        lines += [f"## {_title(number, sample, about)}", ""]
+        for name, text in (
+            ("Context", sample.context),
+            ("Generation", sample.generation),
+            ("Reference", sample.reference),
+        ):
+            fence = "~" * max(3, 1 + max((len(run) for run in re.findall("~+", text.text)), default=0))
+            lines += [f"### {name}", "", fence, text.text.strip(), fence, ""]
+        lines += _markdown_table(HEADINGS, _rows([sample.generation_measures], [sample.reference_measures], about.unit))
+    lines += ["## What the measures say", "", *(f"- {sentence}" for sentence in _sentences(about))]
+    return "\n".join(lines) + "\n"
+
+
+HEADINGS = ("", "generation", "reference")
+
+
+def summary_rows(samples: Sequence[Sample], unit: str) -> list[list[str]]:
+    """Measures of all generations and all references together, under `HEADINGS`."""
+    return _rows([each.generation_measures for each in samples], [each.reference_measures for each in samples], unit)
+
+
+def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit: str) -> list[list[str]]:
+    made, true = pooled(generations), pooled(references)
+    tokens = f"{token_name(unit)}s"
+
+    def row(name: str, measure: str, key: int | str, form: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [name, *(form(values[measure][key]) for values in (made, true))]
+
+    rows = [row(f"repeated {n}-grams of words", "repeated", n, _share) for n in made["repeated"]]
+    rows += [row(f"{n}-grams of {tokens} not in the training text", "novel", n, _share) for n in made["novel"]]
+    rows.append([f"longest span copied from there, {tokens}", *(f"{each['longest_copy']:,}" for each in (made, true))])
+    rows.append([f"mean span copied, {tokens}", *(f"{each['mean_copy']:.1f}" for each in (made, true))])
+    rows += [row(f"{kind} of the context that come again", "taken_up", kind, _count) for kind in KINDS]
+    rows += [row(f"{kind} here that the context has", "known", kind, _count) for kind in KINDS]
+    return rows
+
+
+def _share(found: dict[str, Any]) -> str:
+    return "none" if found["share"] is None else f"{found['share']:.1%}"
+
+
+def _count(found: dict[str, Any]) -> str:
+    """Few things are counted here: a percentage would hide how few."""
+    return f"{found['count']} of {found['of']}" if found["of"] else "none"
+
+
+def _lead(samples: Sequence[Sample], about: About) -> str:
+    first = samples[0]
+    words = (
+        f"{counted(len(samples), 'context')} of {counted(len(first.context.ids), token_name(about.unit))} from the "
+        f"{about.split} split of {short_name(about.corpus)}, drawn by chance and not chosen, each continued by "
+        f"{counted(len(first.generation.ids), token_name(about.unit))} by {about.checkpoint} of {about.run} "
+        f"({about.settings}), beside what follows there in truth."
+    )
+    if about.convention is not None:
+        words += f" The words are put together again ({about.convention}); the model read and wrote them apart."
+    return words
+
+
+def _overview(samples: Sequence[Sample], about: About) -> str:
+    caption = f"All {counted(len(samples), 'sample')} together"
+    return section("Measures", table(caption, HEADINGS, summary_rows(samples, about.unit), numbers=(1, 2)))
+
+
+def _title(number: int, sample: Sample, about: About) -> str:
+    return f"Sample {number}: from {token_name(about.unit)} {sample.position:,}, seed {sample.seed}"
+
+
+def _sample(number: int, sample: Sample, about: About) -> str:
+    columns = "".join(
+        f'<div><p class="note">{name}</p>{_marked(text, measures.longest_copy)}</div>'
+        for name, text, measures in (
+            ("Generation", sample.generation, sample.generation_measures),
+            ("Reference", sample.reference, sample.reference_measures),
+        )
+    )
+    rows = _rows([sample.generation_measures], [sample.reference_measures], about.unit)
+    return section(
+        _title(number, sample, about),
+        f'<p class="note">Context</p>{_marked(sample.context, (0, 0))}',
+        f'<div class="beside">{columns}</div>',
+        "<details><summary>Measures of this sample</summary>",
+        table(f"Sample {number}", HEADINGS, rows, numbers=(1, 2)),
+        "</details>",
+    )
+
+
+def _marked(text: Text, span: tuple[int, int]) -> str:
+    """A text with some of its tokens marked."""
+    first, length = span
+    parts = [
+        "".join(text.pieces[part]) for part in (slice(first), slice(first, first + length), slice(first + length, None))
+    ]
+    before, inside, after = parts
+    # Spaces and line ends at the mark's edge belong outside of it, and those at the text's edges nowhere.
+    outer = before + inside[: len(inside) - len(inside.lstrip())]
+    marked = f"<mark>{visible(inside.strip())}</mark>" if inside.strip() else ""
+    rest = inside[len(inside.rstrip()) :] + after if marked else after
+    return f'<pre class="prose">{visible(outer.lstrip())}{marked}{visible(rest.rstrip())}</pre>'
+
+
+def _sentences(about: About) -> list[str]:
+    token = token_name(about.unit)
+    words = "words" if about.unit == "word" else "words (what stands between white space)"
+    unknown = "A word that both know only as <unk> counts as the same. " if about.unit == "word" else ""
+    return [
+        f"Repeated n-grams: the share of a text’s n-grams of {words} that have occurred before in the same text "
+        "(seq-rep-n of Welleck et al. 2020). The context does not count.",
+        f"Not in the training text: the share of n-grams of {token}s that occur nowhere among the "
+        f"{about.training_tokens:,} {token}s of the training split. The longest copied span, underlined in the "
+        f"texts, is the longest run of {token}s that stands there word for word; the mean is over the runs that "
+        f"begin at each {token}. {unknown}That a span is copied does not show that it was learned by heart: common "
+        "phrases are in every text, as the reference shows.",
+        "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
+        "capital; years are whole numbers from 1000 to 2099. “Come again” counts those of the context that stand in "
+        "the continuation, letter by letter; “here that the context has” counts those of the continuation that stand "
+        "in the context. "
+        "Each counts once a text; “none” means that there are none.",
+        "They do not tell whether what is said of a name or a year is true, or agrees with the context. A name that "
+        "is shortened (Kershaw for Clayton Kershaw) is not seen, and a capital at the beginning of a sentence may be "
+        "taken for a name’s. A text that moves on to another subject keeps nothing and may still be right: compare "
+        "with the reference.",
+        "A few samples say little: all of this differs by chance from text to text. Draw more (`--count`) before "
+        "comparing models.",
+    ]
+
+
+def _explanation(about: About) -> str:
+    return section("What the measures say", *(note(sentence) for sentence in _sentences(about)))
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(headings) + " |",
+        "|---|" + "---:|" * (len(headings) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
