@@ -134,6 +134,7 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
     )
     with _lost_peers_named():
         yield Processes(rank, count, PrefixStore("txl", store)), device
+        dist.barrier()  # a process that leaves early looks like one that died
     dist.destroy_process_group()
 
 

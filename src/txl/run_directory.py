@@ -237,25 +237,35 @@ class RunDirectory:
         path = self.path / ".lock"
         try:
             file = open(path, "w")  # noqa: SIM115 (closed below)
+            # The directory too: somebody may delete the file, which looks stale.
+            directory = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         with file:
             try:
-                for attempt in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        if attempt + 1 == _LOCK_ATTEMPTS:
-                            raise
-                        time.sleep(0.05)
+                self._lock(file.fileno(), f"{path}: no lock")
+                self._lock(directory, None)
+                yield
+            finally:
+                os.close(directory)
+
+    def _lock(self, descriptor: int, note: str | None) -> None:
+        """Lock a file until it is closed; where the file system has no such locks, say `note`.
+
+        Raises:
+            UserError: if somebody else has locked it.
+        """
+        for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             except BlockingIOError:
-                raise UserError(
-                    f"{self.path}: another process is training here; wait for it or use another --out"
-                ) from None
-            except OSError as error:  # some network file systems have no locks at all
-                print(f"note: {path}: no lock ({error.strerror}); start no second training here", file=sys.stderr)
-            yield
+                time.sleep(0.05)
+            except OSError as error:  # some network file systems have no locks, at least of directories
+                if note is not None:
+                    print(f"note: {note} ({error.strerror}); start no second training here", file=sys.stderr)
+                return
+        raise UserError(f"{self.path}: another process is training here; wait for it or use another --out")
 
 
 def load(

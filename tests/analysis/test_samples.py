@@ -104,7 +104,7 @@ def test_mentions_by_hand():
         "Life",
         "A = b",
     }
-    assert mentions("all lower case, N of N") == mentions("")
+    assert mentions("all lower case, $N N N of N") == mentions("")
 
 
 def test_what_is_taken_up_by_hand():

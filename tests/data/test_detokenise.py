@@ -25,6 +25,7 @@ from txl.errors import UserError
         ('the Beach Boys \' " Surfer Girl "', 'the Beach Boys\' "Surfer Girl"'),
         ("he said ' yes ' and didn 't go", "he said 'yes' and didn't go"),
         ("<unk> 's <unk> 've", "<unk>'s <unk>'ve"),
+        ("' Heroes ' 's end ( UK ) 's \" It \" 's", "'Heroes''s end (UK)'s \"It\"'s"),
         ("women ’ s work", "women’s work"),
         ("95 km / h at 10 : 30 , 5 ° C , [ 3 ]", "95 km/h at 10:30, 5°C, [3]"),
         ("chapter 2 : 15 men ; No. # 1 !", "chapter 2:15 men; No. #1!"),  # two digits look like minutes
@@ -48,6 +49,7 @@ def test_wikitext_by_hand(tokenised, expected):
         ("plunged $ N to c$ N", "plunged $N to c$N"),
         (r"capital cities\/abc", "capital cities/abc"),
         ("get 'em", "get 'em"),
+        ("<unk> corp. 's portfolio", "<unk> corp.'s portfolio"),
     ],
 )
 def test_penn_treebank_by_hand(tokenised, expected):

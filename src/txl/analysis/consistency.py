@@ -81,7 +81,8 @@ def _names(words: list[str]) -> Iterator[str]:
 
 
 def _long_enough(run: list[str]) -> list[str]:
-    return [" ".join(run)] if len(run) > 1 else []
+    """The run as a name, if it is one: initials alone are none, and neither is Penn Treebank's N N."""
+    return [" ".join(run)] if len(run) > 1 and any(len(word.strip(".")) > 1 for word in run) else []
 
 
 def shared_mentions(context: str, continuation: str) -> dict[str, Shared]:

@@ -148,8 +148,11 @@ class Detokeniser:
 
 
 def _is_clitic(word: str, last: str) -> bool:
-    """What follows an apostrophe within a word: 's, 't, 're, and the rest of O'Neill."""
-    return word[:1] == "'" and word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
+    """What follows an apostrophe within a word: 's, 't, 're after anything, and the rest of O'Neill."""
+    if word[:1] != "'" or not last:
+        return False
+    inside = word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
+    return word[1:] in _ENDINGS or inside
 
 
 class DetokenisingDecoder:

@@ -192,7 +192,8 @@ class RecurrentModel(Decoder[RecurrentState]):
                     f"{name} is {value}, but this model is recurrent (model.kind is {self.config.kind}): it carries a "
                     f"state of constant size, which has no positions to count"
                 )
-        like = self.softmax.bias.detach()
+        # Not the parameter itself: one that is sharded would make sharded zeros.
+        like = torch.empty(0, dtype=self.softmax.bias.dtype, device=self.softmax.bias.device)
         return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._layers()))
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> RecurrentState:

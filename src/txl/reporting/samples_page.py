@@ -162,8 +162,7 @@ def _sentences(about: About) -> list[str]:
         "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
         "capital; years are whole numbers from 1000 to 2099. “Come again” counts those of the context that stand in "
         "the continuation, letter by letter; “here that the context has” counts those of the continuation that stand "
-        "in the context. "
-        "Each counts once a text; “none” means that there are none.",
+        "in the context. Each counts once a text; “none” means that there are none.",
         "They do not tell whether what is said of a name or a year is true, or agrees with the context. A name that "
         "is shortened (Kershaw for Clayton Kershaw) is not seen, and a capital at the beginning of a sentence may be "
         "taken for a name’s. A text that moves on to another subject keeps nothing and may still be right: compare "

@@ -25,8 +25,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         for (decay, factor), parameters in groups.items()
     ]
     if config.optimizer == "sgd":
-        momentum = config.momentum
-        return torch.optim.SGD(divided, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0, fused=True)
+        momentum, is_sharded = config.momentum, any(hasattr(each, "to_local") for each in model.parameters())
+        return torch.optim.SGD(
+            divided,
+            lr=config.learning_rate,
+            momentum=momentum,
+            nesterov=momentum > 0,
+            fused=not is_sharded,  # PyTorch has no fused update of shards for this one
+        )
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(
         divided,

@@ -166,7 +166,7 @@ class Trainer:
                 )
             _remove_begun(path)
             return True
-        changed = differences(self.directory.config(), self.run, ignore=MAY_DIFFER)
+        changed = differences(self.directory.config(), self.run, ignore=_may_differ(self.run))
         folder = self.directory.checkpoints
         if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
             # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
@@ -186,7 +186,7 @@ class Trainer:
         Raises:
             UserError: if the directory or the corpus cannot be read.
         """
-        if differences(self.directory.config(), self.run, ignore=MAY_DIFFER):
+        if differences(self.directory.config(), self.run, ignore=_may_differ(self.run)):
             return False
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
@@ -197,7 +197,12 @@ class Trainer:
             source = RunDirectory(self.init_from)
             _check_same_model(source, self.run)
         opened: list[Corpus] = []
-        self.processes.first_does("corpus", lambda: opened.append(self._corpus(is_new, source)))
+
+        def open_and_verify() -> None:
+            opened.append(self._corpus(is_new, source))
+            opened[0].verify()  # the text's identity is that of its source; here are the tokens that are trained on
+
+        self.processes.first_does("corpus", open_and_verify)
         corpus = opened[0] if opened else self._corpus(is_new, source)
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
@@ -350,6 +355,16 @@ class Trainer:
             f"{self.run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
             f"{attention} on {self.device}{together}{start}"
         )
+
+
+def _may_differ(run: RunConfig) -> frozenset[str]:
+    """The fields that a continued run may change."""
+    fixed = set()
+    if run.train.average_patience is not None:  # evaluations decide when the average begins
+        fixed |= {"train.eval_every"}
+    if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
+        fixed |= {"train.checkpoint_every"}
+    return MAY_DIFFER - fixed
 
 
 def _check_same_model(source: RunDirectory, run: RunConfig) -> None:
