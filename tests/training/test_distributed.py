@@ -95,6 +95,24 @@ def test_several_processes_compute_what_one_does(processes, options, alone, stor
     assert done.stderr.count("done: step 100") == 1  # and talks
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model.kind": "lstm", "model.mem_len": "0", "model.n_head": "8", "model.d_head": "64", "model.d_inner": "2048",
+         "model.weight_drop": "0", "eval.mem_len": "0", "eval.window": "none"},
+        {"train.optimizer": "sgd", "train.momentum": "0.9", "train.learning_rate": "0.01"},
+        {"model.cutoffs": "40,100", "model.div_val": "2", "train.loss": "half"},
+    ],
+    ids=["recurrent", "sgd", "adaptive"],
+)  # fmt: skip
+def test_other_models_and_optimisers_are_sharded_too(options, story, data_dir, tmp_path):
+    options = EXACT | {"train.steps": "10", "train.eval_every": "5"} | options
+    Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    done = launch(tmp_path / "two", story, data_dir, 2, options | {"train.parallel": "fsdp"})
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
+
+
 def test_in_float32_several_processes_stay_within_rounding(story, data_dir, tmp_path):
     options = EXACT | {"train.steps": "30", "train.dtype": "float32"}
     Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()

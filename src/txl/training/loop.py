@@ -332,6 +332,8 @@ class TrainingLoop:
         self.display.valid(step, result, is_best)
         if is_best:
             self.progress.best_nll, self.progress.best_step = result["nll"], step
+            if self.progress.scheduled_step == step:
+                self.progress.scheduled_best = step
             self.save()
 
     def _validate_again(self) -> None:
