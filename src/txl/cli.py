@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import txl
 from txl.commands import (
+    attention,
     bench,
     cache,
     data,
@@ -42,6 +43,7 @@ COMMANDS = (
     evaluate,
     cache,
     recl,
+    attention,
     reproduce,
     generate,
     report,

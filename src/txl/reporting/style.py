@@ -75,6 +75,8 @@ pre { font-size: .8125rem; line-height: 1.5; background: var(--wash); padding: .
   white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; border-radius: 3px; }
 .sample { break-inside: auto; }
 pre .prompt { font-weight: 700; color: var(--accent); }
+pre mark { background: none; color: var(--accent); font-weight: 700; }
+pre .target { border-bottom: 2px solid var(--second); }
 pre .control { color: var(--soft); border: 1px solid var(--line); border-radius: 2px; padding: 0 .1em;
   font-size: .9em; }
 
