@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import txl
 from txl.commands import (
+    attention,
     bench,
     cache,
     data,
@@ -45,6 +46,7 @@ COMMANDS = (
     cache,
     score,
     recl,
+    attention,
     reproduce,
     generate,
     samples,

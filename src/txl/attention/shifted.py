@@ -32,7 +32,7 @@ def shifted_view(buffer: Tensor, n_lane: int, n_query: int) -> Tensor:
     return buffer.as_strided((n_head * n_lane, n_query, pitch - 1), (n_query * pitch, pitch - 1, 1), n_query)
 
 
-def _padded(position: Tensor) -> Tensor:
+def padded_positions(position: Tensor) -> Tensor:
     """[S,H,D] -> [H,W,D] with nothing in front."""
     n_key, n_head, d_head = position.shape
     padded = position.new_zeros(n_head, n_key + 1, d_head)
@@ -109,7 +109,7 @@ class _ShiftedAttention(torch.autograd.Function):
         scope: KeyScope,
         dropout: float,
     ) -> Tensor:
-        position = _padded(position)
+        position = padded_positions(position)
         weights = masked_scores(query_u, query_v, key, position, scope)
         torch.softmax(weights, dim=-1, out=weights)
         if dropout > 0:

@@ -10,12 +10,12 @@ from txl.reporting.plots import Drawing
 from txl.reporting.style import STYLE
 from txl.reporting.wording import plain
 
-# The policy forbids the page to load anything, so that it is certain to be whole offline.
+# The policy forbids the page to load anything, so that it is certain to be whole offline; heat maps are inside of it.
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>$title</title>

@@ -10,6 +10,7 @@ from typing import Any
 from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
 from txl.presets import preset, presets
+from txl.reporting.attention import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import measure_compression
 from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
@@ -65,6 +66,7 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
         result_section(found, name, problem),
         _training(config, found),
         _memory(config, found, name),
+        _attention(run_directory),
         _samples(found, name),
         _other_evaluations(found),
         _corpus(found),
@@ -174,6 +176,17 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 def _window(row: dict[str, Any]) -> str:
     return "none" if row["window"] is None else f"{row['window']:,}"
+
+
+def _attention(run_directory: RunDirectory) -> str:
+    """What `txl attention` found, if it has been run."""
+    path = run_directory.path / FOLDER / RECORD
+    if not path.is_file():
+        return ""
+    try:
+        return attention_section(read_record(path))
+    except UserError as error:
+        return section("Where the heads look", note(str(error), "warning"))
 
 
 def _samples(found: Findings, name: str) -> str:

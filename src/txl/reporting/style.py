@@ -81,6 +81,8 @@ mark { background: none; color: inherit; text-decoration: underline; text-decora
   text-decoration-thickness: 2px; text-underline-offset: .2em; }
 summary { cursor: pointer; color: var(--soft); font-size: .875rem; margin-top: 1.2rem; }
 pre .prompt { font-weight: 700; color: var(--accent); }
+pre mark { background: none; color: var(--accent); font-weight: 700; }
+pre .target { border-bottom: 2px solid var(--second); }
 pre .control { color: var(--soft); border: 1px solid var(--line); border-radius: 2px; padding: 0 .1em;
   font-size: .9em; }
 

@@ -1,0 +1,281 @@
+"""Where the heads of a model look (Appendix D): attention by relative position, averaged over a stream of text.
+
+A matrix of weights is summed up along its diagonals as soon as it has been computed, so that nothing is kept but sums:
+one number for every layer, head and distance.
+
+Shapes: B lanes, T tokens of a segment, S keys, N layers, H heads, L distances (0 is the token itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from txl.analysis.observation import AttentionInputs, attentions, known_terms, observed
+from txl.attention.shifted import shifted_view
+from txl.errors import UserError
+from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode, resolved_lengths
+from txl.models.decoder import Decoder
+from txl.models.language_model import Limit
+
+
+@dataclass(frozen=True)
+class Close:
+    """The attention of some neighbouring tokens, weight by weight (Figure 6)."""
+
+    position: int
+    """Index of the last of them in the stream."""
+    first_key: int
+    """Index of the token that the first column belongs to."""
+    weights: np.ndarray
+    """float32 [N,H,rows,columns]; row -1 is the token at `position`; 0 where a token does not see another."""
+
+
+@dataclass(frozen=True)
+class AttentionAverages:
+    """Attention distributions averaged over the tokens of a stream, by distance."""
+
+    layers: tuple[int, ...]
+    """Numbers of the N layers, from 0."""
+    weights: np.ndarray
+    """float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1."""
+    effective_keys: np.ndarray
+    """float64 [N,H]: exp of the mean entropy of the distributions: among how many keys a head divides its attention."""
+    terms: dict[str, np.ndarray]
+    """The same as `weights`, the softmax taken of one term alone: "a", "b" and "d", those that the model has."""
+    queries: int
+    """Tokens averaged over."""
+    min_keys: int
+    """Each of them saw so many keys or more."""
+    settings: dict[str, Any]
+    """mem_len, window, clamp_len, segment, batch_size, tokens."""
+    close: tuple[Close, ...]
+
+    def mean_distance(self) -> np.ndarray:
+        """Tokens that a head looks back on average: [N,H]."""
+        return self.weights @ np.arange(self.weights.shape[-1])
+
+    def share_beyond(self, distance: int) -> np.ndarray:
+        """Share of a head's attention that falls on tokens at `distance` or farther: [N,H]."""
+        return self.weights[..., distance:].sum(axis=-1)
+
+    def farthest(self) -> list[tuple[int, int]]:
+        """The head with the largest mean distance of each third of the layers, (layer, head), both from 0.
+
+        The paper shows three such heads, of its first, eighth and last layer.
+        """
+        distance, chosen = self.mean_distance(), []
+        for part in np.array_split(np.arange(len(self.layers)), 3):
+            if len(part):
+                row, head = np.unravel_index(distance[part].argmax(), distance[part].shape)
+                chosen.append((self.layers[part[row]], int(head)))
+        return chosen
+
+
+def average_attention(
+    model: Decoder[Any],
+    tokens: Any,
+    *,
+    segment: int = 128,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    batch_size: int = 4,
+    max_tokens: int | None = None,
+    min_keys: int | None = None,
+    terms: bool | None = None,
+    layers: Sequence[int] | None = None,
+    positions: Sequence[int] = (),
+    rows: int = 16,
+    progress: Progress | None = None,
+) -> AttentionAverages:
+    """Average the attention of every head over the tokens of a stream, by distance.
+
+    Args:
+        model: a Transformer of any kind.
+        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
+        segment, mem_len, window, clamp_len, batch_size: as in `txl.evaluate`, but that None is always the model's
+            configuration.
+        max_tokens: read only this many tokens of the stream.
+        min_keys: average only over tokens that see this many keys or more, themselves included; None: as many as the
+            memory, or the window, allows everywhere, so that the beginning of the stream, where memory is not yet full,
+            does not count. For a model without memory: 1.
+        terms: also average the terms (a), (b) and (d), each softmaxed on its own (Figure 7); None: if the model has
+            them.
+        layers: numbers from 0; None: all.
+        positions: tokens of the stream whose attention is kept weight by weight, with that of the tokens before them.
+        rows: so many tokens for each of `positions`.
+        progress: is told how far the reading is.
+
+    Raises:
+        UserError: for a model without attention or without the terms, layers that do not exist, positions that were not
+            read, settings that contradict each other, or too few tokens.
+    """
+    n_head = attentions(model)[0].n_head
+    chosen = _chosen_layers(model, layers)
+    names = _chosen_terms(model, terms)
+    if segment < 1 or rows < 1:
+        raise UserError(f"segment is {segment} and rows {rows}; expected 1 or more of each")
+    ids = np.asarray(tokens)[:max_tokens]
+    if ids.ndim != 1:
+        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
+    lanes = Lanes.cut(len(ids), batch_size)
+    state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    lengths = resolved_lengths(state)
+    span = lengths["window"] or lengths["mem_len"] + segment
+    everywhere = 1 if model.context is not None else lengths["window"] or lengths["mem_len"] + 1
+    needed = everywhere if min_keys is None else min_keys
+    longest = lanes.end[0] - lanes.first[0]
+    if not 1 <= needed <= min(span, longest):
+        raise UserError(
+            f"no token sees {needed} keys: a lane has {longest} tokens (of {len(ids)} in {batch_size} lanes) and a "
+            f"token sees at most {span}; lower --mem-len or --batch, or read more tokens"
+        )
+    close = [_Close(position, min(rows, position + 1), span, lanes, chosen, n_head) for position in positions]
+    sums = _Sums(chosen, n_head, span, needed, names, close)
+    device = next(model.parameters()).device
+    done, read = 0, 0
+    with evaluation_mode(model), observed(model, sums.observe):
+        for inputs, _, _ in lanes.segments(ids, segment):
+            check_ids(inputs, model.vocab_size)
+            sums.starts = [first - 1 + read for first in lanes.first]
+            _, state = model.hidden_states(inputs.to(device), state)
+            read += inputs.shape[1]
+            done += inputs.numel()
+            if progress is not None:
+                progress(done, lanes.n_target)
+    settings = {**lengths, "segment": segment, "batch_size": batch_size, "tokens": len(ids)}
+    return sums.result(settings)
+
+
+def _chosen_layers(model: Decoder[Any], layers: Sequence[int] | None) -> tuple[int, ...]:
+    n_layer = len(attentions(model))
+    chosen = tuple(range(n_layer)) if layers is None else tuple(sorted(set(layers)))
+    for layer in chosen:
+        if not 0 <= layer < n_layer:
+            raise UserError(f"there is no layer {layer + 1}: this model has layers 1 to {n_layer}")
+    if not chosen:
+        raise UserError("no layers were chosen; expected one or more")
+    return chosen
+
+
+def _chosen_terms(model: Decoder[Any], wanted: bool | None) -> str:
+    known = known_terms(model)
+    if wanted and not known:
+        raise UserError(
+            f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute (model.encoding "
+            f"{model.config.encoding}) and go into its hidden states, not into terms of the score"
+        )
+    return "" if wanted is False else "".join(name for name in known if name != "c")
+
+
+class _Close:
+    """Collects one `Close` over the segments that its rows lie in."""
+
+    def __init__(self, position: int, rows: int, span: int, lanes: Lanes, layers: tuple[int, ...], n_head: int):
+        self.position, self.rows = position, rows
+        self.first_row = position - rows + 1
+        starts = [first - 1 for first in lanes.first]
+        found = [lane for lane, start in enumerate(starts) if start <= position < lanes.end[lane] - 1]
+        if not found or self.first_row < starts[found[0]]:
+            raise UserError(
+                f"position {position} was not read, or lies within {rows} tokens of a lane's beginning; lanes begin at "
+                f"{', '.join(map(str, starts[:8]))}{' ...' if len(starts) > 8 else ''} and "
+                f"end at {lanes.end[-1] - 2}: choose another position, or --batch 1"
+            )
+        self.lane = found[0]
+        self.first_key = max(starts[self.lane], self.first_row - span + 1)
+        self.weights = np.zeros((len(layers), n_head, rows, position + 1 - self.first_key), dtype=np.float32)
+
+    def add(self, layer: int, weights: Tensor, start: int, memory: int) -> None:
+        """Take what concerns the rows from the weights [H,T,S] of a segment that begins at token `start`."""
+        low, high = max(self.first_row, start), min(self.position + 1, start + weights.shape[1])
+        if low >= high:
+            return
+        first = max(self.first_key, start - memory)
+        block = weights[:, low - start : high - start, first - start + memory : self.position + 1 - start + memory]
+        at = first - self.first_key
+        rows = slice(low - self.first_row, high - self.first_row)
+        self.weights[layer, :, rows, at : at + block.shape[-1]] = block.cpu().float().numpy()
+
+
+class _Sums:
+    """Sums over tokens, for every layer that was chosen."""
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        n_head: int,
+        span: int,
+        min_keys: int,
+        terms: str,
+        close: list[_Close],
+    ):
+        self.rows = {layer: row for row, layer in enumerate(layers)}
+        self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
+        self.entropy = np.zeros((len(layers), n_head))
+        self.queries = 0
+        self.min_keys, self.close = min_keys, close
+        self.starts: list[int] = []
+        """Index in the stream of the first token of each lane's segment."""
+
+    def observe(self, layer: int, inputs: AttentionInputs) -> None:
+        """Add what one layer does with one segment."""
+        if layer not in self.rows:
+            return
+        row, scope = self.rows[layer], inputs.scope
+        n_lane, n_query, n_head = inputs.query.shape[:3]
+        keys = torch.arange(scope.memory + 1, scope.memory + n_query + 1)
+        if scope.window is not None:
+            keys = keys.clamp(max=scope.window)
+        first = int((keys < self.min_keys).sum())  # keys only become more
+        if row == 0:
+            self.queries += (n_query - first) * n_lane
+        for name, sums in self.by_name.items():
+            weights = inputs.weights("abcd" if name == "all" else name)
+            if name == "all":
+                entropy = torch.special.entr(weights[:, first:]).sum((1, 2), dtype=torch.float64)
+                self.entropy[row] += entropy.view(n_head, n_lane).sum(1).cpu().numpy()
+                for each in self.close:
+                    lane = weights.view(n_head, n_lane, n_query, -1)[:, each.lane]
+                    each.add(row, lane, self.starts[each.lane], scope.memory)
+            by_distance = sums_by_distance(weights, n_head, first)
+            n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
+            sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
+
+    def result(self, settings: dict[str, Any]) -> AttentionAverages:
+        """The means."""
+        terms = {name: sums / self.queries for name, sums in self.by_name.items() if name != "all"}
+        return AttentionAverages(
+            layers=tuple(self.rows),
+            weights=self.by_name["all"] / self.queries,
+            effective_keys=np.exp(self.entropy / self.queries),
+            terms=terms,
+            queries=self.queries,
+            min_keys=self.min_keys,
+            settings=settings,
+            close=tuple(Close(each.position, each.first_key, each.weights) for each in self.close),
+        )
+
+
+def sums_by_distance(weights: Tensor, n_head: int, first: int = 0) -> Tensor:
+    """Attention weights summed over lanes and queries, by distance: [H*B,T,S] -> float64 [H,S], distance 0 first.
+
+    The weights are written through the shifted view of a buffer whose rows are then distances: the inverse of the shift
+    of Appendix B. Hidden keys have weight 0, which fills the corners that the view runs over.
+
+    Args:
+        weights: 0 where a query does not see a key.
+        n_head: heads H.
+        first: queries before this one are left out.
+    """
+    n_matrix, n_query, n_key = weights.shape
+    buffer = weights.new_zeros(n_head, n_matrix // n_head * n_query, n_key + 1)
+    shifted_view(buffer, n_matrix // n_head, n_query).copy_(weights)
+    rows = buffer.view(n_head, n_matrix // n_head, n_query, n_key + 1)[:, :, first:, 1:]
+    return rows.sum((1, 2), dtype=torch.float64).flip(-1)

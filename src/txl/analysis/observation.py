@@ -1,0 +1,138 @@
+"""Watching the attention of a model while it reads: queries, keys and positions of every layer, as they are computed.
+
+Shapes: B lanes, T queries of the segment, M positions of memory, S = M + T keys, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl.attention.scope import KeyScope
+from txl.attention.shifted import masked_scores, padded_positions
+from txl.errors import UserError
+from txl.models.transformer_xl import RelativeMultiHeadAttention
+from txl.models.vanilla import CausalSelfAttention
+
+TERMS = {"relative": "abcd", "shaw": "ab"}
+"""The terms of A^rel (Section 3.3) that an encoding's scores have; the others' cannot be told apart by position."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one layer computes its attention scores from."""
+
+    query: Tensor
+    """[B,T,H,D]."""
+    key: Tensor
+    """[B,S,H,D], memory first."""
+    position: Tensor | None
+    """[S,H,D], W_kR R_d with the farthest distance first; None without relative positions."""
+    u: Tensor | None
+    """[H,D]; None without the global biases."""
+    v: Tensor | None
+    scope: KeyScope
+
+    def weights(self, terms: str = "abcd") -> Tensor:
+        """Softmax over the keys that a query sees, of the sum of some of the terms (a) to (d): [H*B,T,S].
+
+        A model without relative positions has term (a) alone.
+        """
+        n_head, d_head = self.query.shape[2:]
+        nothing = self.query.new_zeros(n_head, d_head)
+        query = self.query if "a" in terms else torch.zeros_like(self.query)
+        query_u = query + (self.u if "c" in terms and self.u is not None else nothing)
+        query = self.query if "b" in terms else torch.zeros_like(self.query)
+        query_v = query + (self.v if "d" in terms and self.v is not None else nothing)
+        scale = 1 / math.sqrt(d_head)
+        query_u, query_v = ((each * scale).permute(2, 0, 1, 3).contiguous() for each in (query_u, query_v))
+        key = self.key.permute(2, 0, 1, 3).contiguous()
+        position = self.key.new_zeros(self.key.shape[1], n_head, d_head) if self.position is None else self.position
+        return masked_scores(query_u, query_v, key, padded_positions(position), self.scope).softmax(dim=-1)
+
+
+Observer = Callable[[int, AttentionInputs], None]
+"""Called with the number of a layer, from 0, and what its attention is computed from."""
+
+
+@contextmanager
+def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every attention that the model computes inside; the model's results do not change.
+
+    Raises:
+        UserError: for a model whose layers have no attention.
+    """
+    with ExitStack() as undo:
+        for number, attention in enumerate(attentions(model)):
+            if isinstance(attention, RelativeMultiHeadAttention):
+                undo.enter_context(_relative(attention, number, observer))
+            else:
+                undo.callback(attention.register_forward_pre_hook(_absolute(number, observer)).remove)
+        yield
+
+
+def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelfAttention]:
+    """The attention sub-layer of every layer.
+
+    Raises:
+        UserError: for a model whose layers have no attention.
+    """
+    found = [getattr(layer, "attention", None) for layer in getattr(model, "layers", ())]
+    kinds = (RelativeMultiHeadAttention, CausalSelfAttention)
+    if not found or not all(isinstance(each, kinds) for each in found):
+        raise UserError(f"this model ({type(model).__name__}) has no attention to look at; expected a Transformer")
+    return [each for each in found if isinstance(each, kinds)]
+
+
+def known_terms(model: Any) -> str:
+    """Which of the terms (a) to (d) the model's scores are the sum of; "" if its positions are absolute."""
+    return TERMS.get(model.config.encoding, "")
+
+
+@contextmanager
+def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Observer) -> Iterator[None]:
+    original = attention.attend
+    unseen = attention.register_forward_pre_hook(_nothing)  # compiled one-token steps pass by whatever has a hook
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        u: Tensor,
+        v: Tensor,
+        scope: KeyScope,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        observer(number, AttentionInputs(query, key, position, u, v, scope))
+        return original(query, key, value, position, u, v, scope, dropout)
+
+    attention.attend = attend
+    try:
+        yield
+    finally:
+        attention.attend = original
+        unseen.remove()
+
+
+def _nothing(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """A hook that does nothing."""
+
+
+def _absolute(number: int, observer: Observer) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook that projects what enters the sub-layer once more: the fused product does not show its scores."""
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(module, CausalSelfAttention)
+        context = module.norm(arguments[0]) if module.pre_norm else arguments[0]
+        heads = (module.n_head, module.d_head)
+        query, key = (project(context).unflatten(-1, heads) for project in (module.q_proj, module.k_proj))
+        observer(number, AttentionInputs(query, key, None, None, None, KeyScope(0)))
+
+    return hook

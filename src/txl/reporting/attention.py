@@ -1,0 +1,284 @@
+"""Figures 5 to 7 of the paper for a run of one's own, and the part of a page that they stand in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from txl.errors import UserError
+from txl.reporting.page import escape, figure, note, section, table, visible
+from txl.reporting.plots import INK, SECOND, Drawing, drawing, save_figure
+from txl.reporting.wording import counted
+
+FOLDER, RECORD = "attention", "attention.json"
+"""Where `txl attention` puts what it finds, in the run's directory."""
+_COLUMNS = 640
+"""Of a heat map at most: longer spans are averaged down to them."""
+_LISTED = 12
+_TERMS = {"a": "(a) content", "b": "(b) content-dependent position", "d": "(d) global position bias"}
+HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECOND, INK])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `txl attention` has written.
+
+    Raises:
+        UserError: if it is damaged, or of another version.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != 1:
+            raise UserError(f"{path}: of format {record['format']!r}; run txl attention again")
+        return record
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: damaged ({type(error).__name__}); run txl attention again") from None
+
+
+def attention_section(record: dict[str, Any]) -> str:
+    """Where the heads look: the averages, the terms, the farthest heads, chosen positions with the text."""
+    settings = record["settings"]
+    lead = (
+        f"Averaged over {settings['queries']:,} tokens of the {settings['split']} split of {settings['corpus']} that "
+        f"see {settings['min_keys']:,} keys or more; {_memory(settings)}, checkpoint {settings['checkpoint']}. Darker "
+        f"is more; the scale is logarithmic. Mean distance is how far a head looks back on average. Effective keys "
+        f"(exp of the mean entropy) tell among how many keys it divides its attention: many for one that looks "
+        f"everywhere, few for one that picks."
+    )
+    parts = [
+        note(lead, "lead"),
+        figure(average_figure(record), "Average attention of every head by distance (Figure 5 of the paper)."),
+        _farthest(record),
+    ]
+    if record["terms"]:
+        parts.append(
+            figure(
+                terms_figure(record),
+                "The terms of the attention score apart, each with a softmax of its own, averaged (Figure 7 of the "
+                "paper). Term (c), the global content bias, does not depend on position.",
+            )
+        )
+    parts += [_position(record, place, head) for place in range(len(record["positions"])) for head in _shown(record)]
+    return section("Where the heads look", *parts)
+
+
+def save_figures(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Write all figures as .svg and .png; give the paths.
+
+    Raises:
+        OSError: if one cannot be written.
+    """
+    height = _height(record)
+    figures = [("figure5", lambda drawn: draw_average(drawn, record), (7.6, height))]
+    if record["terms"]:
+        figures.append(("figure7", lambda drawn: draw_terms(drawn, record, 1), (10.0, height)))
+    for place, position in enumerate(record["positions"]):
+        for at, head in enumerate(position["heads"]):
+            name = f"figure6-token{position['position']}-layer{head['layer']}-head{head['head']}"
+            figures.append((name, lambda drawn, place=place, at=at: draw_close(drawn, record, place, at), (7.6, 3.6)))
+    paths = [(draw, folder / f"{name}.{ending}", size) for name, draw, size in figures for ending in ("svg", "png")]
+    for draw, path, size in paths:
+        save_figure(draw, path, size)
+    return [path for _, path, _ in paths]
+
+
+def average_figure(record: dict[str, Any]) -> Drawing:
+    """Figure 5."""
+    far = max(record["heads"], key=lambda row: row["mean_distance"])
+    text = (
+        f"Heat map of {len(record['heads'])} heads by distance. Layer {far['layer']}, head {far['head']} looks "
+        f"farthest, {far['mean_distance']:.1f} tokens back on average."
+    )
+    height = _height(record)
+    return drawing(
+        lambda drawn: draw_average(drawn, record), "attention", "Average attention by distance", text,
+        wide=(7.6, height), narrow=(4.2, height),
+    )  # fmt: skip
+
+
+def terms_figure(record: dict[str, Any]) -> Drawing:
+    """Figure 7; the panels side by side in a wide page, one below the other in a narrow one."""
+    height, names = _height(record), ", ".join(_TERMS[name] for name in record["terms"])
+    return drawing(
+        lambda drawn: draw_terms(drawn, record, 1 if drawn.get_figwidth() > 5 else len(record["terms"])),
+        "terms", "Terms of the attention score by distance", f"Heat maps of {names}, every head by distance.",
+        wide=(7.6, 0.8 * height + 0.5), narrow=(4.2, 2.4 * height),
+    )  # fmt: skip
+
+
+def draw_average(drawn: Figure, record: dict[str, Any]) -> None:
+    """Heads by distance."""
+    weights = np.array([row["average"] for row in record["heads"]])
+    axes = drawn.add_subplot()
+    image = _heat_map(axes, weights, record)
+    _scale(drawn.colorbar(image, ax=axes, pad=0.01, aspect=30), "mean attention weight")
+
+
+def draw_terms(drawn: Figure, record: dict[str, Any], rows: int) -> None:
+    """Heads by distance for each term, on one scale."""
+    terms = record["terms"]
+    panels = drawn.subplots(rows, len(terms) // rows, squeeze=False, sharey=rows == 1)
+    norm = _norm(np.concatenate([np.array(each) for each in terms.values()]))
+    image = None
+    for axes, (name, weights) in zip(panels.flat, terms.items(), strict=True):
+        image = _heat_map(axes, np.array(weights), record, norm)
+        axes.set_title(_TERMS[name], fontsize=9.5, loc="left")
+        if rows == 1 and axes is not panels.flat[0]:
+            axes.set_ylabel("")
+    if image is not None:
+        _scale(drawn.colorbar(image, ax=list(panels.flat), pad=0.01, aspect=30), "mean weight")
+
+
+def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> None:
+    """Tokens by what they attend to: Figure 6."""
+    position = record["positions"][place]
+    head = position["heads"][at]
+    weights = np.array(head["weights"])
+    n_row, n_column = weights.shape
+    axes = drawn.add_subplot()
+    first = -(n_column - 1)
+    image = axes.imshow(
+        np.where(weights > 0, weights, np.nan), aspect="auto", interpolation="none", cmap=HEAT, vmin=0,
+        vmax=float(np.quantile(weights[weights > 0], 0.995)) or None,
+        extent=(first - 0.5, 0.5, n_row - 0.5, -0.5),
+    )  # fmt: skip
+    axes.set_facecolor("#f1f1f1")
+    axes.grid(False)
+    texts = position["texts"][-n_row:]
+    labels = [_label(text) for text in texts]
+    axes.set_yticks(range(n_row), labels, fontsize=7.5, parse_math=False)
+    _distance_axis(axes)
+    axes.set_xlabel("tokens before the last row’s")
+    axes.set_title(f"layer {head['layer']}, head {head['head']}", fontsize=9.5, loc="left")
+    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    bar.set_label("attention weight")
+
+
+def _heat_map(axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: LogNorm | None = None) -> Any:
+    """An image of [heads, distance], the nearest token on the right."""
+    span = weights.shape[1]
+    shown = _thinned(weights)[:, ::-1]
+    norm = norm or _norm(weights)
+    image = axes.imshow(
+        np.maximum(shown, norm.vmin or 0), aspect="auto", interpolation="none", cmap=HEAT, norm=norm,
+        extent=(-(span - 0.5), 0.5, len(weights) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.grid(False)
+    layers = [row["layer"] for row in record["heads"]]
+    begins = [at for at, layer in enumerate(layers) if at == 0 or layers[at - 1] != layer]
+    for at in begins[1:]:
+        axes.axhline(at - 0.5, color="white", linewidth=0.8)
+    per_layer = len(layers) / len(begins)
+    step = max(1, round(len(begins) / 12))
+    shown_layers = begins[::step]
+    axes.set_yticks([at + (per_layer - 1) / 2 for at in shown_layers], [str(layers[at]) for at in shown_layers])
+    axes.set_ylabel("layer (its heads in order)")
+    _distance_axis(axes)
+    axes.set_xlabel("distance, tokens")
+    return image
+
+
+def _distance_axis(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{abs(value):,.0f}"))
+
+
+def _scale(bar: Any, label: str) -> None:
+    bar.outline.set_visible(False)
+    bar.set_label(label)
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.ax.tick_params(which="minor", length=0)
+
+
+def _norm(weights: np.ndarray) -> LogNorm:
+    """A logarithmic scale from a tenth of the uniform weight to the largest."""
+    low = 0.1 / weights.shape[1]
+    return LogNorm(low, max(float(weights.max()), 2 * low))
+
+
+def _thinned(weights: np.ndarray) -> np.ndarray:
+    """Means over neighbouring distances, where there are more than can be seen."""
+    if weights.shape[1] <= _COLUMNS:
+        return weights
+    return np.stack([part.mean(axis=1) for part in np.array_split(weights, _COLUMNS, axis=1)], axis=1)
+
+
+def _height(record: dict[str, Any]) -> float:
+    """Inches for so many heads."""
+    return min(9.0, max(2.6, 1.1 + 0.055 * len(record["heads"])))
+
+
+def _label(text: str) -> str:
+    shown = text.strip()
+    shown = {"": "⎵", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
+    return shown if len(shown) <= 14 else f"{shown[:13]}…"
+
+
+def _memory(settings: dict[str, Any]) -> str:
+    if not settings["mem_len"]:
+        return f"segments of {settings['segment']:,} without memory"
+    window = "no window" if settings["window"] is None else f"window {counted(settings['window'], 'key')}"
+    return f"memory {settings['mem_len']:,}, {window}"
+
+
+def _farthest(record: dict[str, Any]) -> str:
+    far = record["settings"]["far"]
+    rows = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:_LISTED]
+    chosen = [tuple(each) for each in record["farthest"]]
+    return table(
+        f"The heads that look farthest; in bold the farthest of each third of the layers "
+        f"({min(_LISTED, len(rows))} of {len(record['heads'])} heads)",
+        ("layer", "head", "mean distance", f"share at {far:,} or farther", "effective keys"),
+        [
+            [
+                f"{row['layer']}",
+                f"{row['head']}",
+                f"{row['mean_distance']:.1f}",
+                f"{row['share_beyond']:.1%}",
+                f"{row['effective_keys']:.1f}",
+            ]
+            for row in rows
+        ],
+        numbers=range(5),
+        strong=[at for at, row in enumerate(rows) if (row["layer"], row["head"]) in chosen],
+    )
+
+
+def _shown(record: dict[str, Any]) -> range:
+    """Indices of the heads kept at the chosen positions."""
+    return range(len(record["positions"][0]["heads"])) if record["positions"] else range(0)
+
+
+def _position(record: dict[str, Any], place: int, at: int) -> str:
+    """One head at one position: its weights, and the text with the tokens marked that it looks at most."""
+    position = record["positions"][place]
+    head = position["heads"][at]
+    drawn = drawing(
+        lambda drawn: draw_close(drawn, record, place, at), f"close-{place}-{at}",
+        f"Layer {head['layer']}, head {head['head']}", "Heat map of neighbouring tokens by what they attend to.",
+        wide=(7.6, 3.4), narrow=(4.2, 3.6),
+    )  # fmt: skip
+    caption = (
+        f"Layer {head['layer']}, head {head['head']} at token {position['position']:,} (the last row) and the tokens "
+        f"before it (Figure 6 of the paper). Below, the fifth of the tokens in reach that it attends to most are "
+        f"marked; the token itself is underlined, and what it has to predict follows in grey."
+    )
+    chosen, last = set(head["marked"]), len(position["texts"]) - 1
+    reach = next(index for index, weight in enumerate(head["weights"][-1]) if weight > 0)
+    pieces = []
+    for index, text in enumerate(position["texts"]):
+        if index < reach:
+            continue
+        piece = f"<mark>{visible(text)}</mark>" if index in chosen else visible(text)
+        pieces.append(f'<span class="target">{piece}</span>' if index == last else piece)
+    pieces.append(f'<span class="control">{escape(position["next"])}</span>')
+    return f'{figure(drawn, caption)}<figure class="sample"><pre>{"".join(pieces)}</pre></figure>'
