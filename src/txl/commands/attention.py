@@ -92,12 +92,12 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = open_run_corpus(run_directory, vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
     settings = memory_settings(arguments, config)
+    n_read = min(len(tokens), arguments.tokens or len(tokens))
     settings |= {
         "segment": config.eval.segment if arguments.segment is None else arguments.segment,
-        "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
+        "batch_size": _lanes(n_read, settings, config.eval.batch_size) if arguments.batch is None else arguments.batch,
         "max_tokens": arguments.tokens,
     }
-    n_read = min(len(tokens), arguments.tokens or len(tokens))
     positions = arguments.positions
     if positions is None:
         positions = [_drawn(n_read, settings, arguments)]
@@ -150,6 +150,12 @@ def _check_heads(heads: list[tuple[int, int]] | None, layers: list[int] | None, 
             )
         if layers is not None and layer not in layers:
             raise UserError(f"--heads has {layer + 1}:{head + 1}, but layer {layer + 1} is not among --layers")
+
+
+def _lanes(n_token: int, settings: dict[str, Any], most: int) -> int:
+    """Lanes long enough that the memory is full in three quarters of each, but at most so many."""
+    reach = settings["window"] if isinstance(settings["window"], int) else settings["mem_len"] + 1
+    return max(1, min(most, n_token // (4 * reach)))
 
 
 def _drawn(n_token: int, settings: dict[str, Any], arguments: argparse.Namespace) -> int:

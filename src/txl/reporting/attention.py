@@ -158,7 +158,7 @@ def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> No
     _distance_axis(axes)
     axes.set_xlabel("tokens before the last row’s")
     axes.set_title(f"layer {head['layer']}, head {head['head']}", fontsize=9.5, loc="left")
-    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30)
+    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend="max")
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.set_label("attention weight")
 
@@ -219,7 +219,7 @@ def _height(record: dict[str, Any]) -> float:
 
 def _label(text: str) -> str:
     shown = text.strip()
-    shown = {"": "⎵", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
+    shown = {"": "␣", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
 
