@@ -6,9 +6,9 @@ import json
 import shutil
 
 import pytest
-
 from tests.conftest import small_run
 from tests.test_cli import options_of
+
 from txl.cli import main
 
 

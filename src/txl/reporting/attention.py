@@ -200,9 +200,9 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def _norm(weights: np.ndarray) -> LogNorm:
-    """A logarithmic scale from a tenth of the uniform weight to the largest."""
+    """A logarithmic scale from a tenth of the uniform weight to the largest, or ten times it: uniform is never dark."""
     low = 0.1 / weights.shape[1]
-    return LogNorm(low, max(float(weights.max()), 2 * low))
+    return LogNorm(low, max(float(weights.max()), 100 * low))
 
 
 def _thinned(weights: np.ndarray) -> np.ndarray:
