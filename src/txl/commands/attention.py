@@ -92,12 +92,14 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = open_run_corpus(run_directory, vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
     settings = memory_settings(arguments, config)
+    if arguments.tokens is not None and arguments.tokens < 2:
+        raise UserError(f"--tokens is {arguments.tokens}; expected 2 or more, or all")
+    n_read = min(len(tokens), arguments.tokens or len(tokens))
     settings |= {
         "segment": config.eval.segment if arguments.segment is None else arguments.segment,
-        "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
+        "batch_size": _lanes(n_read, settings, config.eval.batch_size) if arguments.batch is None else arguments.batch,
         "max_tokens": arguments.tokens,
     }
-    n_read = min(len(tokens), arguments.tokens or len(tokens))
     positions = arguments.positions
     if positions is None:
         positions = [_drawn(n_read, settings, arguments)]
@@ -152,6 +154,12 @@ def _check_heads(heads: list[tuple[int, int]] | None, layers: list[int] | None, 
             raise UserError(f"--heads has {layer + 1}:{head + 1}, but layer {layer + 1} is not among --layers")
 
 
+def _lanes(n_token: int, settings: dict[str, Any], most: int) -> int:
+    """Lanes long enough that the memory is full in three quarters of each, but at most so many."""
+    reach = settings["window"] if isinstance(settings["window"], int) else settings["mem_len"] + 1
+    return max(1, min(most, n_token // (4 * reach)))
+
+
 def _drawn(n_token: int, settings: dict[str, Any], arguments: argparse.Namespace) -> int:
     """A position of the second half of a lane, where memory is as full as it gets."""
     batch = max(1, settings["batch_size"])
@@ -172,8 +180,11 @@ def _write(record: dict[str, Any], out: Path, name: str) -> list[Path]:
     from txl.reporting.page import page
     from txl.run_directory import write_whole
 
-    out.mkdir(parents=True, exist_ok=True)
-    paths = save_figures(record, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths = save_figures(record, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
     write_whole(out / "attention.html", page(f"Attention of {name}", [attention_section(record)]))
     write_whole(out / RECORD, json.dumps(record, ensure_ascii=False) + "\n")
     return [*paths, out / "attention.html", out / RECORD]
@@ -191,4 +202,5 @@ def _print(record: dict[str, Any], out: Path) -> None:
         figures = (f"{row['mean_distance']:.1f}", f"{row['share_beyond']:.1%}", f"{row['effective_keys']:.1f}")
         table.add_row(str(row["layer"]), str(row["head"]), *figures)
     Console().print(table)
-    print(f"{out / 'attention.html'}: figures 5 to 7, and the text with what is attended to marked")
+    made = "figures 5 to 7" if record["terms"] else "figures 5 and 6"
+    print(f"{out / 'attention.html'}: {made}, and the text with what is attended to marked")

@@ -158,7 +158,7 @@ def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> No
     _distance_axis(axes)
     axes.set_xlabel("tokens before the last row’s")
     axes.set_title(f"layer {head['layer']}, head {head['head']}", fontsize=9.5, loc="left")
-    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30)
+    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend="max")
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.set_label("attention weight")
 
@@ -200,9 +200,9 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def _norm(weights: np.ndarray) -> LogNorm:
-    """A logarithmic scale from a tenth of the uniform weight to the largest."""
+    """A logarithmic scale from a tenth of the uniform weight to the largest, or ten times it: uniform is never dark."""
     low = 0.1 / weights.shape[1]
-    return LogNorm(low, max(float(weights.max()), 2 * low))
+    return LogNorm(low, max(float(weights.max()), 100 * low))
 
 
 def _thinned(weights: np.ndarray) -> np.ndarray:
@@ -219,7 +219,7 @@ def _height(record: dict[str, Any]) -> float:
 
 def _label(text: str) -> str:
     shown = text.strip()
-    shown = {"": "⎵", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
+    shown = {"": "␣", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
 

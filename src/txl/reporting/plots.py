@@ -9,6 +9,7 @@ import io
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -325,7 +326,9 @@ def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float,
 @contextmanager
 def _style() -> Iterator[None]:
     """Our style over matplotlib's defaults, whatever the user's matplotlibrc says; all is as before afterwards."""
-    with mpl.rc_context():
+    with mpl.rc_context(), warnings.catch_warnings():
+        # Text of every script comes in: an SVG leaves its letters to the viewer's fonts, a PNG shows boxes.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
         yield

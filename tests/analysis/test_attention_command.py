@@ -1,0 +1,86 @@
+"""`txl attention` on small runs: what it writes, what the report shows of it, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tests.conftest import small_run
+from tests.test_cli import options_of
+
+from txl.cli import main
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def attention(run, data_dir, *words):
+    return main(["attention", str(run), "--tokens", "600", "--data-dir", str(data_dir), *words])
+
+
+def test_figures_record_and_report(run, data_dir, capsys):
+    assert attention(run, data_dir) == 0, capsys.readouterr().err
+    folder = run / "attention"
+    record = json.loads((folder / "attention.json").read_text(encoding="utf-8"))
+    assert len(record["heads"]) == 4
+    assert set(record["terms"]) == {"a", "b", "d"}
+    for row in record["heads"]:
+        assert sum(row["average"]) == pytest.approx(1, abs=1e-4)
+    shown = record["positions"][0]["heads"]
+    assert [[each["layer"], each["head"]] for each in shown] == record["farthest"]
+    names = {path.stem for path in folder.glob("*.png")}
+    assert names == {path.stem for path in folder.glob("*.svg")}
+    assert {"figure5", "figure7"} < names
+    assert len(names) == 2 + len(shown)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Where the heads look" in page
+    assert "<mark>" in page
+
+
+def test_another_folder_and_heads(run, data_dir, tmp_path, capsys):
+    out = tmp_path / "elsewhere"
+    assert attention(run, data_dir, "--out", str(out), "--heads", "2:1", "--no-terms", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [(each["layer"], each["head"]) for each in record["positions"][0]["heads"]] == [(2, 1)]
+    assert not (out / "figure7.png").exists()
+    assert not (run / "attention").exists()
+
+
+def train(out, story, data_dir, **options):
+    assert main(["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir),
+                 *options_of(small_run(str(story), **options))]) == 0  # fmt: skip
+    return out
+
+
+def test_the_vanilla_transformer_has_no_terms(story, data_dir, tmp_path, capsys):
+    options = {"model.encoding": "learned", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
+    run = train(tmp_path / "vanilla", story, data_dir, **options)
+    assert attention(run, data_dir, "--terms") == 2
+    assert "positions are absolute" in capsys.readouterr().err
+    assert not (run / "attention").exists()
+    assert attention(run, data_dir) == 0
+    assert "figures 5 and 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--heads", "3:1"], "there is no head 3:1"),
+        (["--heads", "1:5"], "layers 1 to 2 of 2 heads each"),
+        (["--heads", "1:0"], "there is no head 1:0"),
+        (["--layers", "9"], "there is no layer 9"),
+        (["--checkpoint", "77"], "no checkpoint 77"),
+        (["--tokens", "1"], "--tokens is 1"),
+        (["--out", "FILE"], "cannot be written"),
+    ],
+)
+def test_refusals_are_one_line(run, data_dir, tmp_path, capsys, words, message):
+    (tmp_path / "FILE").write_text("")
+    assert attention(run, data_dir, *[str(tmp_path / "FILE") if word == "FILE" else word for word in words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("txl: error")]
+    assert message in line
+    assert not (run / "attention").exists()
