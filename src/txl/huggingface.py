@@ -51,7 +51,8 @@ class TransformerXLConfig(PreTrainedConfig):
     def to_model_config(self) -> ModelConfig:
         """The configuration of the model inside."""
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(ModelConfig)}
-        values["cutoffs"] = tuple(values["cutoffs"])
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         return ModelConfig(**values)
 
 
