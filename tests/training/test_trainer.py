@@ -83,6 +83,18 @@ def test_a_run_leaves_what_the_contract_says(trained):
     assert (valid["segment"], valid["mem_len"], valid["window"]) == (8, 8, None)
 
 
+RECURRENT = {
+    "model.mem_len": "0",
+    "model.n_head": "8",
+    "model.d_head": "64",
+    "model.d_inner": "2048",
+    "model.dropatt": "0",
+    "eval.mem_len": "0",
+    "eval.window": "none",
+}
+"""What small_run sets for a Transformer, at the defaults that a recurrent model wants."""
+
+
 def test_training_learns(story, data_dir, tmp_path):
     run = small_run(str(story), **{"train.steps": "300", "model.dropout": "0", "model.dropatt": "0"})
     train(run, tmp_path / "run", data_dir)
@@ -160,8 +172,14 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
         {"model.mem_len": "0", "train.clip": "0", "train.eval_every": "0"},
         {"train.dtype": "bfloat16", "model.window": "6", "model.pre_norm": "true"},
         {"data.unit": "word", "model.cutoffs": "9,20", "model.div_val": "2", "train.batch_size": "2"},
+        RECURRENT | {"model.kind": "lstm", "model.weight_drop": "0.3", "train.average_patience": "1"},
+        RECURRENT | {"model.kind": "qrnn", "model.zoneout": "0.2", "train.dtype": "bfloat16"},
+        {"model.encoding": "shaw", "model.max_distance": "9", "train.loss": "half"},
+        {"model.encoding": "learned", "model.mem_len": "0", "model.layer_losses": "true", "model.n_target": "2",
+         "eval.mem_len": "0", "eval.window": "none"},
+        {"model.n_softmax": "2", "train.optimizer": "sgd", "train.momentum": "0.9", "train.micro_batches": "2"},
     ],
-)
+)  # fmt: skip
 def test_models_of_other_kinds_stop_and_continue(options, story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **options)
     train(run, tmp_path / "whole", data_dir)

@@ -140,12 +140,22 @@ class Memory:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory:
-        """The memory that `to_tensors` described."""
+        """The memory that `to_tensors` described.
+
+        Raises:
+            ValueError: if the tensors do not fit one another.
+        """
         hidden = tuple(tensors[f"hidden.{layer}"] for layer in range(len(tensors) - 2))
         mem_len, window, clamp_len = tensors["limits"].tolist()
+        n_lane, n_position, _ = hidden[0].shape
+        filled = tensors["filled"].tolist()
+        if any(each.shape != hidden[0].shape for each in hidden) or len(filled) != n_lane:
+            raise ValueError(f"layers of shapes {[list(each.shape) for each in hidden]}, {len(filled)} lanes")
+        if not all(0 <= count <= n_position for count in filled) or n_position > mem_len:
+            raise ValueError(f"{filled} of {n_position} positions, of at most {mem_len}")
         return cls(
             hidden,
-            _none_if_full(tuple(tensors["filled"].tolist()), hidden[0].shape[1]),
+            _none_if_full(tuple(filled), n_position),
             mem_len,
             None if window < 0 else window,
             None if clamp_len < 0 else clamp_len,

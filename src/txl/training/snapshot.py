@@ -227,6 +227,7 @@ def _divided(memory: dict[str, Tensor], loop: Any) -> list[Any]:
     train, processes = loop.run.train, loop.trained.processes
     share, parts = processes.share(train.batch_size), train.micro_batches
     size, states = len(share) // parts, []
+    _check_fits(memory, loop.model.init_state(1).to_tensors())
     for part in range(parts):
         tensors = {}
         for name, tensor in memory.items():
@@ -241,6 +242,26 @@ def _divided(memory: dict[str, Tensor], loop: Any) -> list[Any]:
             tensors[name] = tensor[first : first + size].clone().to(loop.device)
         states.append(loop.model.state_from_tensors(tensors))
     return states
+
+
+def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
+    """Compare memory with what the model's own looks like while it is empty, but for lanes and positions.
+
+    Raises:
+        ValueError: naming the tensor that does not fit.
+    """
+    if memory.keys() != empty.keys():
+        raise ValueError(f"memory of {sorted(memory)}, expected {sorted(empty)}")
+    for name, expected in empty.items():
+        tensor = memory[name]
+        if name == SHARED:
+            fits = torch.equal(tensor, expected)
+        else:  # a second dimension of 0 is one of positions, of which there may be any number
+            shapes = zip(tensor.shape[1:], expected.shape[1:], strict=False)
+            fits = tensor.ndim == expected.ndim and all(theirs in (ours, 0) for ours, theirs in shapes)
+        # Under autocast states may be in a smaller type than the weights.
+        if not fits or tensor.is_floating_point() != expected.is_floating_point():
+            raise ValueError(f"memory.{name} is {tensor.dtype} {list(tensor.shape)}, which this model has no use for")
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
