@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention.positions import sinusoid
+from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, has_auxiliary_losses
 from txl.errors import UserError
 from txl.models.auxiliary import AuxiliaryHeads
@@ -28,6 +29,7 @@ from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
 from txl.models.linear import Linear
 from txl.models.objective import EVERY_TARGET, Objective
+from txl.native.attention import fused_attention
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class NoMemory:
         return {"lanes": torch.zeros(self.batch_size, dtype=torch.uint8)}
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D]."""
+    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None, KeyScope(0))) is not None:
+        return fused
+    heads = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
+
+
 class CausalSelfAttention(nn.Module):
     """Scaled dot-product attention within the segment, output projection, residual, LayerNorm."""
 
@@ -76,12 +86,11 @@ class CausalSelfAttention(nn.Module):
         """[B,T,E] -> [B,T,E]."""
         context = self.norm(hidden) if self.pre_norm else hidden
         query, key, value = (
-            self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head)).transpose(1, 2)
+            self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        dropout = self.dropatt if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
-        output = self.dropout(self.o_proj(attended.transpose(1, 2).flatten(-2)))
+        attended = causal_attention(query, key, value, self.dropatt if self.training else 0.0)
+        output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
 

@@ -1,4 +1,4 @@
-"""The shared library of `decode.cpp`: compiled once a machine, for the processor at hand.
+"""The shared library of the C++ sources here: compiled once a machine, for the processor at hand.
 
 Without a C++ compiler there is none; one line says so, and PyTorch computes the same.
 """
@@ -21,7 +21,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("decode.cpp")
+_HERE = Path(__file__).parent
+SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp"))
+HEADERS = tuple(_HERE / name for name in ("vectors.h", "panels.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # What these drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
 # order. -march=native: the library is for this machine.
@@ -33,7 +35,7 @@ _wanted: ContextVar[bool] = ContextVar("compiled steps are wanted", default=True
 
 @contextmanager
 def compiled_steps(wanted: bool) -> Iterator[None]:
-    """Whether one-token steps on a CPU may use the compiled library, which they do by default, within this block."""
+    """Whether the compiled library may be used on a CPU, as it is by default, within this block."""
     token = _wanted.set(wanted)
     try:
         yield
@@ -57,7 +59,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return ctypes.CDLL(str(_built())), None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        _logger.warning("one-token steps run in PyTorch, without compiled code: %s", reason)
+        _logger.warning("evaluation and generation run in PyTorch, without compiled code: %s", reason)
         return None, reason
 
 
@@ -67,15 +69,14 @@ def _built() -> Path:
     Raises:
         ValueError, OSError, SubprocessError: if that is not possible; the message says why.
     """
-    if not SOURCE.exists():
-        raise ValueError(f"{SOURCE.name} is not beside {Path(__file__).name}")
+    code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
     compiler = next((found for found in map(shutil.which, names) if found), None)
     if compiler is None:
         raise ValueError(f"no C++ compiler found ({', '.join(names)})")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    told_apart = "\n".join([SOURCE.read_text(encoding="utf-8"), compiler, version, *FLAGS, _processor()])
-    name = f"decode-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}.so"
+    told_apart = "\n".join([*code, compiler, version, *FLAGS, _processor()])
+    name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}.so"
     folder = cache_folder()
     if not (folder / name).exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def _built() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / name
             done = subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(made)],
+                [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=300,

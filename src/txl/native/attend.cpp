@@ -1,0 +1,274 @@
+// Attention of a segment without gradients on a CPU: relative (terms (a) to (d)), or plain where there are no positions.
+//
+// No matrix of all scores is made. A block of keys with its values, and the positions that some queries need for it,
+// are packed once for all of these queries; for a few of them at a time the scores of the block are two products, one
+// by keys and one by distances, the second read one place further to the left for every query (Appendix B's shift).
+// They become weights where they lie, in the first cache, and each query carries the greatest score, the sum of
+// weights and the weighted sum of values from block to block. Everything but the operands of products is float32.
+//
+// What a lane is given depends on nothing but its own numbers: not on the other lanes, nor on the number of threads.
+//
+// Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "panels.h"
+
+namespace {
+
+using std::max;
+using std::min;
+
+constexpr int64_t KEYS = 512;     // of a block, at most
+constexpr int64_t QUERIES = 240;  // of a task, that share its packed keys
+template <class S>
+constexpr int64_t FEW = sizeof(S) == 2 ? 2 * TILE : 4 * BLOCK_ROWS;  // queries whose scores exist at a time
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+struct Rows {  // numbers [B,n,H,D] of which only the last dimension lies behind one another; strides in numbers
+    const void* first;
+    int64_t lane, row, head;
+};
+
+}  // namespace
+
+struct Attention {
+    int64_t lanes, queries, keys, heads, width;
+    Rows query, key, value;
+    Rows position;     // W_kR R [S,H,D], farthest distance first, without lanes; or null
+    const float *u, *v;  // [H,D], or null
+    const int64_t* filled;  // [B], how many of the S - T positions of memory hold something, the newest; or null: all
+    int64_t window;    // keys that a query sees, itself among them
+    void* out;         // [B,T,H,D]
+};
+
+namespace {
+
+// Room for words or floats, aligned, not set to anything.
+template <class T>
+class Room {
+  public:
+    explicit Room(int64_t n) : memory(new char[n * sizeof(T) + 64]) {
+        const auto address = reinterpret_cast<uintptr_t>(memory.get());
+        first = reinterpret_cast<T*>((address + 63) / 64 * 64);
+    }
+    operator T*() const { return first; }
+
+  private:
+    std::unique_ptr<char[]> memory;
+    T* first;
+};
+
+// What some queries of one head attend to, in several lanes one after the other.
+template <class S>
+class Task {
+  public:
+    Task(const Attention& attention, int64_t head, int64_t lane, int64_t lanes, int64_t query, int64_t queries)
+        : a(attention),
+          head(head),
+          first_lane(lane),
+          lanes(lanes),
+          first_query(query),
+          queries(queries),
+          memory(attention.keys - attention.queries),
+          width(rounded_up(attention.width, PANEL)),
+          words(rounded_up(rounded_up(attention.width, PER_WORD<S>) / PER_WORD<S>, sizeof(S) == 2 ? TILE : 1)),
+          rows(rounded_up(queries, FEW<S>)),
+          most(min(KEYS, rounded_up(attention.keys, TWO))),
+          pairs(most / PER_WORD<S>),
+          distances_stride(most + FEW<S> + 2 * PANEL),
+          by_key(lanes * rows * words),
+          by_distance(a.position.first ? lanes * rows * words : 0),
+          keys(most * words),
+          values(pairs * width),
+          positions(a.position.first ? (most + rows + 2 * PANEL) * words : 0),
+          scores(FEW<S> * most),
+          distances(a.position.first ? FEW<S> * distances_stride : 0),
+          weights(FEW<S> * pairs),
+          sums(lanes * rows * width),
+          greatest(lanes * rows, NOTHING),
+          total_weight(lanes * rows, 0.0f) {}
+
+    void run() {
+        const Tiles here;
+        tiles = &here;
+        for (int64_t lane = 0; lane < lanes; ++lane) pack_queries(lane);
+        std::fill(sums + 0, sums + lanes * rows * width, 0.0f);
+        std::fill(weights + 0, weights + FEW<S> * pairs, 0);  // rows of no query stay numbers
+        const int64_t last = memory + first_query + queries;            // behind the last key that anybody sees
+        int64_t first = last;
+        for (int64_t lane = 0; lane < lanes; ++lane) first = min(first, first_key(lane, first_query));
+        for (int64_t key = first / most * most; key < last; key += most) {
+            if (a.position.first) pack_positions(key);
+            for (int64_t lane = 0; lane < lanes; ++lane) block(lane, key, min(key + most, last));
+        }
+        for (int64_t lane = 0; lane < lanes; ++lane) finish(lane);
+    }
+
+  private:
+    // The first key that a query of the segment sees, and the one behind its last.
+    int64_t first_key(int64_t lane, int64_t query) const {
+        const int64_t filled = a.filled ? a.filled[first_lane + lane] : memory;
+        return max(memory - filled, memory + query + 1 - a.window);
+    }
+    int64_t last_key(int64_t query) const { return memory + query + 1; }
+
+    const S* at(const Rows& from, int64_t lane, int64_t row) const {
+        return (const S*)from.first + (first_lane + lane) * from.lane + row * from.row + head * from.head;
+    }
+
+    // (q + u) / sqrt(D) and (q + v) / sqrt(D).
+    void pack_queries(int64_t lane) {
+        const float scale = float(1 / std::sqrt(double(a.width)));
+        const auto add = [&](const float* bias, Word* to) {
+            std::fill(to, to + rows * words, 0);
+            for (int64_t t = 0; t < queries; ++t) {
+                const S* q = at(a.query, lane, first_query + t);
+                S* row = (S*)(to + t * words);
+                for (int64_t i = 0; i < a.width; ++i)
+                    write(row + i, (read(q + i) + (bias ? bias[head * a.width + i] : 0.0f)) * scale);
+            }
+        };
+        add(a.u, by_key + lane * rows * words);
+        if (a.position.first) add(a.v, by_distance + lane * rows * words);
+    }
+
+    // The column of W_kR R, counted in keys, that a query needs for a key.
+    int64_t column(int64_t query, int64_t key) const { return a.queries - 1 - query + key; }
+
+    // Positions of all these queries for a block of keys.
+    void pack_positions(int64_t key) {
+        first_column = column(first_query + queries - 1, key);
+        n_column = min(column(first_query, key + most), a.keys) - first_column;
+        const S* from = (const S*)a.position.first + head * a.position.head + first_column * a.position.row;
+        pack_transposed(from, a.position.row, n_column, a.width, words, (Word*)positions);
+    }
+
+    void block(int64_t lane, int64_t first, int64_t last) {
+        const int64_t n = last - first, seen = first_key(lane, first_query);
+        if (seen >= last) return;
+        pack_transposed(at(a.key, lane, first), a.key.row, n, a.width, words, (Word*)keys);
+        pack(at(a.value, lane, first), a.value.row, n, a.width, pairs, (Word*)values);
+        for (int64_t t = 0; t < queries; t += FEW<S>) few(lane, t, min(t + FEW<S>, queries), first, last);
+    }
+
+    // What queries [t, end) of this task see of keys [first, last).
+    void few(int64_t lane, int64_t t, int64_t end, int64_t first, int64_t last) {
+        const int64_t seen = max(first, first_key(lane, first_query + t));
+        const int64_t behind = min(last, last_key(first_query + end - 1));
+        if (seen >= behind) return;
+        // From here on keys are counted from the block's first; whole panels, and whole tiles of weights.
+        const int64_t from = (seen - first) / TWO * TWO, to = rounded_up(behind - first, TWO), n = end - t;
+        multiply<S>(*tiles, by_key + (lane * rows + t) * words, words, n, keys + from * words, words * PANEL,
+                    (to - from) / PANEL, words, scores + from, most, false);
+        int64_t shift = 0;  // of the last of these queries: where its distances begin
+        if (a.position.first) {
+            const int64_t wanted = column(first_query + end - 1, first + from) - first_column;
+            const int64_t panel = wanted / PANEL, panels = rounded_up(n_column, PANEL) / PANEL;
+            const int64_t until = min(panels, (wanted + to - from + n + PANEL - 1) / PANEL);
+            shift = wanted - panel * PANEL;
+            multiply<S>(*tiles, by_distance + (lane * rows + t) * words, words, n, positions + panel * words * PANEL,
+                        words * PANEL, until - panel, words, distances + 0, distances_stride, false);
+        }
+        for (int64_t r = 0; r < n; ++r) {
+            const int64_t query = first_query + t + r;
+            const int64_t low = min(max(first_key(lane, query) - first, from), to);
+            const int64_t high = max(min(last_key(query) - first, to), low);
+            const float* other = a.position.first ? distances + r * distances_stride + shift + (n - 1 - r) - from : nullptr;
+            weigh(lane * rows + t + r, scores + r * most, other, from, to, low, high,
+                  (S*)(weights + r * pairs));
+        }
+        multiply<S>(*tiles, weights + from / PER_WORD<S>, pairs, n, values + from / PER_WORD<S> * PANEL,
+                    pairs * PANEL, width / PANEL, (to - from) / PER_WORD<S>,
+                    sums + (lane * rows + t) * width, width, true);
+    }
+
+    // Scores of keys [from, to), of which a query sees [low, high), become weights.
+    void weigh(int64_t query, float* row, const float* other, int64_t from, int64_t to, int64_t low, int64_t high, S* out) {
+        if (other)
+            for (int64_t i = from; i < to; i += PANEL) store(row + i, load(row + i) + load(other + i));
+        std::fill(row + from, row + low, NOTHING);
+        std::fill(row + high, row + to, NOTHING);
+        Vec<float> top = load(row + from);
+        for (int64_t i = from + PANEL; i < to; i += PANEL) {
+            const auto next = load(row + i);
+            top = next > top ? next : top;
+        }
+        float most = greatest[query];
+        for (int i = 0; i < 16; ++i) most = top[i] > most ? top[i] : most;
+        if (low >= high) {
+            for (int64_t i = from; i < to; i += PANEL) write(out + i, Vec<float>{});
+            return;
+        }
+        Vec<float> all = {};
+        for (int64_t i = from; i < to; i += PANEL) {
+            const auto weight = exponential(load(row + i) - most);
+            all += weight;
+            write(out + i, weight);
+        }
+        const float kept = greatest[query] == NOTHING ? 0.0f : std::exp(greatest[query] - most);
+        if (kept != 1.0f)
+            for (int64_t i = 0; i < width; i += PANEL)
+                store(sums + query * width + i, load(sums + query * width + i) * kept);
+        total_weight[query] = total_weight[query] * kept + total<float, 16>(all);
+        greatest[query] = most;
+    }
+
+    void finish(int64_t lane) {
+        for (int64_t t = 0; t < queries; ++t) {
+            const int64_t query = lane * rows + t;
+            S* to = (S*)a.out + (((first_lane + lane) * a.queries + first_query + t) * a.heads + head) * a.width;
+            for (int64_t i = 0; i < a.width; ++i) write(to + i, sums[query * width + i] / total_weight[query]);
+        }
+    }
+
+    static constexpr int64_t TWO = 2 * PANEL;  // keys of a tile of weights
+
+    const Attention& a;
+    const int64_t head, first_lane, lanes, first_query, queries;
+    const int64_t memory, width, words, rows;
+    const int64_t most;   // keys of a block
+    const int64_t pairs;  // words of them, where sums run over keys
+    const int64_t distances_stride;
+    int64_t first_column = 0, n_column = 0;
+    const Tiles* tiles = nullptr;
+    Room<Word> by_key, by_distance, keys, values, positions;
+    Room<float> scores, distances;
+    Room<Word> weights;
+    Room<float> sums;
+    std::vector<float> greatest, total_weight;
+};
+
+template <class S>
+void attend(const Attention& a, int threads) {
+    // Lanes of a head share its positions, and queries their keys; they are parted only as far as threads need it.
+    const int64_t wanted = 2 * threads, lane_parts = min(a.lanes, max(int64_t(1), (wanted + a.heads - 1) / a.heads));
+    const int64_t most = (a.queries + FEW<S> - 1) / FEW<S>, least = (a.queries + QUERIES - 1) / QUERIES;
+    const int64_t query_parts = min(most, max(least, (wanted + a.heads * lane_parts - 1) / (a.heads * lane_parts)));
+    const int64_t some_lanes = (a.lanes + lane_parts - 1) / lane_parts;
+    const int64_t some_queries = rounded_up((a.queries + query_parts - 1) / query_parts, FEW<S>);
+    const int64_t n_lanes = (a.lanes + some_lanes - 1) / some_lanes, n_queries = (a.queries + some_queries - 1) / some_queries;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t task = 0; task < a.heads * n_lanes * n_queries; ++task) {
+        // The last queries, which see the most keys, first.
+        const int64_t query = (n_queries - 1 - task / (a.heads * n_lanes)) * some_queries;
+        const int64_t head = task % a.heads, lane = task / a.heads % n_lanes * some_lanes;
+        Task<S>(a, head, lane, min(some_lanes, a.lanes - lane), query, min(some_queries, a.queries - query)).run();
+    }
+}
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------------------- entry points
+
+extern "C" {
+
+void txl_attend_float32(const Attention* a, int threads) { attend<float>(*a, threads); }
+void txl_attend_bfloat16(const Attention* a, int threads) {
+    if constexpr (MULTIPLIES<BFloat16>) attend<BFloat16>(*a, threads);
+}
+// Whether this processor multiplies bfloat16.
+int txl_attends_bfloat16() { return MULTIPLIES<BFloat16>; }
+}

@@ -1,0 +1,98 @@
+"""Attention without gradients by the compiled library.
+
+Shapes: B lanes, T queries, S keys, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from txl.attention.scope import KeyScope
+from txl.native.build import library
+
+FEWEST_QUERIES = 8
+"""Queries from which on packing keys for the library is faster than PyTorch's products."""
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("first", _Pointer), *((name, _Count) for name in ("lane", "row", "head"))]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> _Rows:
+        """Of numbers [B,n,H,D]; for [n,H,D] the stride of lanes is not used."""
+        lane, row, head = (0, *rows.stride()[:-1])[-3:]
+        return cls(rows.data_ptr(), lane, row, head)
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` in attend.cpp."""
+
+    _fields_ = [
+        *((name, _Count) for name in ("lanes", "queries", "keys", "heads", "width")),
+        *((name, _Rows) for name in ("query", "key", "value", "position")),
+        *((name, _Pointer) for name in ("u", "v", "filled")),
+        ("window", _Count),
+        ("out", _Pointer),
+    ]
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor | None,
+    u: Tensor | None,
+    v: Tensor | None,
+    scope: KeyScope,
+) -> Tensor | None:
+    """What `shifted_attention` gives without gradients; plain attention, if `position`, `u` and `v` are None.
+
+    No matrix of all scores is made, so it takes memory for the outputs alone.
+
+    Args:
+        query: [B,T,H,D].
+        key, value: [B,S,H,D], memory first; their rows may lie anywhere.
+        position: [S,H,D], farthest distance first.
+        u, v: [H,D].
+        scope: which keys a query sees.
+
+    Returns:
+        [B,T,H,D]; None where the library cannot do it, or PyTorch is as fast: with gradients, on another device, in
+        another dtype, for few queries, without a compiler.
+    """
+    n_lane, n_query, n_head, d_head = query.shape
+    numbers = [query, key, value, *([] if position is None else [position])]
+    if (
+        n_query < FEWEST_QUERIES
+        or query.dtype not in _SUFFIXES
+        or torch.is_grad_enabled()
+        or any(each.device.type != "cpu" or each.dtype != query.dtype or each.stride(-1) != 1 for each in numbers)
+    ):
+        return None
+    compiled = library()
+    if compiled is None or (query.dtype == torch.bfloat16 and not compiled.txl_attends_bfloat16()):
+        return None
+    biases = [each if each is None else each.detach().to("cpu", torch.float32).contiguous() for each in (u, v)]
+    filled = None if scope.filled is None else torch.tensor(scope.filled)
+    out = query.new_empty(query.shape)
+    attention = _Attention(
+        n_lane,
+        n_query,
+        key.shape[1],
+        n_head,
+        d_head,
+        _Rows.of(query),
+        _Rows.of(key),
+        _Rows.of(value),
+        _Rows() if position is None else _Rows.of(position),
+        *(None if each is None else each.data_ptr() for each in (*biases, filled)),
+        key.shape[1] if scope.window is None else scope.window,
+        out.data_ptr(),
+    )
+    getattr(compiled, f"txl_attend_{_SUFFIXES[query.dtype]}")(ctypes.byref(attention), torch.get_num_threads())
+    return out

@@ -1,0 +1,283 @@
+// Products of matrices one of which is packed in panels of 16 columns.
+//
+// A word is 32 bits: one float32, or two bfloat16 that are neighbours in a sum. A product is
+// C[i,n] (+)= sum over words w of A[i,w] * B[w,n], where words of bfloat16 multiply as their two pairs do, with sums in
+// float32. A panel holds the words of 16 columns of B, [words,16].
+//
+// bfloat16 needs instructions that not every processor has (`MULTIPLIES<BFloat16>` says whether); with AMX a product is
+// made of tiles of 16 rows, and it may have to be asked for (`Tiles`).
+
+#pragma once
+
+#include <algorithm>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TXL_AMX 1
+#endif
+#endif
+
+#include "vectors.h"
+
+namespace {
+
+using Word = uint32_t;
+using Words = Vec<Word>;
+
+constexpr int64_t PANEL = 16;  // columns of a panel
+constexpr int64_t TILE = 16;   // rows, and words, that products may read and write more than they are asked for
+
+template <class S>
+constexpr int64_t PER_WORD = 4 / sizeof(S);
+
+template <class S>
+constexpr bool MULTIPLIES = true;
+#ifndef __AVX512BF16__
+template <>
+constexpr bool MULTIPLIES<BFloat16> = false;
+#endif
+
+inline int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// ---------------------------------------------------------------------------------------------------------- packing
+
+// The numbers [n] of a row as words, up to 16 of them, zeros behind.
+template <class S>
+Words words_of(const S* row, int64_t n) {
+    Words words = {};
+    if (n * int64_t(sizeof(S)) >= int64_t(sizeof words)) std::memcpy(&words, row, sizeof words);
+    else if (n > 0) std::memcpy(&words, row, n * sizeof(S));
+    return words;
+}
+
+inline void transpose(Words (&rows)[16]) {
+    for (int round = 0; round < 4; ++round) {
+        Words next[16];
+        UNROLLED for (int i = 0; i < 8; ++i) {
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
+                                                  7, 23);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                                      29, 14, 30, 15, 31);
+        }
+        UNROLLED for (int i = 0; i < 16; ++i) rows[i] = next[i];
+    }
+}
+
+// Panels of the transpose of rows [n,width]: each row a column, the last panel filled up with zeros.
+template <class S>
+void pack_transposed(const S* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
+    for (int64_t first = 0; first < n; first += PANEL, panels += words * PANEL)
+        for (int64_t word = 0; word < words; word += PANEL) {
+            const int64_t at = word * PER_WORD<S>;
+            Words block[16];
+            UNROLLED for (int i = 0; i < 16; ++i)
+                block[i] = first + i < n ? words_of(rows + (first + i) * stride + at, width - at) : Words{};
+            transpose(block);
+            for (int64_t i = 0; i < std::min(PANEL, words - word); ++i) store(panels + (word + i) * PANEL, block[i]);
+        }
+}
+
+// Panels of rows [n,width] as they are, with zeros behind: sums run over rows.
+inline void pack(const float* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
+    for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
+        for (int64_t row = 0; row < words; ++row)
+            store(panels + row * PANEL, row < n ? words_of(rows + row * stride + column, width - column) : Words{});
+}
+inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
+    const auto half = [&](int64_t row, int64_t column) {
+        Vector<uint16_t, 16>::type bits = {};
+        if (row < n && column + PANEL <= width) std::memcpy(&bits, rows + row * stride + column, sizeof bits);
+        else if (row < n) std::memcpy(&bits, rows + row * stride + column, (width - column) * 2);
+        return __builtin_convertvector(bits, Words);
+    };
+    for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
+        for (int64_t word = 0; word < words; ++word)
+            store(panels + word * PANEL, half(2 * word, column) | half(2 * word + 1, column) << 16);
+}
+
+// 16 numbers, rounded.
+inline void write(float* to, Vec<float> values) { store(to, values); }
+inline void write(BFloat16* to, Vec<float> values) {
+#ifdef __AVX512BF16__
+    const auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));
+    std::memcpy(to, &rounded, sizeof rounded);
+#else
+    for (int i = 0; i < 16; ++i) write(to + i, values[i]);
+#endif
+}
+
+// --------------------------------------------------------------------------------------------------------- products
+
+template <class S>
+inline __attribute__((always_inline)) void multiply_words(Vec<float>& sum, Word a, Words b) {
+    if constexpr (sizeof(S) == 4) {
+        float x;
+        Vec<float> y;
+        std::memcpy(&x, &a, sizeof x);
+        std::memcpy(&y, &b, sizeof y);
+        sum += x * y;
+    } else {
+#ifdef __AVX512BF16__
+        sum = Vec<float>(_mm512_dpbf16_ps(__m512(sum), __m512bh(_mm512_set1_epi32(int(a))), __m512bh(b)));
+#endif
+    }
+}
+
+// R rows times P panels. By itself, so that the compiler has all sums in registers.
+template <class S, int R, int P>
+__attribute__((noinline)) void multiply_block(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
+                                              int64_t words, float* c, int64_t c_stride, bool add) {
+    Vec<float> sums[R][P] = {};
+    if (add)
+        UNROLLED for (int r = 0; r < R; ++r)
+            UNROLLED for (int p = 0; p < P; ++p) sums[r][p] = load(c + r * c_stride + p * PANEL);
+    for (int64_t word = 0; word < words; ++word) {
+        Words columns[P];
+        UNROLLED for (int p = 0; p < P; ++p) columns[p] = load(panels + p * panel_stride + word * PANEL);
+        UNROLLED for (int r = 0; r < R; ++r)
+            UNROLLED for (int p = 0; p < P; ++p) multiply_words<S>(sums[r][p], a[r * a_stride + word], columns[p]);
+    }
+    UNROLLED for (int r = 0; r < R; ++r)
+        UNROLLED for (int p = 0; p < P; ++p) store(c + r * c_stride + p * PANEL, sums[r][p]);
+}
+
+#ifdef __AVX512F__
+constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 4;  // 24 of the 32 registers hold sums
+#else
+constexpr int BLOCK_ROWS = 4, BLOCK_PANELS = 1;
+#endif
+
+// R rows times all panels, P of them at a time, and then the rest.
+template <class S, int R, int P = BLOCK_PANELS>
+void multiply_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
+                   int64_t words, float* c, int64_t c_stride, bool add) {
+    int64_t p = 0;
+    for (; p + P <= n_panel; p += P)
+        multiply_block<S, R, P>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride,
+                                add);
+    if constexpr (P > 1)
+        if (p < n_panel)
+            multiply_rows<S, R, P - 1>(a, a_stride, panels + p * panel_stride, panel_stride, n_panel - p, words,
+                                       c + p * PANEL, c_stride, add);
+}
+
+// All rows, R of them at a time, and then the rest.
+template <class S, int R = BLOCK_ROWS>
+void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride,
+                  int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+    int64_t row = 0;
+    for (; row + R <= rows; row += R)
+        multiply_rows<S, R>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words, c + row * c_stride,
+                            c_stride, add);
+    if constexpr (R > 1)
+        if (row < rows)
+            multiply_all<S, R - 1>(a + row * a_stride, a_stride, rows - row, panels, panel_stride, n_panel, words,
+                                   c + row * c_stride, c_stride, add);
+}
+
+#ifdef TXL_AMX
+// The tile registers of a thread, as long as it lives: all of 16 rows of 16 words.
+class Tiles {
+  public:
+    Tiles() : usable(asked()) {
+        if (!usable) return;
+        alignas(64) struct {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } layout;
+        asm volatile("" ::: "memory");
+        _tile_loadconfig(&layout);
+    }
+    ~Tiles() {
+        if (usable) _tile_release();
+    }
+    Tiles(const Tiles&) = delete;
+
+    const bool usable;
+
+  private:
+    static bool asked() {  // Linux lets a process use tiles once it has asked
+        constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+        static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+        return granted;
+    }
+};
+
+// 16 R rows times P panels.
+template <int R, int P>
+__attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
+                                              int64_t words, float* c, int64_t c_stride, bool add) {
+    asm volatile("" ::: "memory");  // tiles are read behind the compiler's back
+    float *c1 = c + TILE * c_stride, *c2 = c + PANEL, *c3 = c1 + PANEL;
+    if (add) {
+        _tile_loadd(0, c, c_stride * 4);
+        if constexpr (R > 1) _tile_loadd(1, c1, c_stride * 4);
+        if constexpr (P > 1) _tile_loadd(2, c2, c_stride * 4);
+        if constexpr (R > 1 && P > 1) _tile_loadd(3, c3, c_stride * 4);
+    } else {
+        _tile_zero(0);
+        if constexpr (R > 1) _tile_zero(1);
+        if constexpr (P > 1) _tile_zero(2);
+        if constexpr (R > 1 && P > 1) _tile_zero(3);
+    }
+    for (int64_t word = 0; word < words; word += TILE) {
+        _tile_loadd(4, a + word, a_stride * 4);
+        _tile_loadd(6, panels + word * PANEL, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (R > 1) {
+            _tile_loadd(5, a + TILE * a_stride + word, a_stride * 4);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        if constexpr (P > 1) {
+            _tile_loadd(7, panels + panel_stride + word * PANEL, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, c_stride * 4);
+    if constexpr (R > 1) _tile_stored(1, c1, c_stride * 4);
+    if constexpr (P > 1) _tile_stored(2, c2, c_stride * 4);
+    if constexpr (R > 1 && P > 1) _tile_stored(3, c3, c_stride * 4);
+    asm volatile("" ::: "memory");
+}
+
+template <int R>
+void multiply_tile_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
+                        int64_t words, float* c, int64_t c_stride, bool add) {
+    int64_t p = 0;
+    for (; p + 2 <= n_panel; p += 2)
+        multiply_tiles<R, 2>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+    if (p < n_panel)
+        multiply_tiles<R, 1>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+}
+#else
+struct Tiles {
+    static constexpr bool usable = false;
+};
+#endif
+
+// C [rows,16*n_panel] = A [rows,words] times panels, added to what is there if asked. With tiles, rows and words are
+// rounded up to 16 of them: A, B and C have to have them, and what A has there in words, or B, has to be zeros.
+template <class S>
+void multiply(const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
+              int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+#ifdef TXL_AMX
+    if (sizeof(S) == 2 && tiles.usable) {
+        int64_t row = 0;
+        for (; row + TILE < rows; row += 2 * TILE)
+            multiply_tile_rows<2>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
+                                  c + row * c_stride, c_stride, add);
+        if (row < rows)
+            multiply_tile_rows<1>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
+                                  c + row * c_stride, c_stride, add);
+        return;
+    }
+#endif
+    multiply_all<S>(a, a_stride, rows, panels, panel_stride, n_panel, words, c, c_stride, add);
+}
+
+}  // namespace
