@@ -57,7 +57,9 @@ def test_relative_attention_is_the_reference_s(shape, dtype):
     with torch.no_grad():
         found = fused_attention(*numbers, scope)
         expected = reference_attention(*(each.double() for each in numbers), scope)
-    assert found is not None and found.dtype == dtype and found.is_contiguous()
+    assert found is not None
+    assert found.dtype == dtype
+    assert found.is_contiguous()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCES[dtype])
 
 
@@ -97,7 +99,8 @@ def test_nothing_depends_on_the_other_lanes_or_on_threads(dtype):
             one = slice(lane, lane + 1)
             alone = KeyScope(600, 500, scope.filled[one])
             found = fused_attention(query[one], key[one], value[one], position, u, v, alone)
-            assert found is not None and torch.equal(together[one], found)
+            assert found is not None
+            assert torch.equal(together[one], found)
 
 
 @needs_compiler
@@ -117,7 +120,8 @@ def test_what_is_not_a_number_stays_so(which):
     numbers[which][0, 0] = torch.nan
     with torch.no_grad():
         found = fused_attention(*numbers, scope)
-    assert found is not None and found.isnan().any(dim=-1).any()
+    assert found is not None
+    assert found.isnan().any(dim=-1).any()
 
 
 @needs_compiler

@@ -29,6 +29,7 @@ def lines(text):
         (["table6", "--scale", "huge"], "unknown scale 'huge'; expected one of tiny, small, paper"),
         (["table6", "--seeds", "0"], "--seeds is 0; expected 1 or more"),
         (["table6", "--steps", "0"], "--steps is 0; expected 1 or more"),
+        (["table6", "--eval-tokens", "0"], "--eval-tokens is 0; expected 1 or more"),
         (["table6", "--scale", "paper", "--steps", "9"], "trains the published presets as they are"),
         (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
         (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),
@@ -111,3 +112,10 @@ def test_steps_of_one_s_own_scale_the_schedule_and_are_part_of_the_experiment(st
     run = scales.TINY.with_steps(30).base("word")
     assert (run.train.steps, run.train.warmup_steps, run.train.eval_every) == (30, 3, 10)
     assert scales.TINY.with_steps(30).to_dict() != scales.TINY.to_dict()
+
+
+def test_tokens_that_are_evaluated_can_be_chosen():
+    fewer, more = scales.TINY.with_eval_tokens(70), scales.TINY.with_eval_tokens(10**6)
+    assert (fewer.eval_tokens, fewer.targets) == (70, 70)
+    assert (more.eval_tokens, more.targets) == (10**6, scales.TINY.targets)
+    assert fewer.to_dict() != scales.TINY.to_dict() == scales.TINY.with_eval_tokens(None).to_dict()

@@ -37,6 +37,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each model (default: the scale's)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every model (default: the scale's)")
+    parser.add_argument(
+        "--eval-tokens", type=int, metavar="N", help="tokens of each split that are evaluated (default: the scale's)"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the runs and the page (default: runs/reproduce/...)")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -52,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.reproduction.definitions import find_definition
     from txl.reproduction.scales import find_scale
 
-    definition, scale = find_definition(arguments.what), find_scale(arguments.scale).with_steps(arguments.steps)
+    definition = find_definition(arguments.what)
+    scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     seeds = arguments.seeds
     if seeds is None:
         seeds = 1 if definition.kind == "command" else scale.seeds

@@ -61,6 +61,19 @@ class Scale:
             raise UserError(f"--steps is {steps}; expected 1 or more")
         return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
 
+    def with_eval_tokens(self, tokens: int | None) -> Scale:
+        """The scale with so many tokens of each split evaluated; of Table 8, no more targets than that.
+
+        Raises:
+            UserError: for less than one token.
+        """
+        if tokens is None:
+            return self
+        if tokens < 1:
+            raise UserError(f"--eval-tokens is {tokens}; expected 1 or more")
+        about = f"{self.about}; {tokens:,} tokens evaluated"
+        return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
+
     @property
     def is_published(self) -> bool:
         """Whether rows are the published presets."""
