@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ SHAPES = {
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def operands(shape, dtype):
+def operands(shape, dtype) -> Any:
     B, T, M, H, D, window, filled = shape
     S = M + T
     torch.manual_seed(0)
@@ -55,8 +57,8 @@ def test_relative_attention_is_the_reference_s(shape, dtype):
         pytest.skip("this processor does not multiply bfloat16")
     *numbers, scope = operands(shape, dtype)
     with torch.no_grad():
-        found = fused_attention(*numbers, scope)
-        expected = reference_attention(*(each.double() for each in numbers), scope)
+        found = fused_attention(*numbers, scope=scope)
+        expected = reference_attention(*(each.double() for each in numbers), scope=scope)
     assert found is not None
     assert found.dtype == dtype
     assert found.is_contiguous()
@@ -72,8 +74,8 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
     query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     with torch.no_grad():
         found = fused_attention(query, key, value, None, None, None, KeyScope(0))
-    heads = (each.double().transpose(1, 2) for each in (query, key, value))
-    expected = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    q, k, v = (each.double().transpose(1, 2) for each in (query, key, value))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     assert found is not None
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCES[dtype])
 
@@ -108,7 +110,9 @@ def test_scores_far_apart_do_not_overflow():
     query, key, value, position, u, v, scope = operands((1, 40, 1100, 2, 16, None, None), torch.float32)
     with torch.no_grad():
         found = fused_attention(query * 1000, key * 10, value, position, u, v, scope)
-        expected = reference_attention(*(x.double() for x in (query * 1000, key * 10, value, position, u, v)), scope)
+        expected = reference_attention(
+            *(x.double() for x in (query * 1000, key * 10, value, position, u, v)), scope=scope
+        )
     assert found is not None
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 in float32
 
@@ -119,7 +123,7 @@ def test_what_is_not_a_number_stays_so(which):
     *numbers, scope = operands((1, 40, 600, 1, 16, None, None), torch.float32)
     numbers[which][0, 0] = torch.nan
     with torch.no_grad():
-        found = fused_attention(*numbers, scope)
+        found = fused_attention(*numbers, scope=scope)
     assert found is not None
     assert found.isnan().any(dim=-1).any()
 
@@ -127,17 +131,19 @@ def test_what_is_not_a_number_stays_so(which):
 @needs_compiler
 def test_what_it_does_not_do_is_pytorch_s():
     *numbers, scope = operands((1, FEWEST_QUERIES, 5, 1, 16, None, None), torch.float32)
-    assert fused_attention(*numbers, scope) is None  # gradients
+    assert fused_attention(*numbers, scope=scope) is None  # gradients
     with torch.no_grad():
-        assert fused_attention(*numbers, scope) is not None
-        assert fused_attention(*(each.double() for each in numbers), scope) is None
-        assert fused_attention(numbers[0][:, 1:], *numbers[1:], scope) is None
+        assert fused_attention(*numbers, scope=scope) is not None
+        assert fused_attention(*(each.double() for each in numbers), scope=scope) is None
+        assert fused_attention(numbers[0][:, 1:], *numbers[1:], scope=scope) is None
         with compiled_steps(False):
-            assert fused_attention(*numbers, scope) is None
+            assert fused_attention(*numbers, scope=scope) is None
 
 
 @needs_compiler
 def test_attention_dropout_is_not_left_out():
     *numbers, scope = operands((1, 16, 5, 1, 16, None, None), torch.float32)
     with torch.no_grad():
-        assert not torch.equal(shifted_attention(*numbers, scope, dropout=0.5), shifted_attention(*numbers, scope))
+        assert not torch.equal(
+            shifted_attention(*numbers, scope=scope, dropout=0.5), shifted_attention(*numbers, scope=scope)
+        )
