@@ -33,7 +33,7 @@ constexpr int64_t AHEAD = 16;   // rows of a matrix that are asked for before th
 template <class S>
 constexpr int BLOCK = 64 / sizeof(S);
 
-template <class T>
+template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value>>
 void multiply_add(Vec<T>& sum, const T* matrix, const Vec<T>* x) {
     sum += load(matrix) * x[0];
 }

@@ -53,15 +53,21 @@ Words words_of(const S* row, int64_t n) {
     return words;
 }
 
+// Every second number from one vector and the other, of their first or their second halves.
+inline Words interleaved(Words a, Words b, bool second) {
+#ifdef __clang__
+    return second ? __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+                  : __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+    return second ? __builtin_shuffle(a, b, Words{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31})
+                  : __builtin_shuffle(a, b, Words{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+#endif
+}
+
 inline void transpose(Words (&rows)[16]) {
     for (int round = 0; round < 4; ++round) {
         Words next[16];
-        UNROLLED for (int i = 0; i < 8; ++i) {
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
-                                                  7, 23);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
-                                                      29, 14, 30, 15, 31);
-        }
+        UNROLLED for (int i = 0; i < 16; ++i) next[i] = interleaved(rows[i / 2], rows[i / 2 + 8], i % 2);
         UNROLLED for (int i = 0; i < 16; ++i) rows[i] = next[i];
     }
 }
@@ -263,7 +269,7 @@ struct Tiles {
 // C [rows,16*n_panel] = A [rows,words] times panels, added to what is there if asked. With tiles, rows and words are
 // rounded up to 16 of them: A, B and C have to have them, and what A has there in words, or B, has to be zeros.
 template <class S>
-void multiply(const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
+void multiply([[maybe_unused]] const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
               int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
 #ifdef TXL_AMX
     if (sizeof(S) == 2 && tiles.usable) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -28,7 +29,7 @@ constexpr int LANES = 64 / sizeof(T);
 template <class T>
 using Vec = typename Vector<T, LANES<T>>::type;
 
-template <class T>
+template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value>>
 Vec<T> load(const T* from) {
     Vec<T> loaded;
     std::memcpy(&loaded, from, sizeof loaded);

@@ -86,8 +86,10 @@ class Scale:
         run = make()
         if self.steps is not None:
             train, factor = run.train, self.steps / run.train.steps
-            for name in ("steps", "warmup_steps", "eval_every", "checkpoint_every", "log_every"):
+            for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
                 setattr(train, name, max(1, round(getattr(train, name) * factor)))
+            # Not in proportion: a post-norm model that is warmed up in ten steps never gets beyond frequencies of words.
+            train.warmup_steps = min(train.warmup_steps, max(1, self.steps // 4))
             if train.average_from is not None:
                 train.average_from = round(train.average_from * factor)
         return run
