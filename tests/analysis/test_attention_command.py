@@ -66,6 +66,26 @@ def test_the_vanilla_transformer_has_no_terms(story, data_dir, tmp_path, capsys)
     assert "figures 5 and 6" in capsys.readouterr().out
 
 
+def test_a_model_without_attention_is_refused_in_one_line(story, data_dir, tmp_path, capsys):
+    options = {"model.kind": "lstm", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
+    options |= {"model.n_head": "8", "model.d_head": "64", "model.d_inner": "2048", "model.dropatt": "0.0"}
+    run = train(tmp_path / "lstm", story, data_dir, **options)
+    capsys.readouterr()
+    assert attention(run, data_dir) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("txl: error")
+    assert "has no attention to look at; expected a Transformer" in line
+    assert not (run / "attention").exists()
+
+
+def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
+    assert attention(run, data_dir) == 0
+    path = run / "attention" / "attention.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"format": 1}), encoding="utf-8")
+    assert main(["report", str(run)]) == 0
+    assert "of format 1; run txl attention again" in (run / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -75,6 +95,7 @@ def test_the_vanilla_transformer_has_no_terms(story, data_dir, tmp_path, capsys)
         (["--layers", "9"], "there is no layer 9"),
         (["--checkpoint", "77"], "no checkpoint 77"),
         (["--tokens", "1"], "--tokens is 1"),
+        (["--far", "999"], "--far is 999; expected 1 to"),
         (["--out", "FILE"], "cannot be written"),
     ],
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from txl.analysis.attention import average_attention, sums_by_distance
+from txl.analysis.attention import average_attention, mean_distance, share_beyond, sums_by_distance
+from txl.analysis.attention_record import marked
 from txl.analysis.observation import attentions
 from txl.attention.positions import sinusoid
 from txl.attention.reference import score_terms
@@ -150,9 +151,35 @@ def test_measures_on_weights_worked_out_by_hand():
     found.weights[0, 1], found.weights[2, 0], found.weights[4, 2] = 0, 0, 0
     found.weights[0, 1, [1, 3]] = 0.5
     found.weights[2, 0, 4] = found.weights[4, 2, 11] = 1
-    assert found.mean_distance()[0].tolist() == [0, 2, 0]
-    assert found.share_beyond(3)[0].tolist() == [0, 0.5, 0]
+    assert mean_distance(found.weights)[0].tolist() == [0, 2, 0]
+    assert share_beyond(found.weights, 3)[0].tolist() == [0, 0.5, 0]
     assert found.farthest() == [(0, 1), (2, 0), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        pytest.param({}, {"mem_len": 7, "window": "none", "segment": 5}, id="no-window"),
+        pytest.param({}, {"mem_len": 7, "window": 6, "segment": 5, "min_keys": 2, "batch_size": 3}, id="every-token"),
+        pytest.param({"encoding": "learned", "max_segment": 6, "mem_len": 0}, {"segment": 6}, id="vanilla"),
+    ],
+)
+def test_a_model_that_looks_at_all_keys_alike_has_the_even_figures(options, settings):
+    model = make_model(**options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or name in ("u", "v"):
+                parameter.zero_()
+    found = average_attention(model, tokens(), **({"batch_size": 1} | settings))
+    np.testing.assert_allclose(found.weights, np.broadcast_to(found.even, found.weights.shape), atol=1e-12)
+    np.testing.assert_allclose(found.effective_keys, found.even_keys, rtol=1e-10)
+
+
+def test_a_fifth_of_what_a_token_sees_is_marked_whatever_the_weights():
+    weights = np.array([0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.2, 0.3, 0])
+    assert marked(weights, keys=10) == [3, 10]
+    assert marked(weights, keys=12) == [3, 9, 10]
+    assert marked(np.zeros(6), keys=5) == [5]  # the nearest of equals
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -171,8 +198,16 @@ def test_close_ups_are_the_weights_themselves(lanes):
     for row in range(8):
         seen = np.flatnonzero(by_segment.weights[0, 0, row])
         assert (seen.min(), seen.max()) == (row, row + 5)
+    assert by_segment.keys.tolist() == [6] * 8
     one = average_attention(model, ids, segment=5, positions=[where], rows=1, **settings).close[0]
     np.testing.assert_array_equal(one.weights[0, :, 0], by_segment.weights[0, :, -1, -6:])
+
+
+def test_a_close_up_begins_with_the_first_token_that_is_seen():
+    model = make_model(encoding="learned", max_segment=10, mem_len=0)
+    close = average_attention(model, tokens(), segment=10, batch_size=1, positions=[24], rows=3).close[0]
+    assert (close.first_key, close.weights.shape) == (20, (2, 3, 3, 5))
+    assert close.keys.tolist() == [3, 4, 5]
 
 
 def test_the_model_is_left_as_it_was():

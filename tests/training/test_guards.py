@@ -16,8 +16,9 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 from txl.errors import RunInterrupted, UserError
 from txl.run_directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training import saver
+from txl.training import recovery, saver, validation
 from txl.training.guards import LossWatch, is_finite
+from txl.training.step import StepResult
 
 
 def events(out, name):
@@ -98,7 +99,7 @@ def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeyp
         poisoned = [type(state).from_tensors(
             {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
         ) for state in result.states]  # fmt: skip
-        return loop_module.StepResult(math.nan, math.nan, poisoned, result.targets, False)
+        return StepResult(math.nan, math.nan, poisoned, result.targets, False)
 
     monkeypatch.setattr(loop_module, "training_step", overflown)
     outcome = train(small_run(str(story)), tmp_path / "run", data_dir)
@@ -145,7 +146,7 @@ def leaping(monkeypatch):
         def leaping_step(model, optimizer, tokens, *args):
             result = real(model, optimizer, tokens, *args)
             if torch.equal(tokens, position_tokens):
-                return loop_module.StepResult(result.loss + 100, result.grad_norm, result.states, result.targets, True)
+                return StepResult(result.loss + 100, result.grad_norm, result.states, result.targets, True)
             return result
 
         monkeypatch.setattr(loop_module, "training_step", leaping_step)
@@ -207,14 +208,14 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(leaping, story, data_dir, tmp_
     from txl.training.trainer import Trainer
 
     leaping(tokens_of_step(story, data_dir, 7))
-    real = loop_module.TrainingLoop._roll_back
+    real = recovery.roll_back
 
-    def damaged(self):
-        self.saver.wait()
+    def damaged(loop):
+        loop.saver.wait()
         (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
-        return real(self)
+        return real(loop)
 
-    monkeypatch.setattr(loop_module.TrainingLoop, "_roll_back", damaged)
+    monkeypatch.setattr(recovery, "roll_back", damaged)
     run = small_run(str(story), **{"train.on_spike": "rollback"})
     outcome = Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
     assert outcome["step"] == 12
@@ -388,9 +389,9 @@ def test_the_best_checkpoint_stays_until_a_better_one_stands(story, data_dir, tm
 
     monkeypatch.setattr(checkpoints, "_write_tensors", full)
     losses = iter([4.0, 3.0, 3.5, 3.5])
-    real_evaluate = loop_module.evaluate
+    real_evaluate = validation.evaluate
     monkeypatch.setattr(
-        loop_module,
+        validation,
         "evaluate",
         lambda *args, **settings: dataclasses.replace(real_evaluate(*args, **settings), nll=next(losses)),
     )

@@ -15,7 +15,7 @@ from tests.conftest import small_run
 from tests.training.test_trainer import assert_same_end
 
 from txl.run_directory import RunDirectory
-from txl.training import checkpoints, saver, snapshot
+from txl.training import checkpoints, saver, snapshot, validation
 from txl.training import loop as loop_module
 from txl.training.trainer import Trainer
 
@@ -59,8 +59,8 @@ def _kill_at(moment: str, number: int) -> None:
 MOMENTS = {
     "between two parts of the lanes": (loop_module.TrainingLoop, "_asked_to_stop", True),
     "at a step's end": (loop_module, "training_step", False),
-    "during an evaluation": (loop_module, "evaluate", True),
-    "after an evaluation": (loop_module, "evaluate", False),
+    "during an evaluation": (validation, "evaluate", True),
+    "after an evaluation": (validation, "evaluate", False),
     "while the state is copied": (snapshot, "_joined", True),
     "before a checkpoint's files": (checkpoints, "_write_tensors", True),
     "between a checkpoint's files": (checkpoints, "_write_tensors", False),

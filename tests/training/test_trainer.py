@@ -22,6 +22,7 @@ import txl
 from txl.errors import RunInterrupted, UserError
 from txl.run_directory import RunDirectory
 from txl.training import loop as loop_module
+from txl.training import validation
 from txl.training.checkpoints import verify_file
 from txl.training.trainer import Trainer
 
@@ -130,7 +131,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     step, story, data_dir, trained, tmp_path, monkeypatch
 ):
     """The evaluation of the last step too: then only that is left to do."""
-    run, real = small_run(str(story)), loop_module.evaluate
+    run, real = small_run(str(story)), validation.evaluate
 
     def stopped(model, tokens, progress, **settings):
         def first(done, total):
@@ -142,7 +143,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
         return real(model, tokens, progress=mine, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "evaluate", stopped)
+        patch.setattr(validation, "evaluate", stopped)
         real_train = loop_module.TrainingLoop.train
 
         def remembered(self):

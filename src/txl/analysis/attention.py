@@ -34,6 +34,8 @@ class Close:
     """Index of the token that the first column belongs to."""
     weights: np.ndarray
     """float32 [N,H,rows,columns]; row -1 is the token at `position`; 0 where a token does not see another."""
+    keys: np.ndarray
+    """int64 [rows]: how many tokens each of them sees, itself the last."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class AttentionAverages:
     """float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1."""
     effective_keys: np.ndarray
     """float64 [N,H]: exp of the mean entropy of the distributions: among how many keys a head divides its attention."""
+    even: np.ndarray
+    """float64 [L]: what `weights` would be of a head that divides its attention evenly among all keys it sees."""
+    even_keys: float
+    """What its `effective_keys` would be."""
     terms: dict[str, np.ndarray]
     """The same as `weights`, the softmax taken of one term alone: "a", "b" and "d", those that the model has."""
     queries: int
@@ -56,25 +62,32 @@ class AttentionAverages:
     """mem_len, window, clamp_len, segment, batch_size, tokens."""
     close: tuple[Close, ...]
 
-    def mean_distance(self) -> np.ndarray:
-        """Tokens that a head looks back on average: [N,H]."""
-        return self.weights @ np.arange(self.weights.shape[-1])
-
-    def share_beyond(self, distance: int) -> np.ndarray:
-        """Share of a head's attention that falls on tokens at `distance` or farther: [N,H]."""
-        return self.weights[..., distance:].sum(axis=-1)
-
     def farthest(self) -> list[tuple[int, int]]:
         """The head with the largest mean distance of each third of the layers, (layer, head), both from 0.
 
         The paper shows three such heads, of its first, eighth and last layer.
         """
-        distance, chosen = self.mean_distance(), []
+        distance, chosen = mean_distance(self.weights), []
         for part in np.array_split(np.arange(len(self.layers)), 3):
             if len(part):
                 row, head = np.unravel_index(distance[part].argmax(), distance[part].shape)
                 chosen.append((self.layers[part[row]], int(head)))
         return chosen
+
+
+def mean_distance(weights: np.ndarray) -> np.ndarray:
+    """Tokens that a head looks back on average, of its weights by distance: [...,L] -> [...]."""
+    return weights @ np.arange(weights.shape[-1])
+
+
+def share_beyond(weights: np.ndarray, distance: int) -> np.ndarray:
+    """Share of a head's attention that falls on tokens at `distance` or farther: [...,L] -> [...]."""
+    return weights[..., distance:].sum(axis=-1)
+
+
+def reach(lengths: dict[str, Any], segment: int) -> int:
+    """The most keys that a token sees, itself included, with resolved lengths and in segments of so many tokens."""
+    return lengths["window"] or lengths["mem_len"] + segment
 
 
 def average_attention(
@@ -127,7 +140,7 @@ def average_attention(
     lanes = Lanes.cut(len(ids), batch_size)
     state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
     lengths = resolved_lengths(state)
-    span = lengths["window"] or lengths["mem_len"] + segment
+    span = reach(lengths, segment)
     everywhere = 1 if model.context is not None else lengths["window"] or lengths["mem_len"] + 1
     needed = everywhere if min_keys is None else min_keys
     longest = lanes.end[0] - lanes.first[0]
@@ -191,9 +204,18 @@ class _Close:
         self.lane = found[0]
         self.first_key = max(starts[self.lane], self.first_row - span + 1)
         self.weights = np.zeros((len(layers), n_head, rows, position + 1 - self.first_key), dtype=np.float32)
+        self.keys = np.zeros(rows, dtype=np.int64)
 
-    def add(self, layer: int, weights: Tensor, start: int, memory: int) -> None:
-        """Take what concerns the rows from the weights [H,T,S] of a segment that begins at token `start`."""
+    def add(self, layer: int, weights: Tensor, start: int, memory: int, keys: Tensor) -> None:
+        """Take what concerns the rows from the weights [H,T,S] of a segment that begins at token `start`.
+
+        Args:
+            layer: index of a layer among those that were chosen.
+            weights: of the lane that the rows lie in.
+            start: index in the stream of the segment's first token.
+            memory: keys in front of it.
+            keys: [T], how many each token sees.
+        """
         low, high = max(self.first_row, start), min(self.position + 1, start + weights.shape[1])
         if low >= high:
             return
@@ -202,6 +224,12 @@ class _Close:
         at = first - self.first_key
         rows = slice(low - self.first_row, high - self.first_row)
         self.weights[layer, :, rows, at : at + block.shape[-1]] = block.cpu().float().numpy()
+        self.keys[rows] = keys[low - start : high - start].numpy()
+
+    def result(self) -> Close:
+        """Without the columns that none of the rows sees."""
+        unseen = int((self.first_row + np.arange(self.rows) - self.keys + 1).min()) - self.first_key
+        return Close(self.position, self.first_key + unseen, self.weights[..., unseen:], self.keys)
 
 
 class _Sums:
@@ -219,7 +247,8 @@ class _Sums:
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
-        self.queries = 0
+        self.queries = np.zeros(span + 1, dtype=np.int64)
+        """How many tokens see so many keys, of those that count."""
         self.min_keys, self.close = min_keys, close
         self.starts: list[int] = []
         """Index in the stream of the first token of each lane's segment."""
@@ -235,7 +264,7 @@ class _Sums:
             keys = keys.clamp(max=scope.window)
         first = int((keys < self.min_keys).sum())  # keys only become more
         if row == 0:
-            self.queries += (n_query - first) * n_lane
+            self.queries += n_lane * np.bincount(keys[first:].numpy(), minlength=len(self.queries))
         for name, sums in self.by_name.items():
             weights = inputs.weights("abcd" if name == "all" else name)
             if name == "all":
@@ -243,23 +272,28 @@ class _Sums:
                 self.entropy[row] += entropy.view(n_head, n_lane).sum(1).cpu().numpy()
                 for each in self.close:
                     lane = weights.view(n_head, n_lane, n_query, -1)[:, each.lane]
-                    each.add(row, lane, self.starts[each.lane], scope.memory)
+                    each.add(row, lane, self.starts[each.lane], scope.memory, keys)
             by_distance = sums_by_distance(weights, n_head, first)
             n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
             sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
 
     def result(self, settings: dict[str, Any]) -> AttentionAverages:
         """The means."""
-        terms = {name: sums / self.queries for name, sums in self.by_name.items() if name != "all"}
+        queries = int(self.queries.sum())
+        terms = {name: sums / queries for name, sums in self.by_name.items() if name != "all"}
+        keys = np.arange(1, len(self.queries))
+        share = self.queries[1:] / queries
         return AttentionAverages(
             layers=tuple(self.rows),
-            weights=self.by_name["all"] / self.queries,
-            effective_keys=np.exp(self.entropy / self.queries),
+            weights=self.by_name["all"] / queries,
+            effective_keys=np.exp(self.entropy / queries),
+            even=(share / keys)[::-1].cumsum()[::-1],  # a token that sees n keys gives 1/n to each distance below n
+            even_keys=float(np.exp(share @ np.log(keys))),
             terms=terms,
-            queries=self.queries,
+            queries=queries,
             min_keys=self.min_keys,
             settings=settings,
-            close=tuple(Close(each.position, each.first_key, each.weights) for each in self.close),
+            close=tuple(each.result() for each in self.close),
         )
 
 

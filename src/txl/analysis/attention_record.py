@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from txl.analysis.attention import AttentionAverages, Close
+from txl.analysis.attention import AttentionAverages, Close, mean_distance, share_beyond
 from txl.data.vocabulary import Vocabulary
 
-FORMAT = 1
+FORMAT = 2
 TOP = 0.2
 """Share of the tokens in reach that are marked in the text: "top 20%" in the paper."""
 
@@ -35,7 +35,7 @@ def attention_record(
         vocabulary: the model's.
         described: corpus, split, unit, checkpoint.
     """
-    distance, beyond = found.mean_distance(), found.share_beyond(far)
+    distance, beyond = mean_distance(found.weights), share_beyond(found.weights, far)
     n_head = found.weights.shape[1]
     rows = [
         {
@@ -55,6 +55,11 @@ def attention_record(
         "format": FORMAT,
         "settings": settings,
         "heads": rows,
+        "even": {
+            "mean_distance": _short(float(mean_distance(found.even))),
+            "share_beyond": _short(float(share_beyond(found.even, far))),
+            "effective_keys": _short(found.even_keys),
+        },
         "farthest": [[layer + 1, head + 1] for layer, head in found.farthest()],
         "terms": {
             name: [_shortened(weights) for layer in means for weights in layer] for name, means in found.terms.items()
@@ -63,13 +68,12 @@ def attention_record(
     }
 
 
-def marked(weights: np.ndarray, share: float = TOP) -> list[int]:
-    """Indices, in rising order, of the given share of tokens in reach (weight above 0) with the largest weights."""
-    reach = int((weights > 0).sum())
-    count = math.ceil(share * reach)
+def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
+    """Indices, in rising order, of the given share of tokens in reach (the last `keys`) with the largest weights."""
+    first = len(weights) - keys
     # Of equal weights the nearest tokens, which come last.
-    order = np.lexsort((-np.arange(len(weights)), -weights))
-    return sorted(order[:count].tolist())
+    order = np.lexsort((-np.arange(keys), -weights[first:]))
+    return sorted((first + order[: math.ceil(share * keys)]).tolist())
 
 
 def token_texts(vocabulary: Vocabulary, ids: Any) -> list[str]:
@@ -84,17 +88,19 @@ def token_texts(vocabulary: Vocabulary, ids: Any) -> list[str]:
 def _position(
     close: Close, layers: tuple[int, ...], heads: Sequence[tuple[int, int]], tokens: Any, vocabulary: Vocabulary
 ) -> dict[str, Any]:
+    *texts, following = token_texts(vocabulary, tokens[close.first_key : close.position + 2])
     return {
         "position": close.position,
         "first": close.first_key,
-        "texts": token_texts(vocabulary, tokens[close.first_key : close.position + 1]),
-        "next": token_texts(vocabulary, tokens[close.position + 1 : close.position + 2])[0],
+        "keys": close.keys.tolist(),
+        "texts": texts,
+        "next": following,
         "heads": [
             {
                 "layer": layer + 1,
                 "head": head + 1,
                 "weights": [_shortened(row) for row in close.weights[layers.index(layer), head]],
-                "marked": marked(close.weights[layers.index(layer), head, -1]),
+                "marked": marked(close.weights[layers.index(layer), head, -1], int(close.keys[-1])),
             }
             for layer, head in heads
         ],

@@ -74,10 +74,11 @@ _heads.__name__ = "list of LAYER:HEAD"
 def run(arguments: argparse.Namespace) -> None:
     """Average, write figures, page and record, and print which heads look farthest."""
     from txl.allocator import keep_freed_memory
-    from txl.analysis.attention import average_attention
+    from txl.analysis.attention import average_attention, reach
     from txl.analysis.attention_record import attention_record
     from txl.analysis.observation import attentions, known_terms
     from txl.commands.evaluate import open_run_corpus, split_tokens
+    from txl.evaluation.perplexity import resolved_lengths
     from txl.run_directory import RunDirectory
 
     keep_freed_memory()
@@ -94,9 +95,14 @@ def run(arguments: argparse.Namespace) -> None:
     settings = memory_settings(arguments, config)
     if arguments.tokens is not None and arguments.tokens < 2:
         raise UserError(f"--tokens is {arguments.tokens}; expected 2 or more, or all")
+    segment = config.eval.segment if arguments.segment is None else arguments.segment
+    span = reach(resolved_lengths(model.init_state(1, **settings)), segment)
+    far = max(1, span // 2) if arguments.far is None else arguments.far
+    if not 1 <= far < max(2, span):
+        raise UserError(f"--far is {far}; expected 1 to {span - 1}: no token sees farther")
     n_read = min(len(tokens), arguments.tokens or len(tokens))
     settings |= {
-        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
+        "segment": segment,
         "batch_size": _lanes(n_read, settings, config.eval.batch_size) if arguments.batch is None else arguments.batch,
         "max_tokens": arguments.tokens,
     }
@@ -117,10 +123,6 @@ def run(arguments: argparse.Namespace) -> None:
             rows=arguments.rows,
             progress=move,
         )
-    span = found.weights.shape[-1]
-    far = max(1, span // 2) if arguments.far is None else arguments.far
-    if not 1 <= far < max(2, span):
-        raise UserError(f"--far is {far}; expected 1 to {span - 1}: no token sees farther")
     assert vocabulary is not None  # open_run_corpus has refused None
     record = attention_record(
         found,
@@ -176,8 +178,7 @@ def _drawn(n_token: int, settings: dict[str, Any], arguments: argparse.Namespace
 
 def _write(record: dict[str, Any], out: Path, name: str) -> list[Path]:
     """The record last of all, so that it never speaks of figures that are not there."""
-    from txl.reporting.attention import RECORD, attention_section, save_figures
-    from txl.reporting.page import page
+    from txl.reporting.attention import RECORD, attention_page, save_figures
     from txl.run_directory import write_whole
 
     try:
@@ -185,7 +186,7 @@ def _write(record: dict[str, Any], out: Path, name: str) -> list[Path]:
         paths = save_figures(record, out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
-    write_whole(out / "attention.html", page(f"Attention of {name}", [attention_section(record)]))
+    write_whole(out / "attention.html", attention_page(record, name))
     write_whole(out / RECORD, json.dumps(record, ensure_ascii=False) + "\n")
     return [*paths, out / "attention.html", out / RECORD]
 
@@ -195,12 +196,20 @@ def _print(record: dict[str, Any], out: Path) -> None:
     from rich.table import Table
 
     settings = record["settings"]
-    table = Table(title=f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split")
+    table = Table(
+        title=f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split",
+        caption="even: a head that looked at all keys alike",
+    )
     for column in ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"):
         table.add_column(column, justify="right")
     for row in sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]:
         figures = (f"{row['mean_distance']:.1f}", f"{row['share_beyond']:.1%}", f"{row['effective_keys']:.1f}")
         table.add_row(str(row["layer"]), str(row["head"]), *figures)
+    even = record["even"]
+    table.add_section()
+    table.add_row(
+        "even", "", f"{even['mean_distance']:.1f}", f"{even['share_beyond']:.1%}", f"{even['effective_keys']:.1f}"
+    )
     Console().print(table)
     made = "figures 5 to 7" if record["terms"] else "figures 5 and 6"
     print(f"{out / 'attention.html'}: {made}, and the text with what is attended to marked")

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.config import ModelConfig
+from txl.config.kinds import kernel_sizes
 from txl.errors import UserError
-from txl.model_kinds import kernel_sizes
 from txl.models.cross_entropy import at_least_float32
 from txl.models.decoder import Decoder
 from txl.models.language_model import Limit

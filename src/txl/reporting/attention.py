@@ -12,18 +12,26 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.reporting.page import escape, figure, note, section, table, visible
-from txl.reporting.plots import INK, SECOND, Drawing, drawing, save_figure
-from txl.reporting.wording import counted
+from txl.reporting.page import escape, figure, note, page, section, table, visible
+from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
+from txl.reporting.wording import counted, plain, short_name
 
 FOLDER, RECORD = "attention", "attention.json"
 """Where `txl attention` puts what it finds, in the run's directory."""
 _COLUMNS = 640
 """Of a heat map at most: longer spans are averaged down to them."""
+_ROWS = 48
+"""Tokens of a close-up that have room for their text; of more, every second one has it, or every third."""
 _LISTED = 12
+_C_LEFT_OUT = " Term (c), the global content bias, does not depend on position."
 _TERMS = {"a": "(a) content", "b": "(b) content-dependent position", "d": "(d) global position bias"}
-HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECOND, INK])
+# From nothing to much; grey is what a token does not see. The darkest is one off INK, in whose place dark mode puts a
+# light colour: a scale must not turn around at its end.
+HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECOND, "#1d2732"]).with_extremes(
+    bad="#e4e4e4"
+)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != 1:
+        if record["format"] != FORMAT:
             raise UserError(f"{path}: of format {record['format']!r}; run txl attention again")
         return record
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -43,19 +51,37 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged ({type(error).__name__}); run txl attention again") from None
 
 
+def attention_page(record: dict[str, Any], name: str) -> str:
+    """A whole page of a run's attention.
+
+    Args:
+        record: what `read_record` gives.
+        name: of the run.
+    """
+    title = f"Attention of {name}"
+    return page(title, [f"<header><h1>{escape(title)}</h1></header>", attention_section(record)])
+
+
 def attention_section(record: dict[str, Any]) -> str:
     """Where the heads look: the averages, the terms, the farthest heads, chosen positions with the text."""
-    settings = record["settings"]
+    settings, even = record["settings"], record["even"]
+    far = settings["far"]
     lead = (
-        f"Averaged over {settings['queries']:,} tokens of the {settings['split']} split of {settings['corpus']} that "
-        f"see {settings['min_keys']:,} keys or more; {_memory(settings)}, checkpoint {settings['checkpoint']}. Darker "
-        f"is more; the scale is logarithmic. Mean distance is how far a head looks back on average. Effective keys "
-        f"(exp of the mean entropy) tell among how many keys it divides its attention: many for one that looks "
-        f"everywhere, few for one that picks."
+        f"Averaged over {settings['queries']:,} tokens of the {settings['split']} split of "
+        f"{short_name(settings['corpus'])} that see {counted(settings['min_keys'], 'key')} or more; "
+        f"{_memory(settings)}, checkpoint {settings['checkpoint']}. Mean distance is how far a head looks back on "
+        f"average. Effective keys (exp of the mean entropy) tell among how many keys it divides its attention: many "
+        f"for one that looks everywhere, few for one that picks. A head that looked at all of them alike would have a "
+        f"mean distance of {even['mean_distance']:.1f}, {even['share_beyond']:.1%} of its attention at {far:,} or "
+        f"farther, and {even['effective_keys']:.1f} effective keys."
     )
     parts = [
         note(lead, "lead"),
-        figure(average_figure(record), "Average attention of every head by distance (Figure 5 of the paper)."),
+        figure(
+            average_figure(record),
+            f"Average attention of every head by distance (Figure 5 of the paper). Darker is more; the scale is "
+            f"logarithmic.{_fall(record)}",
+        ),
         _farthest(record),
     ]
     if record["terms"]:
@@ -63,7 +89,7 @@ def attention_section(record: dict[str, Any]) -> str:
             figure(
                 terms_figure(record),
                 "The terms of the attention score apart, each with a softmax of its own, averaged (Figure 7 of the "
-                "paper). Term (c), the global content bias, does not depend on position.",
+                "paper)." + (_C_LEFT_OUT if "d" in record["terms"] else ""),
             )
         )
     parts += [_position(record, place, head) for place in range(len(record["positions"])) for head in _shown(record)]
@@ -76,14 +102,15 @@ def save_figures(record: dict[str, Any], folder: Path) -> list[Path]:
     Raises:
         OSError: if one cannot be written.
     """
-    height = _height(record)
-    figures = [("figure5", lambda drawn: draw_average(drawn, record), (7.6, height))]
+    height, described = _height(record) + 0.2, _described(record)
+    figures = [("figure5", lambda drawn: draw_average(drawn, record, described), (7.6, height))]
     if record["terms"]:
-        figures.append(("figure7", lambda drawn: draw_terms(drawn, record, 1), (10.0, height)))
+        figures.append(("figure7", lambda drawn: draw_terms(drawn, record, 1, described), (10.0, height + 0.2)))
     for place, position in enumerate(record["positions"]):
         for at, head in enumerate(position["heads"]):
             name = f"figure6-token{position['position']}-layer{head['layer']}-head{head['head']}"
-            figures.append((name, lambda drawn, place=place, at=at: draw_close(drawn, record, place, at), (7.6, 3.6)))
+            size = (7.6, _close_height(position))
+            figures.append((name, lambda drawn, place=place, at=at: draw_close(drawn, record, place, at), size))
     paths = [(draw, folder / f"{name}.{ending}", size) for name, draw, size in figures for ending in ("svg", "png")]
     for draw, path, size in paths:
         save_figure(draw, path, size)
@@ -114,56 +141,66 @@ def terms_figure(record: dict[str, Any]) -> Drawing:
     )  # fmt: skip
 
 
-def draw_average(drawn: Figure, record: dict[str, Any]) -> None:
+def draw_average(drawn: Figure, record: dict[str, Any], title: str = "") -> None:
     """Heads by distance."""
     weights = np.array([row["average"] for row in record["heads"]])
     axes = drawn.add_subplot()
+    axes.set_title(title, fontsize=9.5, loc="left", parse_math=False)
     image = _heat_map(axes, weights, record)
     _scale(drawn.colorbar(image, ax=axes, pad=0.01, aspect=30), "mean attention weight")
 
 
-def draw_terms(drawn: Figure, record: dict[str, Any], rows: int) -> None:
+def draw_terms(drawn: Figure, record: dict[str, Any], rows: int, title: str = "") -> None:
     """Heads by distance for each term, on one scale."""
     terms = record["terms"]
     panels = drawn.subplots(rows, len(terms) // rows, squeeze=False, sharey=rows == 1)
     norm = _norm(np.concatenate([np.array(each) for each in terms.values()]))
     image = None
     for axes, (name, weights) in zip(panels.flat, terms.items(), strict=True):
-        image = _heat_map(axes, np.array(weights), record, norm)
+        image = _heat_map(axes, np.array(weights), record, norm, ticks=4 if rows == 1 else 6)
         axes.set_title(_TERMS[name], fontsize=9.5, loc="left")
         if rows == 1 and axes is not panels.flat[0]:
             axes.set_ylabel("")
     if image is not None:
         _scale(drawn.colorbar(image, ax=list(panels.flat), pad=0.01, aspect=30), "mean weight")
+    if title:
+        drawn.suptitle(title, x=0.01, ha="left", fontsize=9.5, parse_math=False)
 
 
 def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> None:
     """Tokens by what they attend to: Figure 6."""
     position = record["positions"][place]
     head = position["heads"][at]
-    weights = np.array(head["weights"])
+    weights, keys = np.array(head["weights"]), np.array(position["keys"])
     n_row, n_column = weights.shape
     axes = drawn.add_subplot()
-    first = -(n_column - 1)
+    last = np.arange(n_column - n_row, n_column)[:, None]
+    columns = np.arange(n_column)
+    unseen = (columns > last) | (columns <= last - keys[:, None])
+    # Attention that is divided evenly is drawn light, as in Figure 5.
+    most = min(1.0, max(float(np.quantile(weights[~unseen], 0.995)), 4 / float(keys.mean())))
     image = axes.imshow(
-        np.where(weights > 0, weights, np.nan), aspect="auto", interpolation="none", cmap=HEAT, vmin=0,
-        vmax=float(np.quantile(weights[weights > 0], 0.995)) or None,
-        extent=(first - 0.5, 0.5, n_row - 0.5, -0.5),
+        np.ma.array(weights, mask=unseen), aspect="auto", interpolation="none", cmap=HEAT, vmin=0, vmax=most,
+        extent=(-(n_column - 0.5), 0.5, n_row - 0.5, -0.5),
     )  # fmt: skip
-    axes.set_facecolor("#f1f1f1")
     axes.grid(False)
+    step = -(-n_row // _ROWS)
+    labelled = range((n_row - 1) % step, n_row, step)  # the last row is always among them
     texts = position["texts"][-n_row:]
-    labels = [_label(text) for text in texts]
-    axes.set_yticks(range(n_row), labels, fontsize=7.5, parse_math=False)
+    axes.set_yticks(list(labelled), [_label(texts[row]) for row in labelled], fontsize=7.5, parse_math=False)
     _distance_axis(axes)
-    axes.set_xlabel("tokens before the last row’s")
-    axes.set_title(f"layer {head['layer']}, head {head['head']}", fontsize=9.5, loc="left")
-    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend="max")
+    axes.set_xlabel("distance from the last row’s token, tokens")
+    title = f"layer {head['layer']}, head {head['head']}, token {position['position']:,}"
+    axes.set_title(title, fontsize=9.5, loc="left")
+    extend = "max" if weights.max() > most else "neither"
+    bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend=extend)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.set_label("attention weight")
 
 
-def _heat_map(axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: LogNorm | None = None) -> Any:
+def _heat_map(
+    axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: LogNorm | None = None, ticks: int = 6
+) -> Any:
     """An image of [heads, distance], the nearest token on the right."""
     span = weights.shape[1]
     shown = _thinned(weights)[:, ::-1]
@@ -182,13 +219,16 @@ def _heat_map(axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: Log
     shown_layers = begins[::step]
     axes.set_yticks([at + (per_layer - 1) / 2 for at in shown_layers], [str(layers[at]) for at in shown_layers])
     axes.set_ylabel("layer (its heads in order)")
-    _distance_axis(axes)
+    everyone = record["settings"]["min_keys"]
+    if 1 < everyone < span:
+        axes.axvline(-(everyone - 0.5), color=SOFT, linewidth=1, linestyle=(0, (2, 2)))
+    _distance_axis(axes, ticks)
     axes.set_xlabel("distance, tokens")
     return image
 
 
-def _distance_axis(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+def _distance_axis(axes: Axes, ticks: int = 6) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{abs(value):,.0f}"))
 
 
@@ -200,9 +240,12 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def _norm(weights: np.ndarray) -> LogNorm:
-    """A logarithmic scale from a tenth of the uniform weight to the largest, or ten times it: uniform is never dark."""
+    """A logarithmic scale from a tenth of the uniform weight to the largest, or a hundred times it.
+
+    So uniform weights lie in the lowest third, which is light.
+    """
     low = 0.1 / weights.shape[1]
-    return LogNorm(low, max(float(weights.max()), 100 * low))
+    return LogNorm(low, max(float(weights.max()), 1000 * low))
 
 
 def _thinned(weights: np.ndarray) -> np.ndarray:
@@ -217,9 +260,38 @@ def _height(record: dict[str, Any]) -> float:
     return min(9.0, max(2.6, 1.1 + 0.055 * len(record["heads"])))
 
 
+def _close_height(position: dict[str, Any]) -> float:
+    """Inches for the rows of a close-up."""
+    return 1.1 + 0.16 * min(_ROWS, max(8, len(position["keys"])))
+
+
+def _described(record: dict[str, Any]) -> str:
+    """The title of a figure that stands alone."""
+    settings = record["settings"]
+    words = (
+        plain(short_name(settings["corpus"])),
+        f"{settings['split']} split",
+        f"{counted(settings['queries'], 'token')}",
+        _memory(settings),
+        settings["checkpoint"],
+    )
+    return ", ".join(words)
+
+
+def _fall(record: dict[str, Any]) -> str:
+    """What to think of distances that not every token that was averaged over reaches back to."""
+    span, everyone = len(record["heads"][0]["average"]), record["settings"]["min_keys"]
+    if everyone >= span:
+        return ""
+    if everyone == 1:
+        return " The farther back, the fewer tokens have one there: weights fall off whatever the heads do."
+    return " Beyond the dotted line not every token has one so far back: weights fall off there whatever the heads do."
+
+
 def _label(text: str) -> str:
-    shown = text.strip()
-    shown = {"": "␣", "\n": "⏎"}.get(text if text == "\n" else shown, shown)
+    if not text:
+        return "…"  # a byte within a character
+    shown = text.strip() or ("⏎" if "\n" in text else "␣")
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
 
@@ -262,23 +334,41 @@ def _position(record: dict[str, Any], place: int, at: int) -> str:
     """One head at one position: its weights, and the text with the tokens marked that it looks at most."""
     position = record["positions"][place]
     head = position["heads"][at]
+    height = _close_height(position)
     drawn = drawing(
         lambda drawn: draw_close(drawn, record, place, at), f"close-{place}-{at}",
         f"Layer {head['layer']}, head {head['head']}", "Heat map of neighbouring tokens by what they attend to.",
-        wide=(7.6, 3.4), narrow=(4.2, 3.6),
+        wide=(7.6, height), narrow=(4.2, height),
     )  # fmt: skip
     caption = (
         f"Layer {head['layer']}, head {head['head']} at token {position['position']:,} (the last row) and the tokens "
-        f"before it (Figure 6 of the paper). Below, the fifth of the tokens in reach that it attends to most are "
-        f"marked; the token itself is underlined, and what it has to predict follows in grey."
+        f"before it (Figure 6 of the paper); grey is out of a token’s sight. Below, the text that the last token sees: "
+        f"the fifth that the head attends to most is marked, the token itself is underlined, and what it has to "
+        f"predict follows in a box."
     )
+    return (
+        f'{figure(drawn, caption)}<figure class="sample"><pre class="attended">{_text(position, head)}</pre></figure>'
+    )
+
+
+def _text(position: dict[str, Any], head: dict[str, Any]) -> str:
+    """What the last token sees as HTML, the chosen tokens marked; white space lies outside the marks where it can."""
     chosen, last = set(head["marked"]), len(position["texts"]) - 1
-    reach = next(index for index, weight in enumerate(head["weights"][-1]) if weight > 0)
     pieces = []
-    for index, text in enumerate(position["texts"]):
-        if index < reach:
+    for index in range(last + 1 - position["keys"][-1], last + 1):
+        text = position["texts"][index]
+        word = text.strip()
+        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        if index not in chosen and index != last:
+            pieces.append(visible(text))
             continue
-        piece = f"<mark>{visible(text)}</mark>" if index in chosen else visible(text)
-        pieces.append(f'<span class="target">{piece}</span>' if index == last else piece)
-    pieces.append(f'<span class="control">{escape(position["next"])}</span>')
-    return f'{figure(drawn, caption)}<figure class="sample"><pre>{"".join(pieces)}</pre></figure>'
+        if not word:
+            # A line's end that is marked has to be seen.
+            before, word, after = "", text.replace("\n", "⏎"), "\n" * text.count("\n")
+        piece = f"<mark>{visible(word)}</mark>" if index in chosen else visible(word)
+        piece = f'<span class="target">{piece}</span>' if index == last else piece
+        pieces.append(f"{visible(before)}{piece}{visible(after)}")
+    following = position["next"]
+    space = " " if following.strip() and following[0] == " " else ""
+    word = following.strip() or following.replace("\n", "⏎").replace(" ", "␣")
+    return f'{"".join(pieces).lstrip(" ")}{space}<span class="control">{visible(word)}</span>'

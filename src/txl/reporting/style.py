@@ -82,6 +82,7 @@ mark { background: none; color: inherit; text-decoration: underline; text-decora
 summary { cursor: pointer; color: var(--soft); font-size: .875rem; margin-top: 1.2rem; }
 pre .prompt { font-weight: 700; color: var(--accent); }
 pre mark { background: none; color: var(--accent); font-weight: 700; }
+.attended mark { background: rgb(179 69 44 / 18%); font-weight: inherit; text-decoration: none; }
 pre .target { border-bottom: 2px solid var(--second); }
 pre .control { color: var(--soft); border: 1px solid var(--line); border-radius: 2px; padding: 0 .1em;
   font-size: .9em; }
@@ -117,6 +118,6 @@ pre .control { color: var(--soft); border: 1px solid var(--line); border-radius:
   tr, .result, .bars, caption { break-inside: avoid; }
   thead { display: table-header-group; }
   pre { border: 1px solid var(--hair); background: none; }
-  rect, svg * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  rect, svg *, mark { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from txl.config import ModelConfig
-from txl.model_kinds import kernel_sizes
+from txl.config.kinds import kernel_sizes
 
 
 @dataclass(frozen=True)

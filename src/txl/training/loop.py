@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,27 +15,23 @@ import torch
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
-from txl.data.streams import LaneStream, Segment, SentenceStream, StreamPosition
+from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import RunInterrupted, UserError
-from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
-from txl.run_directory import RunDirectory, write_whole
+from txl.run_directory import RunDirectory
 from txl.training.averaging import WeightAverage, average_begins
-from txl.training.checkpoints import checkpoint_name, remove_later, verify_checkpoint
 from txl.training.display import Display, Reading
-from txl.training.guards import is_finite
 from txl.training.optimisers import set_learning_rate
+from txl.training.pace import Pace
 from txl.training.parallel import TrainedModel
 from txl.training.progress import Progress
+from txl.training.recovery import report_spike, skip_update
+from txl.training.run_log import RunLog
 from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.schedules import learning_rate
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.snapshot import capture, restore
-from txl.training.step import StepAbandoned, StepResult, training_step
-from txl.training.tensorboard import Scalars
-
-
-class _ValidationStopped(Exception):
-    """A stop was asked for in the middle of an evaluation."""
+from txl.training.step import StepAbandoned, training_step
+from txl.training.validation import ValidationStopped, evaluate_in_training
 
 
 @dataclass
@@ -58,44 +53,32 @@ class TrainingLoop:
         self.model: Any = self.trained.model
         self.progress = Progress()
         self.position: StreamPosition = self.stream.start()
-        self.states: list[Any] = self._empty_memory()
+        self.states: list[Any] = self.empty_memory()
         self.average: WeightAverage | None = None
         self.saved_step = -1
-        self._log_is_full = False
         self.stop = StopRequest()
         train, processes = self.run.train, self.trained.processes
+        self.log = RunLog(
+            self.directory,
+            writes=processes.is_first,
+            needed=train.on_save_error == "stop",
+            tensorboard=train.tensorboard,
+            say=self.display.message,
+        )
         self.saver = CheckpointSaver(
             self.directory,
             keep=train.keep_checkpoints,
             in_background=train.async_checkpoints,
             writes=processes.is_first,
             say=self.display.message,
-            record=self._record,
+            record=self.log.record,
         )
-        self.scalars = Scalars(self.directory.path if train.tensorboard and processes.is_first else None)
 
-    def _empty_memory(self) -> list[Any]:
+    def empty_memory(self) -> list[Any]:
+        """The state of each part of the lanes at the beginning of a text."""
         train = self.run.train
         lanes = len(self.trained.processes.share(train.batch_size)) // train.micro_batches
         return [self.model.init_state(lanes) for _ in range(train.micro_batches)]
-
-    def check_validation_split(self) -> None:
-        """Refuse a validation split that cannot be evaluated now rather than after thousands of steps.
-
-        Raises:
-            UserError: if it is too short.
-        """
-        if self.run.train.eval_every:
-            tokens = self.corpus.tokens("valid")
-            limit = self.run.train.eval_tokens
-            try:
-                Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), self._eval_lanes)
-            except UserError as error:
-                raise UserError(f"validation split: {error} (--eval.batch-size, --train.eval-every 0)") from None
-
-    @property
-    def _eval_lanes(self) -> int:
-        return self.run.train.eval_batch_size or self.run.eval.batch_size
 
     def train(self) -> None:
         """All steps that are left.
@@ -110,47 +93,52 @@ class TrainingLoop:
                 self._validate_again()
             self._train()
             self.saver.wait()
-        self._record("end", elapsed=self.progress.seconds)
-        self.scalars.close()
+        self.record("end", elapsed=self.progress.seconds)
+        self.log.close()
 
     def _train(self) -> None:
-        train, began, steps_made = self.run.train, time.perf_counter(), 0
-        line_seconds, line_tokens, ticked = 0.0, self.progress.tokens_read, began
+        train, pace = self.run.train, Pace(self.progress.tokens_read)
         while self.progress.step < train.steps:
             self._begin_average()
             rate = learning_rate(self.progress.step, train) * (train.average_lr_factor if self.average else 1.0)
-            step_began = time.perf_counter()
+            pace.begin_step()
             grad_norm = self._step(rate)
-            now = time.perf_counter()
-            line_seconds += now - step_began  # evaluating and saving are not training
-            steps_made += 1
-            self.progress.seconds, ticked = self.progress.seconds + now - ticked, now
-            progress = self.progress
-            step, is_last = progress.step, progress.step == train.steps
-            reading = Reading(
-                step=step,
-                loss=progress.loss_sum / progress.loss_count if progress.loss_count else math.nan,
-                tokens_per_second=max(0, progress.tokens_read - line_tokens) / line_seconds,
-                learning_rate=rate,
-                grad_norm=grad_norm,
-                seconds_left=(train.steps - step) * (now - began) / steps_made,
-            )
+            pace.end_step()
+            self.progress.seconds += pace.tick()
+            step, is_last = self.progress.step, self.progress.step == train.steps
+            reading = self._reading(rate, grad_norm, pace)
             self.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
-                line_seconds, line_tokens = 0.0, progress.tokens_read
-            is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
-            if is_due:
-                progress.scheduled_step = step
-                progress.scheduled_best = progress.best_step
-            if train.eval_every and (step % train.eval_every == 0 or is_last):
-                self._validate()
-            if is_due:
-                self.save(required=is_last)
-            self._guarded(self.saver.check)
+                pace.new_line(self.progress.tokens_read)
+            self._evaluate_and_save(step, is_last)
             if not is_last and (received := self._asked_to_stop()):
                 self._interrupt(received)
-        self.progress.seconds += time.perf_counter() - ticked
+        self.progress.seconds += pace.tick()
+
+    def _reading(self, rate: float, grad_norm: float, pace: Pace) -> Reading:
+        progress = self.progress
+        return Reading(
+            step=progress.step,
+            loss=progress.loss_sum / progress.loss_count if progress.loss_count else math.nan,
+            tokens_per_second=pace.tokens_per_second(progress.tokens_read),
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            seconds_left=pace.seconds_left(self.run.train.steps - progress.step),
+        )
+
+    def _evaluate_and_save(self, step: int, is_last: bool) -> None:
+        """What is due after a step."""
+        train, progress = self.run.train, self.progress
+        is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
+        if is_due:
+            progress.scheduled_step = step
+            progress.scheduled_best = progress.best_step
+        if train.eval_every and (step % train.eval_every == 0 or is_last):
+            self._validate()
+        if is_due:
+            self.save(required=is_last)
+        self.guarded(self.saver.check)
 
     def _asked_to_stop(self) -> int:
         """The signal that any process has received; 0 for none."""
@@ -161,7 +149,7 @@ class TrainingLoop:
         progress = self.progress
         if self.average is None and average_begins(progress.step, progress.validation_losses, self.run.train):
             self.average = WeightAverage(self.model, self.run.train.average_mu)
-            self._record("average")
+            self.record("average")
             self.display.message(f"step {progress.step}: from here on the weights are averaged")
 
     @property
@@ -178,7 +166,7 @@ class TrainingLoop:
         train, progress = self.run.train, self.progress
         segment = self.stream.read(self.position)
         if segment.starts_epoch:
-            self.states = self._empty_memory()
+            self.states = self.empty_memory()
         if train.random_segments:
             rate *= segment.tokens.shape[1] / train.segment
         set_learning_rate(self.optimizer, rate)
@@ -201,117 +189,19 @@ class TrainingLoop:
         progress.tokens += result.targets
         progress.tokens_read += segment.tokens.numel()
         if not result.updated:
-            self._skipped(result, segment)
+            skip_update(self, result, segment)
             return result.grad_norm
         progress.skipped_in_a_row = 0
         progress.loss_sum += result.loss * result.targets
         progress.loss_count += result.targets
         if train.spike is not None and progress.watch.sees(result.loss, train.spike):
-            self._spiked(result)
+            report_spike(self, result)
         return result.grad_norm
-
-    def _skipped(self, result: StepResult, segment: Segment) -> None:
-        """The loss or the gradient was not finite: the weights are as they were; go on, or stop if it happens again.
-
-        Memory that the segment has filled with what is not finite is emptied, in all lanes and processes alike.
-        """
-        progress, train = self.progress, self.run.train
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        if self.trained.processes.any(not all(is_finite(state) for state in self.states)):
-            self.states = self._empty_memory()
-        fields = {
-            "loss": str(result.loss),
-            "grad_norm": str(result.grad_norm),
-            "epoch": segment.position.epoch,
-            "offset": segment.position.offset,
-            "tokens": list(segment.tokens.shape),
-        }
-        self._record("skipped", in_a_row=progress.skipped_in_a_row, **fields)
-        what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
-        # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
-        is_lost = self.trained.processes.any(not all(bool(each.isfinite().all()) for each in self._local_weights()))
-        if progress.skipped_in_a_row <= train.max_skipped and not is_lost:
-            self.display.message(f"step {progress.step}: {what}; the update is skipped")
-            return
-        self._guarded(self.saver.wait)
-        self._record("stop", reason="not finite")
-        path = self.directory.path / "not-finite.json"
-        if self.trained.processes.is_first:
-            details = fields | {"step": progress.step, "batch": segment.tokens.tolist()}
-            write_whole(path, json.dumps(details) + "\n")
-        last = self.directory.newest()
-        weights = "are not finite themselves" if is_lost else "were not updated"
-        raise UserError(
-            f"step {progress.step}: {what}, for {progress.skipped_in_a_row} steps in a row; the weights {weights}, the "
-            f"batch and its position are in {path.name} and the last checkpoint is {last.name if last else 'none'}; "
-            f"try a lower --train.learning-rate or a longer --train.warmup-steps"
-        )
-
-    def _local_weights(self) -> Iterator[torch.Tensor]:
-        for parameter in self.model.parameters():
-            weight = parameter.detach()
-            yield weight.to_local() if hasattr(weight, "to_local") else weight
-
-    def _spiked(self, result: StepResult) -> None:
-        """Report a leap of the loss, and go back to the last checkpoint that was due, if that is wanted."""
-        progress, train = self.progress, self.run.train
-        self._record("spike", loss=result.loss, grad_norm=result.grad_norm, recent_mean=progress.watch.mean)
-        goes_back = (
-            train.on_spike == "rollback"
-            and progress.scheduled_step is not None
-            and progress.rollbacks < train.max_rollbacks
-        )
-        self.display.message(
-            f"step {progress.step}: the loss leaps to {result.loss:.3f}, from a recent mean of "
-            f"{progress.watch.mean:.3f}" + (f"; back to step {progress.scheduled_step}" if goes_back else "")
-        )
-        if goes_back and not self._roll_back():
-            self.display.message(f"note: the checkpoint of step {progress.scheduled_step} is damaged; training goes on")
-
-    def _roll_back(self) -> bool:
-        """Weights, optimiser and random numbers of the last checkpoint that was due; the text goes on behind the spike.
-
-        Going through the same text again would lead to the same spike. False: the checkpoint cannot be used.
-        """
-        was, position = self.progress, self.position
-        target = was.scheduled_step
-        assert target is not None
-        self._guarded(self.saver.wait)
-        checkpoint = self.directory.checkpoints / checkpoint_name(target)
-        # Process 0 has waited for its disk and looks; the exchange makes the others wait for it.
-        if self.trained.processes.any(self.trained.processes.is_first and not _is_good(checkpoint)):
-            return False
-        restore(self, checkpoint)
-        self.position, self.states = position, self._empty_memory()
-        self.progress.rollbacks = was.rollbacks + 1
-        self.progress.skipped, self.progress.seconds = was.skipped, was.seconds
-        self._record("rollback", from_step=was.step)
-        if self.trained.processes.is_first:
-            point_at_best(self.directory, self.progress.best_step)
-            remove_later(self.directory.checkpoints, target)
-        self.saved_step = -1
-        self.save()
-        return True
 
     def _log(self, reading: Reading) -> None:
         if not self.progress.loss_count:
             return  # every update since the last line was skipped
-        self._record(
-            "train",
-            loss=reading.loss,
-            learning_rate=reading.learning_rate,
-            grad_norm=reading.grad_norm,
-            tokens=self.progress.tokens,
-            tokens_read=self.progress.tokens_read,
-            tokens_per_second=reading.tokens_per_second,
-            elapsed=self.progress.seconds,
-        )
-        self.scalars.add(
-            reading.step,
-            {"train/loss": reading.loss, "train/learning_rate": reading.learning_rate}
-            | {"train/grad_norm": reading.grad_norm, "train/tokens_per_second": reading.tokens_per_second},
-        )
+        self.log.training(reading, self.progress)
         self.progress.loss_sum, self.progress.loss_count = 0.0, 0
         self.display.line(reading)
 
@@ -319,13 +209,13 @@ class TrainingLoop:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         step = self.progress.step
         try:
-            result = self._evaluate().to_dict()
-        except _ValidationStopped:
+            result = evaluate_in_training(
+                self.best_model, self.run, self.corpus, self.trained, lambda: self._asked_to_stop() > 0
+            ).to_dict()
+        except ValidationStopped:
             self.progress.validation_due = True
             self._interrupt(self._asked_to_stop() or signal.SIGINT)
-        averaged = None if self.average is None else self.average.count
-        self._record("valid", averaged=averaged, **result)
-        self.scalars.add(step, {"valid/nll": result["nll"], "valid/bpc": result["bpc"], "valid/ppl": result["ppl"]})
+        self.log.validation(step, result, None if self.average is None else self.average.count)
         self.progress.validation_losses.append(result["nll"])
         best = self.progress.best_nll
         is_best = math.isfinite(result["nll"]) and (best is None or result["nll"] < best)
@@ -342,32 +232,6 @@ class TrainingLoop:
         self._validate()
         self.save(required=self.progress.step == self.run.train.steps)
 
-    def _evaluate(self) -> EvaluationResult:
-        """With memory that makes the attention as long as in training: memory and segment have the same sum.
-
-        Nothing in it draws random numbers or touches the lanes' memory, so it does not change what comes after.
-        """
-        train, model = self.run.train, self.run.model
-        segment = min(self.run.eval.segment, train.segment) if model.mem_len else train.segment
-
-        def progress(done: int, total: int) -> None:
-            if self._asked_to_stop():
-                raise _ValidationStopped
-
-        with self.trained.whole():
-            return evaluate(
-                self.best_model,
-                self.corpus.tokens("valid"),
-                segment=segment,
-                mem_len=model.mem_len + train.segment - segment,
-                window=model.window or "none",
-                batch_size=self._eval_lanes,
-                max_tokens=train.eval_tokens,
-                dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
-                progress=progress,
-                processes=self.trained.processes,
-            )
-
     def save(self, required: bool = False) -> None:
         """Write a checkpoint, unless this step has one.
 
@@ -378,7 +242,7 @@ class TrainingLoop:
             UserError: if it cannot be written, unless the run goes on without it.
         """
         step = self.progress.step
-        self._guarded(self.saver.wait)
+        self.guarded(self.saver.wait)
         # All processes or none: what one process could not write, the others believe to be there.
         if self.trained.processes.any(self.saved_step != step):
             began = time.perf_counter()
@@ -393,11 +257,11 @@ class TrainingLoop:
             if required:
                 write()
             else:
-                self._guarded(write)
+                self.guarded(write)
         if required:
             self.saver.wait()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def guarded(self, action: Callable[[], None]) -> None:
         """Do what a full disk may prevent; the run stops for it or goes on, as it is configured."""
         try:
             action()
@@ -406,21 +270,11 @@ class TrainingLoop:
             if self.run.train.on_save_error == "stop":
                 raise
             self.display.message(f"note: {error}; training goes on")
-            self._record("save failed", reason=str(error))
+            self.record("save failed", reason=str(error))
 
-    def _record(self, event: str, step: int | None = None, **fields: Any) -> None:
-        """Add to the log, which process 0 alone writes. Where a full disk does not stop the run, nor does this."""
-        if not self.trained.processes.is_first:
-            return
-        try:
-            self.directory.append(event, self.progress.step if step is None else step, **fields)
-            self._log_is_full = False
-        except UserError as error:
-            if self.run.train.on_save_error == "stop":
-                raise
-            if not self._log_is_full:
-                self.display.message(f"note: {error}; training goes on without it")
-            self._log_is_full = True
+    def record(self, event: str, **fields: Any) -> None:
+        """Add an event of this step to the log."""
+        self.log.record(event, self.progress.step, **fields)
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -438,17 +292,9 @@ class TrainingLoop:
         """Save and stop."""
         self.save(required=True)
         name = signal.Signals(received).name
-        self._record("stop", reason=name)
+        self.record("stop", reason=name)
         raise RunInterrupted(
             f"stopped by {name} at step {self.progress.step} of {self.run.train.steps}; everything is saved in "
             f"{self.directory.path}: run the same command to go on",
             exit_code=128 + received,
         )
-
-
-def _is_good(checkpoint: Path) -> bool:
-    try:
-        verify_checkpoint(checkpoint)
-    except UserError:
-        return False
-    return True

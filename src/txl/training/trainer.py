@@ -5,10 +5,6 @@ Started by torchrun, it trains with several processes; process 0 alone writes an
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,54 +20,19 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.models.objective import Objective
 from txl.processes import Processes, processes_of
-from txl.run_directory import RunDirectory, load_weights
-from txl.training.checkpoints import (
-    MODEL_FILE,
-    belongs_to,
-    checkpoint_name,
-    read_state,
-    read_tensors,
-    remove_partial,
-)
+from txl.run_directory import RunDirectory
+from txl.training.announcement import announce
+from txl.training.checkpoints import belongs_to, read_state, remove_partial
 from txl.training.compilation import compile_layers
 from txl.training.display import Display
-from txl.training.environment import describe_hardware, describe_software
-from txl.training.estimate import parameters_by_part
+from txl.training.initial_weights import check_same_model, load_initial_weights
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
+from txl.training.out_directory import begins_here, make_directory, may_differ, remove_begun
 from txl.training.parallel import TrainedModel
 from txl.training.saver import newest_good
 from txl.training.snapshot import seed_of_process
-
-MAY_DIFFER = frozenset(
-    {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
-    | {"train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard"}
-)
-"""Fields that a continued run may change, because they do not change what it computes."""
-WEIGHTS_DEPEND_ON = (
-    "encoding",
-    "n_layer",
-    "d_model",
-    "n_head",
-    "d_head",
-    "d_inner",
-    "d_embed",
-    "pre_norm",
-    "layer_norm_eps",
-    "untie_r",
-    "cutoffs",
-    "div_val",
-    "tie_projections",
-    "tie_embeddings",
-    "kind",
-    "d_hidden",
-    "d_last",
-    "kernel_sizes",
-    "n_softmax",
-)
-"""Fields of the model without which weights mean something else; lengths and dropout may change."""
-_BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
-"""What a start that failed before its config.json was written may leave behind."""
+from txl.training.validation import check_validation_split
 
 
 class Trainer:
@@ -129,17 +90,17 @@ class Trainer:
 
     def _fit_first(self) -> dict[str, Any]:
         """`fit` for the process that writes."""
-        made = _make_directory(self.directory.path)
+        made = make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
         was_ours = (self.directory.path / ".lock").exists()
         try:
             with self.directory.locked():
-                is_new = self.processes.first_does("directory", lambda: self._is_new(was_ours))
+                is_new = self.processes.first_does("directory", lambda: begins_here(self.directory, self.run, was_ours))
                 try:
                     return self._fit(is_new)
                 finally:
                     if is_new and not self.directory.config_path.exists():
-                        _remove_begun(self.directory.path)
+                        remove_begun(self.directory.path)
         finally:
             if not self.directory.config_path.exists():
                 for each in made:
@@ -147,46 +108,13 @@ class Trainer:
                         (each / ".lock").unlink(missing_ok=True)
                         each.rmdir()
 
-    def _is_new(self, was_ours: bool) -> bool:
-        """Whether a run begins here, rather than goes on.
-
-        Args:
-            was_ours: whether a trainer has been in this directory before.
-
-        Raises:
-            UserError: if the directory holds something else.
-        """
-        path = self.directory.path
-        if not self.directory.config_path.exists():
-            there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
-            foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
-            if foreign:
-                raise UserError(
-                    f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory"
-                )
-            _remove_begun(path)
-            return True
-        changed = differences(self.directory.config(), self.run, ignore=_may_differ(self.run))
-        folder = self.directory.checkpoints
-        if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
-            # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
-            self.directory.config_path.unlink()
-            _remove_begun(path)
-            return True
-        if changed:
-            raise UserError(
-                f"--out {path} holds a different run: {', '.join(changed)}; give another --out, with "
-                f"--init-from {path} to start from its weights, or --fork to do so beside it"
-            )
-        return False
-
     def would_go_on(self) -> bool:
         """Whether the directory holds a run of this configuration and text.
 
         Raises:
             UserError: if the directory or the corpus cannot be read.
         """
-        if differences(self.directory.config(), self.run, ignore=_may_differ(self.run)):
+        if differences(self.directory.config(), self.run, ignore=may_differ(self.run)):
             return False
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
@@ -195,7 +123,7 @@ class Trainer:
         source = None
         if is_new and self.init_from is not None:
             source = RunDirectory(self.init_from)
-            _check_same_model(source, self.run)
+            check_same_model(source, self.run)
         opened: list[Corpus] = []
 
         def open_and_verify() -> None:
@@ -255,7 +183,7 @@ class Trainer:
         if train.dtype == "float64":
             model.double()
         if source is not None:
-            _load_from(source, model, corpus)
+            load_initial_weights(source, model, corpus)
         if train.compile:
             reason = compile_layers(model, self.device)
             self._compiled = reason is None
@@ -282,7 +210,7 @@ class Trainer:
             stream=stream,
             display=display,
         )
-        loop.check_validation_split()
+        check_validation_split(self.run, corpus)
         return loop
 
     def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
@@ -318,92 +246,13 @@ class Trainer:
             self.directory.append("refused", 0, reason=reason)
         return None if found is None else found.name
 
+    def _announce(self, loop: TrainingLoop, event: str) -> None:
+        source = None if self.init_from is None else str(self.init_from)
+        announce(loop, event, compiled=self._compiled, init_from=source)
+
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
         loop.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
-
-    def _announce(self, loop: TrainingLoop, event: str) -> None:
-        """Say and record what runs here."""
-        if not self.processes.is_first:
-            return
-        parameters = parameters_by_part(loop.model)
-        total = sum(parameters.values())
-        self.directory.append(
-            event,
-            loop.progress.step,
-            config=self.run.to_dict(),
-            corpus=loop.corpus.info(),
-            parameters=parameters,
-            total_parameters=total,
-            attention=loop.model.attention_name,
-            compiled=self._compiled,
-            hardware=describe_hardware(self.device),
-            software=describe_software(),
-            command=sys.argv,
-            init_from=None if self.init_from is None else str(self.init_from),
-            processes=self.processes.count,
-            run=self.directory.run_id() or uuid.uuid4().hex,
-        )
-        if event == "resume":
-            start = f", going on from step {loop.progress.step}"
-        else:
-            start = "" if self.init_from is None else f", starting from {self.init_from}"
-        attention = loop.model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
-        count, engine = self.processes.count, self.run.train.parallel.upper()
-        together = f" in {count} processes ({engine})" if count > 1 else ""
-        loop.display.message(
-            f"{self.run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
-            f"{attention} on {self.device}{together}{start}"
-        )
-
-
-def _may_differ(run: RunConfig) -> frozenset[str]:
-    """The fields that a continued run may change."""
-    fixed = set()
-    if run.train.average_patience is not None:  # evaluations decide when the average begins
-        fixed |= {"train.eval_every"}
-    if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
-        fixed |= {"train.checkpoint_every"}
-    return MAY_DIFFER - fixed
-
-
-def _check_same_model(source: RunDirectory, run: RunConfig) -> None:
-    """Refuse weights that would mean something else in this configuration.
-
-    Raises:
-        UserError: naming the fields that differ.
-    """
-    theirs, ours = source.config().model, run.model
-    changed = [
-        f"model.{name} {_value(theirs, name)} -> {_value(ours, name)}"
-        for name in WEIGHTS_DEPEND_ON
-        if _value(theirs, name) != _value(ours, name)
-    ]
-    if changed:
-        raise UserError(
-            f"--init-from {source.path}: its weights are of another model: {', '.join(changed)}; "
-            f"set these fields to the weights' values"
-        )
-
-
-def _value(model: Any, name: str) -> Any:
-    return model.d_embed or model.d_model if name == "d_embed" else getattr(model, name)
-
-
-def _load_from(source: RunDirectory, model: Any, corpus: Corpus) -> None:
-    """Start from another run's best checkpoint, else its latest.
-
-    Raises:
-        UserError: if there is none, it is damaged, or its vocabulary has another size than the corpus's.
-    """
-    weights = read_tensors(source.checkpoint(), MODEL_FILE)
-    size = len(weights.get("softmax.bias", ()))
-    if size != model.vocab_size:
-        raise UserError(
-            f"--init-from {source.path}: its model has {size} tokens, {corpus.name} in {corpus.unit} "
-            f"tokens has {model.vocab_size}; expected the same"
-        )
-    load_weights(model, weights, str(source.path))
 
 
 def _check_lanes(run: RunConfig, processes: Processes) -> None:
@@ -423,39 +272,3 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
         )
-
-
-def _make_directory(path: Path) -> list[Path]:
-    """Make a directory; returns those that were not there, innermost first.
-
-    Raises:
-        UserError: if it cannot be made or written.
-    """
-    missing = [each for each in (path, *path.parents) if not each.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        for each in missing:
-            with suppress(OSError):
-                each.rmdir()
-        raise UserError(f"--out {path}: {error.strerror}; give a directory that can be written") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"--out {path}: not writable; give a directory that can be written")
-    return missing
-
-
-def _is_of_a_begun_run(path: Path) -> bool:
-    """Whether a file may have been left by a start that failed before the run had a config.json."""
-    if path.name == "checkpoints":
-        return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
-    return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
-
-
-def _remove_begun(path: Path) -> None:
-    """Remove what a start that failed has left, but for the lock."""
-    for each in path.iterdir():
-        if each.name != ".lock" and _is_of_a_begun_run(each):
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each, ignore_errors=True)
-            else:
-                each.unlink(missing_ok=True)

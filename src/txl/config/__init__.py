@@ -1,0 +1,51 @@
+"""The configuration of a run: dataclasses, JSON in and out, and the rules that their values must obey.
+
+`sections` has the fields; `values` reads them from JSON and text, `fields` finds them by name. The rules are in
+`model_rules` and `run_rules` and, for each kind of model, in `kinds`.
+"""
+
+from txl.config.fields import differences, leaf_fields, with_options
+from txl.config.model_rules import (
+    has_absolute_positions,
+    has_auxiliary_losses,
+    longest_distance,
+    validate_lengths,
+    validate_model,
+)
+from txl.config.run_rules import RANDOM_LENGTHS, validate, validate_temperature
+from txl.config.sections import (
+    AttentionName,
+    DataConfig,
+    Encoding,
+    EvalConfig,
+    LossName,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    Unit,
+)
+from txl.config.values import parse_value
+
+__all__ = [
+    "RANDOM_LENGTHS",
+    "AttentionName",
+    "DataConfig",
+    "Encoding",
+    "EvalConfig",
+    "LossName",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "Unit",
+    "differences",
+    "has_absolute_positions",
+    "has_auxiliary_losses",
+    "leaf_fields",
+    "longest_distance",
+    "parse_value",
+    "validate",
+    "validate_lengths",
+    "validate_model",
+    "validate_temperature",
+    "with_options",
+]

@@ -1,0 +1,110 @@
+"""Values of fields: from JSON and from text, and what is said of one that is not allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal
+
+from txl.errors import UserError
+
+
+def from_plain(cls: type[Any], values: Any, prefix: str = "") -> Any:
+    """A dataclass from plain dictionaries and lists; missing fields take their defaults.
+
+    Args:
+        cls: the dataclass; its fields may be dataclasses themselves.
+        values: as JSON gives them.
+        prefix: of its fields' names in errors: "" or "model.".
+
+    Raises:
+        UserError: for a field that it does not have, or a value of the wrong type.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
+    hints = typing.get_type_hints(cls)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise UserError(f"configuration field {prefix}{unknown[0]} is not known to this version")
+    arguments = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            arguments[name] = from_plain(typing.cast(type[Any], hint), value, f"{prefix}{name}.")
+        else:
+            arguments[name] = _checked(hint, value, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def parse_value(expected: Any, text: str, name: str) -> Any:
+    """A value of type `expected` from its text; "none" for None, commas in lists, true and false.
+
+    Raises:
+        UserError: naming the option, what came and what was expected.
+    """
+    if text.lower() == "none" and _allows_none(expected):
+        return None
+    expected = _without_none(expected)
+    try:
+        if expected is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if typing.get_origin(expected) is tuple:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        if typing.get_origin(expected) is Literal:
+            choices = typing.get_args(expected)
+            return choices[choices.index(text)]
+        return typing.cast(type[Any], expected)(text)
+    except (ValueError, KeyError):
+        raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
+
+
+def require(holds: bool, name: str, value: Any, expected: str) -> None:
+    """Refuse a value that breaks a rule.
+
+    Raises:
+        UserError: unless the rule holds.
+    """
+    if not holds:
+        raise UserError(f"{name} is {value}; expected {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value as it is said in a message: none for None."""
+    return "none" if value is None else str(value)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    """A JSON value as the field's type, if it is one."""
+    if value is None and _allows_none(hint):
+        return None
+    expected = _without_none(hint)
+    if typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
+        if all(type(item) is int for item in value):
+            return tuple(value)
+    elif typing.get_origin(expected) is Literal:
+        if value in typing.get_args(expected):
+            return value
+    elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif type(value) is expected:
+        return value
+    raise UserError(f"configuration field {name} is {value!r}; expected {_described(expected)}")
+
+
+def _allows_none(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+
+
+def _without_none(hint: Any) -> Any:
+    if not isinstance(hint, types.UnionType):
+        return hint
+    return next(each for each in typing.get_args(hint) if each is not type(None))
+
+
+def _described(expected: Any) -> str:
+    if typing.get_origin(expected) is Literal:
+        return "one of " + ", ".join(typing.get_args(expected))
+    if typing.get_origin(expected) is tuple:
+        return "whole numbers separated by commas"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[expected]

@@ -1,0 +1,101 @@
+"""The directory of `--out`: whether a run begins there or goes on, and what a start that failed leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from txl.config import RunConfig, differences
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
+from txl.training.checkpoints import checkpoint_name
+
+MAY_DIFFER = frozenset(
+    {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
+    | {"train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard"}
+)
+"""Fields that a continued run may change, because they do not change what it computes."""
+_BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
+"""What a start that failed before its config.json was written may leave behind."""
+
+
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory; returns those that were not there, innermost first.
+
+    Raises:
+        UserError: if it cannot be made or written.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+        raise UserError(f"--out {path}: {error.strerror}; give a directory that can be written") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"--out {path}: not writable; give a directory that can be written")
+    return missing
+
+
+def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool) -> bool:
+    """Whether a run begins here, rather than goes on; what a start that failed has left is then removed.
+
+    Args:
+        directory: that of `--out`; it is there.
+        run: the configuration to train.
+        was_ours: whether a trainer has been in this directory before.
+
+    Raises:
+        UserError: if the directory holds something else.
+    """
+    path = directory.path
+    if not directory.config_path.exists():
+        there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
+        foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
+        if foreign:
+            raise UserError(f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory")
+        remove_begun(path)
+        return True
+    changed = differences(directory.config(), run, ignore=may_differ(run))
+    folder = directory.checkpoints
+    if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
+        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
+        directory.config_path.unlink()
+        remove_begun(path)
+        return True
+    if changed:
+        raise UserError(
+            f"--out {path} holds a different run: {', '.join(changed)}; give another --out, with "
+            f"--init-from {path} to start from its weights, or --fork to do so beside it"
+        )
+    return False
+
+
+def may_differ(run: RunConfig) -> frozenset[str]:
+    """The fields that a continued run may change."""
+    fixed = set()
+    if run.train.average_patience is not None:  # evaluations decide when the average begins
+        fixed |= {"train.eval_every"}
+    if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
+        fixed |= {"train.checkpoint_every"}
+    return MAY_DIFFER - fixed
+
+
+def remove_begun(path: Path) -> None:
+    """Remove what a start that failed has left, but for the lock."""
+    for each in path.iterdir():
+        if each.name != ".lock" and _is_of_a_begun_run(each):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+
+
+def _is_of_a_begun_run(path: Path) -> bool:
+    """Whether a file may have been left by a start that failed before the run had a config.json."""
+    if path.name == "checkpoints":
+        return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
+    return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"

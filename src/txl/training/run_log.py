@@ -1,0 +1,68 @@
+"""What is written of a run while it trains: events in log.jsonl, and figures for those who want TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
+from txl.training.display import Reading
+from txl.training.progress import Progress
+from txl.training.tensorboard import Scalars
+
+
+class RunLog:
+    """The log of a run, which process 0 alone writes.
+
+    Args:
+        directory: the run's.
+        writes: False for every process but the first; nothing is then written.
+        needed: whether a line that cannot be written (a full disk) stops the run.
+        tensorboard: whether TensorBoard gets the figures too.
+        say: shows a line to the user.
+
+    Raises:
+        UserError: if TensorBoard is wanted and not installed.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, *, writes: bool, needed: bool, tensorboard: bool, say: Callable[[str], None]
+    ):
+        self._directory, self._writes, self._needed, self._say = directory, writes, needed, say
+        self._scalars = Scalars(directory.path if tensorboard and writes else None)
+        self._is_full = False
+
+    def record(self, event: str, step: int, **fields: Any) -> None:
+        """Add an event.
+
+        Raises:
+            UserError: if it cannot be written and is needed.
+        """
+        if not self._writes:
+            return
+        try:
+            self._directory.append(event, step, **fields)
+            self._is_full = False
+        except UserError as error:
+            if self._needed:
+                raise
+            if not self._is_full:
+                self._say(f"note: {error}; training goes on without it")
+            self._is_full = True
+
+    def training(self, reading: Reading, progress: Progress) -> None:
+        """Add the figures of the steps since the last line."""
+        figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
+        counts = {"tokens": progress.tokens, "tokens_read": progress.tokens_read, "elapsed": progress.seconds}
+        self.record("train", progress.step, **figures, **counts)
+        self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
+
+    def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
+        """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
+        self.record("valid", step, averaged=averaged, **result)
+        self._scalars.add(step, {f"valid/{name}": result[name] for name in ("nll", "bpc", "ppl")})
+
+    def close(self) -> None:
+        """Write what is still buffered."""
+        self._scalars.close()

@@ -1,0 +1,74 @@
+"""Evaluations on the validation split while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from txl.config import RunConfig
+from txl.data.corpora import Corpus
+from txl.errors import UserError
+from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
+from txl.training.parallel import TrainedModel
+
+
+class ValidationStopped(Exception):
+    """A stop was asked for in the middle of an evaluation."""
+
+
+def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
+    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps.
+
+    Raises:
+        UserError: if it is too short.
+    """
+    if run.train.eval_every:
+        tokens = corpus.tokens("valid")
+        limit = run.train.eval_tokens
+        try:
+            Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), _lanes(run))
+        except UserError as error:
+            raise UserError(f"validation split: {error} (--eval.batch-size, --train.eval-every 0)") from None
+
+
+def evaluate_in_training(
+    model: Any, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
+) -> EvaluationResult:
+    """Evaluate with memory that makes the attention as long as in training: memory and segment have the same sum.
+
+    Nothing in it draws random numbers or touches the lanes' memory, so it does not change what comes after.
+
+    Args:
+        model: the one to evaluate: that which trains, or the average of its weights.
+        run: the configuration.
+        corpus: whose validation split is read.
+        trained: the model that trains, in all processes.
+        stop: asked again and again whether to give up.
+
+    Raises:
+        ValidationStopped: if it was.
+    """
+    train = run.train
+    segment = min(run.eval.segment, train.segment) if run.model.mem_len else train.segment
+
+    def progress(done: int, total: int) -> None:
+        if stop():
+            raise ValidationStopped
+
+    with trained.whole():
+        return evaluate(
+            model,
+            corpus.tokens("valid"),
+            segment=segment,
+            mem_len=run.model.mem_len + train.segment - segment,
+            window=run.model.window or "none",
+            batch_size=_lanes(run),
+            max_tokens=train.eval_tokens,
+            dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
+            progress=progress,
+            processes=trained.processes,
+        )
+
+
+def _lanes(run: RunConfig) -> int:
+    return run.train.eval_batch_size or run.eval.batch_size

@@ -1,0 +1,156 @@
+"""Figures and text of `txl attention` from a record written by hand."""
+
+from __future__ import annotations
+
+import html
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from txl.reporting.attention import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
+from txl.reporting.plots import COLORS
+
+N_KEY = 40
+WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"]
+
+
+def a_record(n_row=4, min_keys=N_KEY, texts=None, marked=(), following=" risk", weights=None):
+    """Two heads of one layer that look at all 40 keys alike, and a close-up of the second."""
+    even = [1 / N_KEY] * N_KEY
+    heads = [
+        {"layer": 1, "head": head, "mean_distance": 19.5, "share_beyond": 0.5, "effective_keys": 40.0, "average": even}
+        for head in (1, 2)
+    ]
+    n_column = N_KEY + n_row - 1
+    rows = np.zeros((n_row, n_column))
+    for row in range(n_row):
+        rows[row, row : row + N_KEY] = 1 / N_KEY
+    texts = texts or [WORDS[at % len(WORDS)] for at in range(n_column)]
+    position = {
+        "position": 5000, "first": 5000 - n_column + 1, "keys": [N_KEY] * n_row, "texts": texts, "next": following,
+        "heads": [{"layer": 1, "head": 2, "weights": (rows if weights is None else weights).tolist(), "marked": marked}],
+    }  # fmt: skip
+    return {
+        "format": 2,
+        "settings": {
+            "corpus": "/some/where/story.txt", "split": "valid", "unit": "word", "checkpoint": "step-00000012",
+            "mem_len": 40, "window": 40, "clamp_len": None, "segment": 8, "batch_size": 1, "tokens": 6000,
+            "queries": 5000, "min_keys": min_keys, "far": 20,
+        },
+        "heads": heads,
+        "even": {"mean_distance": 19.5, "share_beyond": 0.5, "effective_keys": 40.0},
+        "farthest": [[1, 2]],
+        "terms": {},
+        "positions": [position],
+    }  # fmt: skip
+
+
+def drawn(draw, size=(7.6, 3.6)):
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def shown(image) -> np.ma.MaskedArray:
+    return np.ma.asarray(image.get_array())
+
+
+def text_of(record):
+    (text,) = re.findall(r'<pre class="attended">(.*?)</pre>', attention_section(record), flags=re.DOTALL)
+    return text
+
+
+@pytest.mark.parametrize("draw", [draw_average, lambda figure, record: draw_close(figure, record, 0, 0)])
+def test_even_attention_is_drawn_light(draw):
+    """The darkness is that of a head that picks; one that looks everywhere must not look like it."""
+    image = drawn(lambda figure: draw(figure, a_record())).axes[0].images[0]
+    shade = np.ma.compressed(image.norm(shown(image)))
+    assert shade.min() > 0.1
+    assert shade.max() < 0.35
+
+
+def test_the_scale_of_a_close_up_holds_all_but_the_largest_weights():
+    weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
+    weights[0, 7] = 0.9
+    image = drawn(lambda figure: draw_close(figure, a_record(1, weights=weights), 0, 0)).axes[0].images[0]
+    assert image.norm.vmax == pytest.approx(np.quantile(weights, 0.995))
+    assert image.norm.vmin == 0
+
+
+def test_what_a_token_does_not_see_is_masked_and_what_it_ignores_is_not():
+    weights = np.zeros((2, N_KEY + 1))
+    weights[0, 3] = weights[1, 4] = 1
+    image = drawn(lambda figure: draw_close(figure, a_record(2, weights=weights), 0, 0)).axes[0].images[0]
+    expected = np.zeros((2, N_KEY + 1), dtype=bool)
+    expected[0, -1] = expected[1, 0] = True
+    np.testing.assert_array_equal(np.ma.getmaskarray(shown(image)), expected)
+
+
+def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
+    red, green, blue, _ = HEAT.get_bad()
+    assert not {to_hex(each) for each in (HEAT(0.0), HEAT(1.0), (red, green, blue))} & set(COLORS.values())
+
+
+@pytest.mark.parametrize("n_row", [1, 16, 48, 49, 130])
+def test_labels_of_rows_do_not_touch(n_row):
+    record = a_record(n_row)
+    sizes = {}
+
+    def keep(draw, path, size):
+        sizes[path.stem] = size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("txl.reporting.attention.save_figure", keep)
+        save_figures(record, Path("unused"))
+    figure = drawn(lambda figure: draw_close(figure, record, 0, 0), sizes["figure6-token5000-layer1-head2"])
+    labels = [label for label in figure.axes[0].get_yticklabels() if label.get_text()]
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
+    assert figure.axes[0].get_yticks()[-1] == n_row - 1
+
+
+def test_marks_leave_white_space_out_and_line_ends_in():
+    texts = ["x"] * 37 + [" of", "\n", " law", "\n", " be", " zero"]
+    text = text_of(a_record(4, texts=texts, marked=[37, 38, 39, 41]))
+    begin = "x" * 34
+    assert text == (
+        f'{begin} <mark>of</mark><mark>⏎</mark>\n <mark>law</mark>\n <mark>be</mark> <span class="target">zero</span>'
+        ' <span class="control">risk</span>'
+    )
+
+
+@pytest.mark.parametrize(("following", "shown"), [("\n", "⏎"), (" ", "␣"), ("e", "e"), ("<", "&lt;")])
+def test_what_follows_is_seen_whatever_it_is(following, shown):
+    text = text_of(a_record(texts=["x"] * 43, following=following))
+    assert text.endswith(f'x<span class="target">x</span><span class="control">{shown}</span>')
+
+
+@pytest.mark.parametrize(
+    ("min_keys", "said"),
+    [
+        (N_KEY, None),
+        (30, "Beyond the dotted line not every token"),
+        (1, "The farther back, the fewer tokens have one there"),
+    ],
+)
+def test_distances_that_not_every_token_reaches_are_told(min_keys, said):
+    record = a_record(min_keys=min_keys)
+    lines = drawn(lambda figure: draw_average(figure, record)).axes[0].lines
+    assert [np.asarray(line.get_xdata())[0] for line in lines] == ([-29.5] if min_keys == 30 else [])
+    page = attention_section(record)
+    assert ("weights fall off" in page) == (said is not None)
+    assert said is None or said in page
+
+
+def test_the_page_has_a_heading_and_names_the_corpus_by_its_last_part():
+    page = attention_page(a_record(), "runs/<mine>")
+    assert "<h1>Attention of runs/&lt;mine&gt;</h1>" in page
+    assert "valid split of story.txt" in html.unescape(page)
+    assert "/some/where" not in page
