@@ -110,8 +110,9 @@ def test_steps_of_one_s_own_scale_the_schedule_and_are_part_of_the_experiment(st
     assert main([*words, "--steps", "30", "--dry-run", "--json"]) == 0
     assert {row["steps"] for row in json.loads(capsys.readouterr().out)["rows"]} == {30}
     run = scales.TINY.with_steps(30).base("word")
-    assert (run.train.steps, run.train.warmup_steps, run.train.eval_every) == (30, 7, 10)
-    assert scales.SMALL.with_steps(1000).base("word").train.warmup_steps == 200  # as without it
+    assert (run.train.steps, run.train.warmup_steps, run.train.eval_every) == (30, 15, 7)
+    small = scales.SMALL.with_steps(1000).base("word").train
+    assert (small.warmup_steps, small.eval_every, small.average_from) == (200, 250, 750)
     assert scales.TINY.with_steps(30).to_dict() != scales.TINY.to_dict()
 
 

@@ -85,13 +85,7 @@ class Scale:
         assert make is not None, "a scale of published presets has no base"
         run = make()
         if self.steps is not None:
-            train, factor = run.train, self.steps / run.train.steps
-            for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
-                setattr(train, name, max(1, round(getattr(train, name) * factor)))
-            # Not in proportion: a post-norm model that is warmed up in ten steps never gets beyond frequencies of words.
-            train.warmup_steps = min(train.warmup_steps, max(1, self.steps // 4))
-            if train.average_from is not None:
-                train.average_from = round(train.average_from * factor)
+            _cut(run.train, self.steps)
         return run
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,6 +103,20 @@ class Scale:
         """The data of a table: its corpus, or what stands for it at this scale."""
         chosen = self.corpora.get(corpus, self.corpora.get("*", corpus))
         return named_data(chosen, unit, self.max_words)
+
+
+def _cut(train: TrainConfig, steps: int) -> None:
+    """Fewer steps, or more, of the same schedule; averaging begins in proportion.
+
+    Intervals stay as they are while four of them fit: the splits that are evaluated do not become shorter. Nor does
+    warm-up, while it is at most half of the steps: a post-norm model that is warmed up in a few dozen of them stays for
+    long at what frequencies of words tell.
+    """
+    if train.average_from is not None:
+        train.average_from = round(train.average_from * steps / train.steps)
+    train.steps, train.warmup_steps = steps, min(train.warmup_steps, steps // 2)
+    for interval in ("eval_every", "checkpoint_every", "log_every"):
+        setattr(train, interval, min(getattr(train, interval), max(1, steps // 4)))
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
