@@ -17,8 +17,10 @@ SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment":
 """Vaswani et al. (2017)."""
 ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true"}
 """Baevski and Auli (2018)."""
-LSTM = _WITHOUT_MEMORY | {"model.kind": "lstm"}
-QRNN = _WITHOUT_MEMORY | {"model.kind": "qrnn"}
+# Depth and initial embeddings of the small recurrent presets: with a Transformer's they would hardly train.
+_RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577"}
+LSTM = _RECURRENT | {"model.kind": "lstm", "model.n_layer": "2"}
+QRNN = _RECURRENT | {"model.kind": "qrnn"}
 LARGER = Shape(depth=1.5, width=1.5)
 
 

@@ -1,0 +1,147 @@
+"""Where the time of a segment goes when no gradients are taken, and how near the machine's matrix rate its parts come.
+
+    python -m benchmarks.segment_profile results/segment-profile.json
+
+The shapes are those of `benchmarks.peers`. Parts are timed by themselves, what one calls inside another once: linear
+layers, attention (its four terms, softmax and weighted sum), the softmax over the vocabulary with the losses, the rest
+(normalisation, activations, embedding, memory). Operations of a part are its matrix products'.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from benchmarks.record import write
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.benchmarking.operations import matmul_rate
+from txl.models.decoder import Decoder
+from txl.models.linear import Linear
+from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
+
+SHAPES = [
+    ("enwik8-12L", 204, 1, 80, 2100),
+    ("enwik8-12L", 204, 1, 256, 2100),
+    ("wt103-base", 267_735, 10, 64, 640),
+]
+"""Preset, V, B, T, M."""
+STEPS = 15
+
+
+class Stopwatch:
+    """Seconds of parts of a step, without those of the parts that they call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._within: list[str] = []
+        self._since = 0.0
+
+    def _pass(self) -> None:
+        now = time.perf_counter()
+        if self._within:
+            self.seconds[self._within[-1]] = self.seconds.get(self._within[-1], 0.0) + now - self._since
+        self._since = now
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to this part."""
+        self._pass()
+        self._within.append(name)
+        try:
+            yield
+        finally:
+            self._pass()
+            self._within.pop()
+
+    def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed as a part."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.part(name):
+                return function(*arguments, **named)
+
+        return timed
+
+
+@contextmanager
+def watching(watch: Stopwatch, model: TransformerXL) -> Iterator[None]:
+    """Have the model's parts timed."""
+    attentions = [each for each in model.modules() if isinstance(each, RelativeMultiHeadAttention)]
+    plain = attentions[0].attend
+    with (
+        mock.patch.object(Linear, "forward", watch.watched("linear layers", Linear.forward)),
+        mock.patch.object(Decoder, "_nll_of", watch.watched("softmax", Decoder._nll_of)),
+    ):
+        for each in attentions:
+            each.attend = watch.watched("attention", plain)
+        try:
+            yield
+        finally:
+            for each in attentions:
+                each.attend = plain
+
+
+def operations(model: TransformerXL, n_lane: int, segment: int, memory: int) -> dict[str, int]:
+    """Of the parts that are nothing but matrix products."""
+    shape, rows = model.config, n_lane * segment
+    width = shape.n_head * shape.d_head
+    linear = 4 * shape.d_model * width + 2 * shape.d_model * shape.d_inner
+    return {
+        "linear layers": 2 * rows * linear * shape.n_layer,
+        "attention": 3 * 2 * rows * (memory + segment) * width * shape.n_layer,
+    }
+
+
+def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One shape."""
+    torch.manual_seed(0)
+    model = TransformerXL(txl.preset(preset).model, vocab_size).to(dtype).eval()
+    state = model.init_state(n_lane, mem_len=memory).filled_with_noise()
+    uniform = torch.rand(n_lane, segment, dtype=torch.float64)  # ranks roughly as natural text has them (Zipf)
+    tokens = ((vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, vocab_size - 1)
+    steps: list[dict[str, float]] = []
+    for _ in range(STEPS + 2):
+        watch = Stopwatch()
+        with torch.no_grad(), watching(watch, model), watch.part("rest"):
+            _, state = model.nll(tokens, tokens, state)
+        steps.append(watch.seconds)
+    parts = {name: statistics.median(step[name] for step in steps[2:]) for name in steps[0]}
+    rate, total = matmul_rate(dtype, "cpu"), sum(parts.values())
+    counted = operations(model, n_lane, segment, memory)
+    return {
+        "preset": preset,
+        "vocab_size": vocab_size,
+        "batch_size": n_lane,
+        "segment": segment,
+        "memory": memory,
+        "dtype": str(dtype).removeprefix("torch."),
+        "share": {name: seconds / total for name, seconds in parts.items()},
+        "fraction_of_matmul_rate": {name: counted[name] / parts[name] / rate for name in counted},
+        "seconds": total,
+        "matmul_rate": rate,
+    }
+
+
+def main() -> None:
+    """All shapes in both dtypes."""
+    keep_freed_memory()
+    rows = [measure(*shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
+    for row in rows:
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in row["share"].items())
+        rates = ", ".join(f"{name} {rate:.2f}" for name, rate in row["fraction_of_matmul_rate"].items())
+        print(f"{row['preset']} T {row['segment']} {row['dtype']}: shares {shares}; of the matrix rate {rates}")
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]), f"python -m benchmarks.segment_profile {sys.argv[1]}", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
