@@ -138,6 +138,25 @@ def peers(record: Record) -> str:
     )
 
 
+def segment_profile(record: Record) -> str:
+    """Shares of a segment's time, and how near the matrix rate its products come."""
+    rows = []
+    for row in record["rows"]:
+        rates = row["fraction_of_matmul_rate"]
+        cells = [
+            f"{share:.2f}" + (f" (at {rates[part]:.2f})" if part in rates else "")
+            for part, share in row["share"].items()
+        ]
+        shape = f"{row['preset']}, B {row['batch_size']}, T {row['segment']}, M {row['memory']:,}"
+        rows.append([shape, row["dtype"], *cells])
+    parts = list(record["rows"][0]["share"])
+    return (
+        "Shares of the time of a segment that is read without gradients; in parentheses the part's operations a second "
+        "over those of the machine's largest matrix products in the same run.\n\n"
+        f"{table(['shape', 'arithmetic', *parts], rows)}\n"
+    )
+
+
 def table9(record: Record) -> str:
     """How much slower the vanilla Transformer is."""
     rows = [
@@ -186,6 +205,12 @@ SECTIONS = (
     Section("The roofline", "scaling", "python -m benchmarks.scaling results/scaling.json", roofline, ("roofline",)),
     Section("How cost grows", "scaling", "python -m benchmarks.scaling results/scaling.json", growth, ("growth",)),
     Section("Beside Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
+    Section(
+        "Where a segment's time goes",
+        "segment-profile",
+        "python -m benchmarks.segment_profile results/segment-profile.json",
+        segment_profile,
+    ),
     Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
     Section(
         "Memory of a training step",
