@@ -111,11 +111,12 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     def step() -> None:
         nonlocal state
         tokens = torch.randint(vocab_size, shape, device=device)
-        with evaluation_mode(model), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            _, state = model.nll(tokens, tokens, state)
+        _, state = model.nll(tokens, tokens, state)
 
     rate = matmul_rate(getattr(torch, dtype), device)
-    seconds = timed(step, steps, device)
+    # Entered once for all steps, as an evaluation does it: autocast converts the weights once.
+    with evaluation_mode(model), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+        seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds
