@@ -22,7 +22,7 @@ class StreamBuffers:
 
     Positions are appended and never written again, so every state made from them stays valid. The state that ends
     where writing has ended is continued in place; any other one, and one that finds no more room, moves to buffers of
-    its own. As there is room for a fraction of the memory, this costs a few positions a token.
+    its own. As there is room for half of the memory, this costs about two positions a token.
     """
 
     def __init__(self, size: int):
@@ -84,7 +84,7 @@ class FrozenSegment:
             self.buffers, self.start = old, held.end - self.n_memory
         else:
             n_key = self.n_memory + n_new
-            self.buffers, self.start = StreamBuffers(n_key + max(n_new, n_key // 4, 32)), 0
+            self.buffers, self.start = StreamBuffers(n_key + max(2 * n_new, n_key // 2, 32)), 0
         self.end = self.start + self.n_memory + n_new
         self.buffers.written = self.end  # first of all, so that nobody takes the place if this segment is broken off
 

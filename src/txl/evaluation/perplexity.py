@@ -281,11 +281,14 @@ def resolved_lengths(state: Any) -> dict[str, Any]:
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout and no gradient inside; the model's mode is put back after."""
+    """No dropout and no gradient inside; the model's mode is put back after.
+
+    Not inference mode: in that, autocast converts every weight anew at every use, instead of once.
+    """
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield
     finally:
         model.train(was_training)
