@@ -9,12 +9,13 @@ T-th of a segment of T tokens behind L positions of memory for Transformer-XL.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from txl.benchmarking.workloads import timed
+from txl.benchmarking.workloads import timed_alternately
 from txl.config import ModelConfig
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models.transformer_xl import TransformerXL
@@ -56,18 +57,24 @@ def slowdown(
         vocab_size: tokens of the vocabulary.
         length: attention length L.
         segment: tokens T that Transformer-XL reads at once.
-        steps: windows and segments that are timed.
+        steps: windows that are timed, with several segments between each two.
         device: where.
         dtype: "float32", or "bfloat16" for autocast.
     """
-    recurrent = _recurrent_seconds(shape, vocab_size, length, segment, max(steps, 5), device, dtype)
-    vanilla = _vanilla_seconds(shape, vocab_size, length, steps, device, dtype)
-    return Slowdown(length, segment, dtype, vanilla, recurrent)
+    read_segment, recurrent = _recurrent(shape, vocab_size, length, segment, device)
+    read_window, vanilla = _vanilla(shape, vocab_size, length, device)
+    with evaluation_mode(recurrent), evaluation_mode(vanilla), _arithmetic(device, dtype):
+        of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
+    return Slowdown(length, segment, dtype, of_window, of_segment / segment)
 
 
-def _recurrent_seconds(
-    shape: ModelConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
-) -> float:
+Step = Callable[[], None]
+
+
+def _recurrent(
+    shape: ModelConfig, vocab_size: int, length: int, segment: int, device: str
+) -> tuple[Step, TransformerXL]:
+    """Reads one segment behind a full memory."""
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
     model = TransformerXL(shape, vocab_size).to(device)
@@ -78,11 +85,11 @@ def _recurrent_seconds(
         tokens = torch.randint(vocab_size, (1, segment), device=device)
         _, state = model.nll(tokens, tokens, state)
 
-    with evaluation_mode(model), _arithmetic(device, dtype):
-        return timed(read_segment, steps, device) / segment
+    return read_segment, model
 
 
-def _vanilla_seconds(shape: ModelConfig, vocab_size: int, length: int, steps: int, device: str, dtype: str) -> float:
+def _vanilla(shape: ModelConfig, vocab_size: int, length: int, device: str) -> tuple[Step, VanillaTransformer]:
+    """Reads one window for its last token."""
     torch.manual_seed(0)
     without = {"mem_len": 0, "window": None, "clamp_len": None, "encoding": "learned", "max_segment": length}
     model = VanillaTransformer(dataclasses.replace(shape, **without), vocab_size).to(device)
@@ -91,8 +98,7 @@ def _vanilla_seconds(shape: ModelConfig, vocab_size: int, length: int, steps: in
         tokens = torch.randint(vocab_size, (1, length), device=device)
         model.last_nll(tokens, tokens[:, -1], model.init_state(1))
 
-    with evaluation_mode(model), _arithmetic(device, dtype):
-        return timed(read_window, steps, device)
+    return read_window, model
 
 
 def _arithmetic(device: str, dtype: str) -> torch.autocast:

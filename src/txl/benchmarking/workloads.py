@@ -61,6 +61,26 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def timed_alternately(
+    often: Callable[[], None], seldom: Callable[[], None], steps: int, device: str
+) -> tuple[float, float]:
+    """Median seconds of two steps, the first four times for each of the second, after a round that does not count.
+
+    In turns, because a machine that others use too is not equally fast from one second to the next.
+    """
+    times: list[list[float]] = [[], []]
+    for number in range(steps + 1):
+        for kept, step in zip([times[0]] * 4 + [times[1]], [often] * 4 + [seldom], strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            step()
+            synchronize(device)
+            if number >= 1:
+                kept.append(time.perf_counter() - start)
+    often_median, seldom_median = (sorted(each)[len(each) // 2] for each in times)
+    return often_median, seldom_median
+
+
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
     """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start.
 
