@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import small_run
 from txl.cli import build_parser, main
+from txl.commands.options import absolute_path
 from txl.config import RunConfig, leaf_fields
 
 
@@ -148,6 +149,16 @@ def test_a_drawn_seed_is_told(trained, capsys):
     first = json.loads(capsys.readouterr().out)
     assert main([*words, "--seed", str(first["seed"])]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == first["samples"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [("ptb", True), ("stdlib", True), ("./ptb", False), ("other", False)])
+def test_a_known_corpus_is_not_a_folder_of_the_same_name(given, kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ptb", "stdlib", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("a text\n" * 9)
+    expected = given if kept else str(tmp_path / Path(given))
+    assert absolute_path(given) == expected
 
 
 def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatch, capsys):

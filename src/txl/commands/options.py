@@ -50,10 +50,15 @@ def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
 
 
 def absolute_path(corpus: str) -> str:
-    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is."""
+    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
+
+    A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
+    """
+    from txl.data.benchmarks import BENCHMARKS
+    from txl.data.corpora import STDLIB
     from txl.data.sources import find_files
 
-    if not corpus:
+    if not corpus or corpus == STDLIB or corpus in BENCHMARKS:
         return corpus  # an imported model has none
     if os.sep not in corpus and not Path(corpus).exists():
         try:
