@@ -157,6 +157,20 @@ def segment_profile(record: Record) -> str:
     )
 
 
+def training_profile(record: Record) -> str:
+    """Shares of a training step's time."""
+    rows = [
+        [
+            f"{row['preset']}, B {row['batch_size']}, T {row['segment']}, M {row['memory']}",
+            row["dtype"],
+            *(f"{share:.2f}" for share in row["share"].values()),
+        ]
+        for row in record["rows"]
+    ]
+    heads = ["shape", "arithmetic", *record["rows"][0]["share"]]
+    return f"Shares of a training step's time, by PyTorch's profiler.\n\n{table(heads, rows)}\n"
+
+
 def table9(record: Record) -> str:
     """How much slower the vanilla Transformer is."""
     rows = [
@@ -210,6 +224,12 @@ SECTIONS = (
         "segment-profile",
         "python -m benchmarks.segment_profile results/segment-profile.json",
         segment_profile,
+    ),
+    Section(
+        "Where a training step's time goes",
+        "training-profile",
+        "python -m benchmarks.training_profile results/training-profile.json",
+        training_profile,
     ),
     Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
     Section(
