@@ -141,6 +141,14 @@ def test_what_it_does_not_do_is_pytorch_s():
 
 
 @needs_compiler
+def test_torch_compile_does_not_look_into_the_library(monkeypatch):
+    *numbers, scope = operands((1, 16, 5, 1, 16, None, None), torch.float32)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        assert fused_attention(*numbers, scope=scope) is None
+
+
+@needs_compiler
 def test_attention_dropout_is_not_left_out():
     *numbers, scope = operands((1, 16, 5, 1, 16, None, None), torch.float32)
     with torch.no_grad():

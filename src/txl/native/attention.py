@@ -63,8 +63,10 @@ def fused_attention(
 
     Returns:
         [B,T,H,D]; None where the library cannot do it, or PyTorch is as fast: with gradients, on another device, in
-        another dtype, for few queries, without a compiler.
+        another dtype, for few queries, without a C++ compiler, while `torch.compile` traces.
     """
+    if torch.compiler.is_compiling():
+        return None  # the compiler cannot look into the library
     n_lane, n_query, n_head, d_head = query.shape
     numbers = [query, key, value, *([] if position is None else [position])]
     if (
