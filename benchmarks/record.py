@@ -67,6 +67,12 @@ def write(path: Path, command: str, output: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
+def write_if_asked(module: str, output: Any) -> None:
+    """Write the record to the file that the command line of a benchmark names, if it names one."""
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]), f"python -m benchmarks.{module} {sys.argv[1]}", output)
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(f"usage: {sys.argv[0]} FILE COMMAND [OPTION ...] | FILE --run DIRECTORY COMMAND")

@@ -10,16 +10,14 @@ layers, attention (its four terms, softmax and weighted sum), the softmax over t
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.record import write
+from benchmarks.record import write_if_asked
 
 import txl
 from txl.allocator import keep_freed_memory
@@ -139,8 +137,7 @@ def main() -> None:
         shares = ", ".join(f"{name} {share:.2f}" for name, share in row["share"].items())
         rates = ", ".join(f"{name} {rate:.2f}" for name, rate in row["fraction_of_matmul_rate"].items())
         print(f"{row['preset']} T {row['segment']} {row['dtype']}: shares {shares}; of the matrix rate {rates}")
-    if len(sys.argv) > 1:
-        write(Path(sys.argv[1]), f"python -m benchmarks.segment_profile {sys.argv[1]}", {"rows": rows})
+    write_if_asked("segment_profile", {"rows": rows})
 
 
 if __name__ == "__main__":

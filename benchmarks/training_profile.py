@@ -8,12 +8,10 @@ The shapes are those of `benchmarks.peers`. Times are those that PyTorch's profi
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.record import write
+from benchmarks.record import write_if_asked
 from torch.profiler import ProfilerActivity, profile
 
 import txl
@@ -74,8 +72,7 @@ def main() -> None:
     for row in rows:
         shares = ", ".join(f"{name} {share:.2f}" for name, share in row["share"].items())
         print(f"T = M = {row['segment']} {row['dtype']}: {shares}")
-    if len(sys.argv) > 1:
-        write(Path(sys.argv[1]), f"python -m benchmarks.training_profile {sys.argv[1]}", {"rows": rows})
+    write_if_asked("training_profile", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from txl.cli import main
 from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.native.build import compiled_steps
+from txl.native.build import compiled_code
 
 SHAPE = ModelConfig(n_layer=3, d_model=14, n_head=3, d_head=5, d_inner=22, mem_len=11, dropout=0.0)
 V, B, T = 19, 2, 7
@@ -30,7 +30,7 @@ def test_the_formula_counts_what_a_profiler_counts(memory, frozen):
     if memory:
         state = state.filled_with_noise()
     tokens = torch.randint(V, (B, T))
-    with torch.no_grad(), compiled_steps(False):  # which a profiler of PyTorch's operations does not see
+    with torch.no_grad(), compiled_code(False):  # which a profiler of PyTorch's operations does not see
         _, state = model.nll(tokens, tokens, state)  # frozen: now everything about the memory is known
         with FlopCounterMode(display=False) as forward:
             model.nll(tokens, tokens, state if memory else model.init_state(B))

@@ -12,7 +12,7 @@ from tests.models.test_contract import EXACT, LENGTH, VARIANTS, B, V, lively, st
 from torch import Tensor
 
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
-from txl.native.build import compiled_steps
+from txl.native.build import compiled_code
 
 QUIET = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -75,7 +75,7 @@ def test_each_position_is_projected_once(monkeypatch):
     monkeypatch.setattr(
         RelativeMultiHeadAttention, "position", lambda self, r: (tables.append(len(r)), real(self, r))[1]
     )
-    with torch.no_grad(), compiled_steps(False):  # compiled steps project without calling these
+    with torch.no_grad(), compiled_code(False):  # compiled steps project without calling these
         read(model, stream(200)[0], 1, model.init_state(B, mem_len=9))
     # The first call also looks at an empty memory.
     assert sum(rows) == n_layer * 200
@@ -220,7 +220,7 @@ def test_lanes_are_selected_reset_and_shortened_with_their_projections(monkeypat
 
     expected = through(model.init_state(B), nullcontext)
     rows = projected_positions(monkeypatch)
-    with compiled_steps(False):
+    with compiled_code(False):
         found = through(model.init_state(B), torch.no_grad)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     assert sum(rows) == model.config.n_layer * LENGTH

@@ -12,7 +12,7 @@ from txl.attention.reference import reference_attention
 from txl.attention.scope import KeyScope
 from txl.attention.shifted import shifted_attention
 from txl.native.attention import FEWEST_QUERIES, fused_attention
-from txl.native.build import compiled_steps, library, why_not
+from txl.native.build import compiled_code, library, why_not
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
@@ -136,7 +136,7 @@ def test_what_it_does_not_do_is_pytorch_s():
         assert fused_attention(*numbers, scope=scope) is not None
         assert fused_attention(*(each.double() for each in numbers), scope=scope) is None
         assert fused_attention(numbers[0][:, 1:], *numbers[1:], scope=scope) is None
-        with compiled_steps(False):
+        with compiled_code(False):
             assert fused_attention(*numbers, scope=scope) is None
 
 

@@ -14,7 +14,7 @@ from tests.models.test_contract import VARIANTS, B, lively, stream
 
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build
-from txl.native.build import compiled_steps, why_not
+from txl.native.build import compiled_code, why_not
 from txl.native.steps import LayerWeights, few_rows
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
@@ -60,7 +60,7 @@ def test_what_it_does_not_know_is_pytorch_s():
         assert few_rows(row.half(), weight.half(), None) is None
         with torch.autocast("cpu", torch.bfloat16):
             assert few_rows(row, weight, None) is None
-        with compiled_steps(False):
+        with compiled_code(False):
             assert few_rows(row, weight, None) is None
 
 
@@ -145,7 +145,7 @@ def test_changes_of_the_model_in_the_middle_of_a_stream_are_noticed(change):
                 {name: each.float() if each.is_floating_point() else each for name, each in state.to_tensors().items()}
             )
         found, _ = read(model, tokens[:, 9:], state)
-        with compiled_steps(False):
+        with compiled_code(False):
             expected, _ = read(model, tokens[:, 9:], state)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if change == "to" else 1e-10)
 

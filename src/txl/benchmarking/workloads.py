@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,15 +51,7 @@ class Speed:
 
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
     """Median seconds of a step, after two that do not count."""
-    times = []
-    for number in range(steps + 2):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        if number >= 2:
-            times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return median([_seconds(step, device) for _ in range(steps + 2)][2:])
 
 
 def timed_alternately(
@@ -68,17 +61,16 @@ def timed_alternately(
 
     In turns, because a machine that others use too is not equally fast from one second to the next.
     """
-    times: list[list[float]] = [[], []]
-    for number in range(steps + 1):
-        for kept, step in zip([times[0]] * 4 + [times[1]], [often] * 4 + [seldom], strict=True):
-            synchronize(device)
-            start = time.perf_counter()
-            step()
-            synchronize(device)
-            if number >= 1:
-                kept.append(time.perf_counter() - start)
-    often_median, seldom_median = (sorted(each)[len(each) // 2] for each in times)
-    return often_median, seldom_median
+    rounds = [([_seconds(often, device) for _ in range(4)], _seconds(seldom, device)) for _ in range(steps + 1)][1:]
+    return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
+
+
+def _seconds(step: Callable[[], None], device: str) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:

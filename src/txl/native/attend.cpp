@@ -11,6 +11,7 @@
 // Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <vector>
 

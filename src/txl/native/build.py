@@ -30,11 +30,11 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 
 _logger = logging.getLogger(__name__)
-_wanted: ContextVar[bool] = ContextVar("compiled steps are wanted", default=True)
+_wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
 
 
 @contextmanager
-def compiled_steps(wanted: bool) -> Iterator[None]:
+def compiled_code(wanted: bool) -> Iterator[None]:
     """Whether the compiled library may be used on a CPU, as it is by default, within this block."""
     token = _wanted.set(wanted)
     try:
