@@ -10,9 +10,10 @@ from txl.reproduction.configuring import (
     NotTrained,
     configure,
     count_parameters,
+    estimated_segment,
     fitted,
     unknown_to_this_version,
-    with_equal_memory,
+    with_equal_tokens,
 )
 from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
@@ -79,10 +80,10 @@ def test_every_row_is_valid_or_flagged(definition, row, scale):
     }
     if any(flagged.values()):
         with pytest.raises(NotTrained) as why:
-            configure(definition, row, scale, data, size)
+            configure(definition, row, scale, data, size, estimated_segment)
         assert flagged[why.value.status]
         return
-    run = configure(definition, row, scale, data, size)
+    run = configure(definition, row, scale, data, size, estimated_segment)
     validate(run)
     assert run.data == data
 
@@ -95,7 +96,7 @@ def test_models_of_a_table_have_equal_budgets(definition):
     budgets = set()
     for row in definition.rows:
         if row.trained and unknown_to_this_version(row) is None and row.equal_memory_with is None:
-            train = configure(definition, row, SMALL, data, 10_000).train
+            train = configure(definition, row, SMALL, data, 10_000, estimated_segment).train
             budgets.add((train.steps, train.batch_size, train.segment, train.learning_rate))
     assert len(budgets) == 1
 
@@ -111,13 +112,13 @@ def test_a_row_of_another_version_is_named_by_what_is_not_known():
 def test_published_rows_are_the_presets():
     table = definitions()["table1"]
     row = table.row("xl-large")
-    run = configure(table, row, PAPER, DataConfig(corpus="wikitext-103", unit="word"), 267_735)
+    run = configure(table, row, PAPER, DataConfig(corpus="wikitext-103", unit="word"), 267_735, estimated_segment)
     assert run.model == presets()["wt103-large"].make().model
 
 
 def test_a_width_is_fitted_to_a_number_of_parameters():
     table = definitions()["table6"]
-    run = configure(table, table.row("xl"), TINY, DataConfig(corpus="stdlib", unit="word"), 1000)
+    run = configure(table, table.row("xl"), TINY, DataConfig(corpus="stdlib", unit="word"), 1000, estimated_segment)
     narrow = count_parameters(run, 1000)
     run.model.d_inner = 6
     found = fitted(run, "model.d_inner", 1000, narrow)
@@ -129,8 +130,8 @@ def test_a_width_is_fitted_to_a_number_of_parameters():
 def test_equal_memory_gives_the_longest_segment_and_equal_tokens():
     table = definitions()["table10"]
     data = DataConfig(corpus="stdlib", unit="word")
-    first = configure(table, table.row("xl"), TINY, data, 1000)
-    longer = configure(table, table.row("no-recurrence"), TINY, data, 1000)
+    first = configure(table, table.row("xl"), TINY, data, 1000, estimated_segment)
+    longer = configure(table, table.row("no-recurrence"), TINY, data, 1000, estimated_segment)
     budget = estimate(first, 1000).total_bytes
     assert estimate(longer, 1000).total_bytes <= budget
     assert longer.train.segment > first.train.segment
@@ -138,4 +139,12 @@ def test_equal_memory_gives_the_longest_segment_and_equal_tokens():
     assert tokens[1] == pytest.approx(tokens[0], rel=0.02)
     longer.train.segment += 1
     assert estimate(longer, 1000).total_bytes > budget
-    assert with_equal_memory(first, first, 1000).train.segment == first.train.segment
+    assert estimated_segment(first, first, 1000) == first.train.segment
+
+
+def test_another_segment_keeps_tokens_and_where_averaging_begins():
+    run = TINY.base("word")
+    run.train.steps, run.train.segment, run.train.average_from = 300, 32, 150
+    longer = with_equal_tokens(run, 48)
+    assert (longer.train.segment, longer.train.steps, longer.train.average_from) == (48, 200, 100)
+    assert run.train.segment == 32

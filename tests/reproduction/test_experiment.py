@@ -13,7 +13,7 @@ from tests.reproduction.conftest import micro_run
 
 import txl
 import txl.reproduction.experiment as experiment_module
-from txl.config import DataConfig
+from txl.config import DataConfig, RunConfig
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
@@ -21,10 +21,12 @@ from txl.reproduction.configuring import unknown_to_this_version
 from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
+from txl.reproduction.measuring import loss_at
 from txl.reproduction.outcome import gather, spread_text
 from txl.reproduction.record import write_outcome
 from txl.reproduction.text import markdown
 from txl.run_directory import RunDirectory
+from txl.training.budget import peak_bytes, with_segment
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}
 
@@ -59,7 +61,7 @@ def test_attention_lengths_are_those_of_the_models_that_were_trained(micro, word
             tokens = corpus.tokens(split)
             if key == "no-recurrence":
                 return evaluate_sliding(model, tokens, context=length, max_tokens=80).nll
-            settings = {"segment": 8, "batch_size": 2, "max_tokens": 80, "exhaustive": True}
+            settings = {"segment": 8, "batch_size": 1, "max_tokens": 80, "exhaustive": True}
             return evaluate(model, tokens, mem_len=length, window=length, **settings).nll
 
         curve = {point["length"]: point["nll"] for point in found["curve"]}
@@ -70,6 +72,35 @@ def test_attention_lengths_are_those_of_the_models_that_were_trained(micro, word
         assert (found["attention"], found["training length"]) == (best, 8)
         assert found["quality"] == pytest.approx(math.exp(loss("test", best)))
         assert found["init"] == pytest.approx(math.exp(loss("test", 8)))
+
+
+def test_memory_and_sliding_windows_of_one_length_see_the_same(words, data_dir):
+    """One layer with a window of L reads what a window of L tokens that is read anew for every target does."""
+    with_memory = micro_run()
+    corpus = txl.open_corpus(words.corpus, "word", data_dir=data_dir)
+    model = txl.build_model(with_memory.model, corpus.vocabulary)
+    tokens = corpus.tokens("test")
+    without = micro_run()
+    without.model.mem_len = 0
+    for length in (4, 16):
+        found = [loss_at(model.eval(), run, tokens, length, 80) for run in (with_memory, without)]
+        assert found[0].tokens == found[1].tokens
+        assert found[0].nll == pytest.approx(found[1].nll, abs=1e-6)
+
+
+def test_the_segment_of_equal_memory_is_measured_once_and_kept(micro, words, tmp_path, data_dir, monkeypatch):
+    out, table = tmp_path / "out", definitions()["table10"]
+    rows = tuple(table.row(key) for key in ("xl", "no-recurrence"))
+    first, second = experiment("table10", micro, words, out, data_dir, seeds=1, rows=rows).run()
+    size = len(txl.open_corpus(words.corpus, "word", data_dir=data_dir).vocabulary)
+    reference, chosen = (RunConfig.from_dict(result.config or {}) for result in (first, second))
+    budget = peak_bytes(reference, size)
+    assert peak_bytes(chosen, size) <= budget < peak_bytes(with_segment(chosen, chosen.train.segment + 1), size)
+    assert json.loads((out / "memory" / "table10-no-recurrence.json").read_text())["budget_bytes"] == budget
+    monkeypatch.setattr(experiment_module, "longest_segment", pytest.fail)  # the folder knows it
+    again = experiment("table10", micro, words, out, data_dir, seeds=2, rows=rows).run()[1]
+    assert again.config == second.config
+    assert sorted(again.by_seed) == [1, 2]
 
 
 def test_equal_perplexities_take_the_shortest_length(micro, words, tmp_path, data_dir, monkeypatch):

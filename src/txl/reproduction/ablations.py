@@ -295,8 +295,8 @@ TABLE10 = Definition(
         ),
     ),
     notes=(
-        "Segments without recurrence are as long as fit into the training memory of the first row, as `txl train "
-        "--dry-run` estimates it; the number of tokens trained on stays the same.",
+        "Segments without recurrence are as long as fit into the training memory of the first row, as `txl bench "
+        "budget` measures it; the number of tokens trained on stays the same.",
     ),
 )
 TABLES = (TABLE6, TABLE7, TABLE8, FIGURE4, TABLE9, TABLE10)

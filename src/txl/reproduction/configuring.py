@@ -7,6 +7,7 @@ does not know is listed as not in this version, and comes alive once it does.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +17,7 @@ from txl.models import build_model
 from txl.presets import preset, presets
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.scales import Scale
+from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 
 _OF_ATTENTION = (
@@ -24,6 +26,10 @@ _OF_ATTENTION = (
 )
 """Fields that recurrent models leave at their defaults."""
 _LARGEST_WIDTH = 1 << 14
+
+FitSegment = Callable[[RunConfig, RunConfig, int], int]
+"""The longest segment with which the first configuration trains in no more memory than the second one takes, for a
+vocabulary of so many tokens."""
 
 
 class NotTrained(Exception):
@@ -48,8 +54,18 @@ def unknown_to_this_version(row: Row) -> str | None:
     return None
 
 
-def configure(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
+def configure(
+    definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int, fit_segment: FitSegment
+) -> RunConfig:
     """The configuration of a row, with seed 1.
+
+    Args:
+        definition: the table.
+        row: one of its rows.
+        scale: model and budget.
+        data: the corpus.
+        vocab_size: tokens of its vocabulary.
+        fit_segment: how the segment of a row is found that may take another row's memory.
 
     Raises:
         NotTrained: if the row has none here.
@@ -65,19 +81,19 @@ def configure(definition: Definition, row: Row, scale: Scale, data: DataConfig, 
     if scale.is_published and row.preset not in presets():
         raise NotTrained("not in this version", f"no preset {row.preset}")
     run = _varied(definition, row, scale, data, vocab_size)
+    run.name = f"{definition.experiment_name}-{row.key}"
     if row.fit is not None and not scale.is_published:
         field, key = row.fit
         target = count_parameters(_varied(definition, definition.row(key), scale, data, vocab_size), vocab_size)
         run = fitted(run, field, vocab_size, target)
     if row.equal_memory_with is not None:
-        other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size)
-        run = with_equal_memory(run, other, vocab_size)
+        other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
+        run = with_equal_tokens(run, fit_segment(run, other, vocab_size))
     if run.model.mem_len == 0:
         run.model.window = None
         run.eval = dataclasses.replace(
             run.eval, mem_len=0, window=None, clamp_len=None, segment=min(run.eval.segment, run.train.segment)
         )
-    run.name = f"{definition.experiment_name}-{row.key}"
     validate(run)
     return run
 
@@ -146,22 +162,22 @@ def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfi
     return min(candidates, key=lambda candidate: abs(candidate[1] - target))[0]
 
 
-def with_equal_memory(run: RunConfig, other: RunConfig, vocab_size: int) -> RunConfig:
-    """The configuration with the longest segment whose training takes no more memory than another's does (Table 10).
+def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
+    """The configuration with another segment, and as many tokens as before as far as whole steps allow."""
+    changed = with_segment(run, segment)
+    before, train = run.train, changed.train
+    train.steps = max(1, round(before.steps * before.segment / segment))
+    if before.average_from is not None:
+        train.average_from = round(before.average_from * before.segment / segment)
+    return changed
 
-    Tokens stay equal as far as whole steps allow. Memory is that of `txl.training.estimate`.
-    """
+
+def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
+    """The longest segment of equal memory as `txl.training.estimate` counts it: for a plan, in no time."""
     budget = estimate(other, vocab_size).total_bytes
-
-    def at(segment: int) -> RunConfig:
-        return with_options(run, {"train.segment": str(segment), "model.max_segment": str(max(segment, 1))})
-
     low, high = run.train.segment, 8 * run.train.segment
-    while low < high:  # the longest that fits
+    while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if estimate(at(middle), vocab_size).total_bytes <= budget else (low, middle - 1)
-    chosen = at(low)
-    chosen.train.steps = max(1, round(run.train.steps * run.train.segment / low))
-    if chosen.train.average_from is not None:
-        chosen.train.average_from = round(chosen.train.average_from * run.train.segment / low)
-    return chosen
+        fits = estimate(with_segment(run, middle), vocab_size).total_bytes <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low

@@ -1,6 +1,7 @@
 """A table run again: every model and seed trained into a run directory of its own, measured, and put together.
 
     experiment.json              what this folder holds; another scale or corpus is refused
+    memory/ROW.json              the longest segment of equal memory, measured once (Table 10)
     runs/ROW-seedN/              run directories, as `txl train` writes them
     results/ROW-seedN.json       what was measured of each
     made/                        what commands made of them (Figures 5 to 7, samples)
@@ -34,6 +35,7 @@ from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.speed import measure_speed
 from txl.run_directory import RunDirectory, write_whole
+from txl.training.budget import longest_segment, peak_bytes
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.trainer import Trainer
 
@@ -180,12 +182,27 @@ class Experiment:
                 require_command(self._words(Path("run"), 1))
             if row.cache_over is not None:
                 require_command(cache_words(self.scale, "run"))
-            run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary))
+            run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
         except NotTrained as why:
             return RowResult(row, why.status, str(why))
         except UserError as error:
             return RowResult(row, "failed", str(error))
         return RowResult(row, "done", config=run.to_dict())
+
+    def _measured_segment(self, run: RunConfig, other: RunConfig, vocab_size: int) -> int:
+        """The longest segment that trains in another configuration's memory: measured once, then the folder's.
+
+        All seeds have the same, also where the folder goes on with another device, which would measure another.
+        """
+        path = self.out / "memory" / f"{run.name}.json"
+        stored = _read(path)
+        if stored is None:
+            self._say(f"{run.name}: seeking the longest segment that trains in the memory of {other.name}")
+            budget = peak_bytes(other, vocab_size, self.device)
+            stored = longest_segment(run, budget, vocab_size, self.device).to_dict() | {"device": self.device}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(stored) + "\n")
+        return stored["segment"]
 
     def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
         """The corpus, or its sentences in random order where the table is about such a corpus."""

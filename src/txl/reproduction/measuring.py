@@ -93,6 +93,9 @@ def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: in
 
     A model that was trained with memory has a memory and a window of that length; one that was trained without is
     given a window of it that slides by one token; a recurrent network carries its state and has no length.
+
+    A part of a split is read as one stream. Each of several lanes begins with an empty memory, and where they are short
+    a long one never fills, while a sliding window sees all of its length.
     """
     if run.model.mem_len == 0 and not is_recurrent(run):
         return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
@@ -103,7 +106,7 @@ def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: in
         model,
         tokens,
         segment=run.eval.segment,
-        batch_size=run.eval.batch_size,
+        batch_size=run.eval.batch_size if max_tokens is None else 1,
         max_tokens=max_tokens,
         exhaustive=True,
         temperature=run.eval.temperature,

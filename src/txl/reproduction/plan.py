@@ -9,7 +9,7 @@ from txl.config import DataConfig
 from txl.data.corpora import known_vocabulary_size, open_corpus
 from txl.errors import UserError
 from txl.presets import presets
-from txl.reproduction.configuring import NotTrained, configure, count_parameters
+from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.experiment import cache_words, command_words, require_command
 from txl.reproduction.scales import Scale
@@ -55,7 +55,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
             require_command(command_words(definition, scale, "run", "out"))
         if row.cache_over is not None:
             require_command(cache_words(scale, "run"))
-        run = configure(definition, row, scale, data, size)
+        run = configure(definition, row, scale, data, size, estimated_segment)
     except NotTrained as why:
         return PlannedRow(row.key, row.name, why.status, str(why))
     except UserError as error:
@@ -67,6 +67,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
         row.key,
         row.name,
         "to train",
+        f"segments of about {train.segment}, measured when it runs" if row.equal_memory_with is not None else "",
         preset=row.preset if scale.is_published else None,
         parameters=count_parameters(run, size),
         steps=train.steps,
