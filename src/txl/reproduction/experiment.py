@@ -202,7 +202,7 @@ class Experiment:
             stored = longest_segment(run, budget, vocab_size, self.device).to_dict() | {"device": self.device}
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
-        return stored["segment"]
+        return int(stored["segment"])
 
     def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
         """The corpus, or its sentences in random order where the table is about such a corpus."""
