@@ -8,7 +8,7 @@ from __future__ import annotations
 from txl.benchmarking.table9 import PUBLISHED
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
 from txl.reproduction.definition import Definition, Row, Shape
-from txl.reproduction.published import LSTM, QRNN, SINUSOID, VANILLA
+from txl.reproduction.published import LSTM, QRNN, SINUSOID, VANILLA, width_of
 
 _HALF = {"train.loss": "half"}
 _WITHOUT = {"model.mem_len": "0"}
@@ -165,7 +165,7 @@ TABLE8 = Definition(
             QRNN,
             _FIRST,
             shape=_STANDARD,
-            fit=("model.d_model", "xl-151M"),
+            fit=width_of("xl-151M"),
             preset="wt103-qrnn",
             as_published=True,
         ),
@@ -176,7 +176,7 @@ TABLE8 = Definition(
             LSTM,
             _FIRST,
             shape=_STANDARD,
-            fit=("model.d_model", "xl-151M"),
+            fit=width_of("xl-151M"),
             preset="wt103-lstm",
             as_published=True,
         ),
@@ -185,7 +185,7 @@ TABLE8 = Definition(
             "xl-shaw", "- use Shaw et al. (2018) encoding", "400 400 300", _SHAW, _SECOND, preset="wt103-ablation"
         ),
         _context("no-recurrence", "- remove recurrence", "300 300 300", _WITHOUT, _SECOND, preset="wt103-ablation"),
-        _context("transformer", "Transformer", "128 128 128", VANILLA, _SECOND, preset="wt103-ablation"),
+        _context("transformer", "Transformer", "128 128 128", VANILLA | _HALF, _SECOND, preset="wt103-ablation"),
     ),
     claims=(
         Claim(

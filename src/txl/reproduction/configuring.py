@@ -48,7 +48,7 @@ class NotTrained(Exception):
 def unknown_to_this_version(row: Row) -> str | None:
     """The first field or value of a row's overrides that this version does not know; None if it knows all."""
     try:
-        with_options(RunConfig(), row.options(segment=2, longest=2))
+        with_options(RunConfig(), row.options(segment=2, mem_len=2, longest=2))
     except UserError as error:
         return str(error).partition(";")[0]
     return None
@@ -113,7 +113,7 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
             _settle_clusters(model, row, vocab_size)
     longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
     if not (scale.is_published and row.as_published):
-        run = with_options(run, row.options(run.train.segment, longest))
+        run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest))
     run.data = dataclasses.replace(data)
     if is_recurrent(run):
         for item in dataclasses.fields(ModelConfig):

@@ -40,8 +40,8 @@ class Row:
     """The paper's figures by column, as printed."""
     overrides: dict[str, str] | None = None
     """Fields of the configuration that make the scale's model this one, as on the command line, but that {segment}
-    stands for the training segment, {reach} for the largest distance within it, and {longest} for the longest context
-    that is evaluated. None: a published result that this project does not train."""
+    stands for the training segment, {reach} for the largest distance that training sees, and {longest} for the longest
+    context that is evaluated. None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
@@ -65,10 +65,17 @@ class Row:
         """Whether this project trains the model of this row."""
         return self.overrides is not None
 
-    def options(self, segment: int, longest: int) -> dict[str, str]:
-        """The overrides as options, with their lengths filled in."""
+    def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
+        """The overrides as options, with their lengths filled in.
+
+        Args:
+            segment: tokens of a training segment.
+            mem_len: of the scale's model; a row's own counts before it.
+            longest: the longest context that is evaluated.
+        """
         values = self.overrides or {}
-        lengths = {"segment": segment, "reach": segment - 1, "longest": longest}
+        memory = int(values.get("model.mem_len", mem_len))
+        lengths = {"segment": segment, "reach": memory + segment - 1, "longest": longest}
         return {name: value.format(**lengths) for name, value in values.items()}
 
 

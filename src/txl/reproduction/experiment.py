@@ -256,7 +256,7 @@ def command_words(definition: Definition, scale: Scale, run: str, out: str) -> l
 def cache_words(scale: Scale, run: str) -> list[str]:
     """The command that tunes and measures a continuous cache, as a user would type it after `txl`."""
     limit = [] if scale.eval_tokens is None else ["--max-tokens", str(scale.eval_tokens)]
-    return ["cache", run, *limit]
+    return ["cache", run, "--batch", "1", *limit]  # a lane remembers nothing of the others
 
 
 def run_command(words: list[str]) -> None:

@@ -6,7 +6,7 @@ is the scale's size and the larger keeps its proportion of layers and width.
 
 from __future__ import annotations
 
-from txl.reproduction.claims import Claim, below, lower, no_worse
+from txl.reproduction.claims import Claim, all_of, below, lower, no_worse
 from txl.reproduction.definition import Definition, Row, Shape
 
 _WITHOUT_MEMORY = {"model.mem_len": "0"}
@@ -18,19 +18,19 @@ AL_RFOU = VANILLA | {"model.layer_losses": "true", "model.n_target": "2"}
 train."""
 SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment": "{longest}"}
 """Vaswani et al. (2017)."""
-ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true"}
-"""Baevski and Auli (2018)."""
-# Depth and initial embeddings of the small recurrent presets: with a Transformer's they would hardly train.
-_RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577"}
-LSTM = _RECURRENT | {"model.kind": "lstm", "model.n_layer": "2"}
-QRNN = _RECURRENT | {"model.kind": "qrnn"}
+ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true", "model.init": "xavier", "model.tie_projections": "tails"}
+"""Baevski and Auli (2018); with a Transformer-XL's initial embeddings, words would be drowned by positions."""
+# Initial embeddings of the small recurrent presets, and two layers: with a Transformer's they would hardly train.
+_RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577", "model.n_layer": "2"}
+LSTM = _RECURRENT | {"model.kind": "lstm"}
+QRNN = _RECURRENT | {"model.kind": "qrnn", "model.kernel_sizes": "2,1"}
 _AUXILIARY = "The vanilla Transformers are trained with the auxiliary losses of Al-Rfou et al., Transformer-XL without."
 LARGER = Shape(depth=1.5, width=1.5)
 
 
 def width_of(key: str) -> tuple[str, str]:
-    """The width is chosen so that the model has as many parameters as another row's."""
-    return ("model.d_model", key)
+    """The width of the layers is chosen so that a recurrent model has as many parameters as another row's."""
+    return ("model.d_hidden", key)
 
 
 def published_row(name: str, parameters: str, figure: str, metric: str) -> Row:
@@ -130,6 +130,12 @@ TABLE1 = Definition(
             "the standard Transformer-XL is better than the recurrent networks with as many parameters",
             "24.0 against 33.0 perplexity (QRNN)",
             lower("xl-standard", "lstm", "qrnn"),
+        ),
+        Claim(
+            "Table 1, cache",
+            "a continuous cache helps an LSTM, and does not bring it to Transformer-XL",
+            "40.8 against 48.7 perplexity without, and against 24.0",
+            all_of(lower("lstm-cache", "lstm"), lower("xl-standard", "lstm-cache")),
         ),
     ),
 )

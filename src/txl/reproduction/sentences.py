@@ -13,7 +13,12 @@ from txl.data.streams import shuffled
 from txl.errors import UserError
 from txl.run_directory import write_whole
 
-_END = re.compile(r"(?<=[.!?])\s+|\n")
+_TOKEN_ENDS = re.compile(r"(?<=\s[.!?])[^\S\n]+(?![\"')])|\n")
+"""Lines, and what follows a full stop that is a token of its own; a quotation's closing mark stays with it."""
+_WORD_ENDS = re.compile(r"(?<=[.!?])\s+|\n")
+_LINES = re.compile(r"\n")
+_SENTENCE_LINES = ("ptb",)
+"""Corpora of one sentence a line, whose full stops are those of abbreviations."""
 SEED = 1
 
 
@@ -36,9 +41,16 @@ def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
         if path.exists():
             continue
         text = corpus.vocabulary.decode(corpus.tokens(split)[:].tolist())
-        sentences = [sentence for part in _END.split(text) if (sentence := part.strip())]
+        sentences = [sentence for part in _ends(corpus, text).split(text) if (sentence := part.strip())]
         if not sentences:
             raise UserError(f"the {split} split of {corpus.name} has no sentence to put in order")
         order = shuffled(len(sentences), SEED, 0).tolist()
         write_whole(path, "".join(f"{sentences[place]}\n" for place in order))
     return folder
+
+
+def _ends(corpus: Corpus, text: str) -> re.Pattern[str]:
+    """Where sentences end: in tokenised text an abbreviation's full stop is part of its word, and ends none."""
+    if corpus.name in _SENTENCE_LINES:
+        return _LINES
+    return _TOKEN_ENDS if re.search(r"\s[.!?]\s", text) else _WORD_ENDS
