@@ -13,7 +13,7 @@ from txl.config.model_rules import (
     validate_model,
 )
 from txl.config.sections import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from txl.config.values import require
+from txl.config.values import LARGEST, require
 from txl.errors import UserError
 
 RANDOM_LENGTHS = 40
@@ -58,7 +58,7 @@ def _validate_training(train: TrainConfig) -> None:
     at_least_0 = ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed")
     for name in (*at_least_0, "max_skipped", "max_rollbacks"):
         require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
-    require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
+    require(train.seed <= LARGEST, "train.seed", train.seed, f"at most {LARGEST}")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
         require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")
     if train.spike is not None:
