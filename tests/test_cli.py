@@ -278,12 +278,14 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
         ["samples", "--seed", str(2**53), "--context", "20", "--max-tokens", "4"],
     ],
 )
-def test_the_largest_numbers_that_are_taken_can_be_borne(words, trained, data_dir, tmp_path, monkeypatch, capsys):
+def test_the_largest_numbers_that_are_taken_can_be_borne(
+    words: list[str], trained, data_dir, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("TXL_DATA", str(data_dir))
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     (tmp_path / "text").write_text("The river rose in the night.\n" * 3)
-    places = {"FILE": str(tmp_path / "text"), "OUT": str(tmp_path / "out")}
+    places: dict[str, str] = {"FILE": str(tmp_path / "text"), "OUT": str(tmp_path / "out")}
     assert main([words[0], str(run), *(places.get(word, word) for word in words[1:])]) == 0, capsys.readouterr().err
 
 

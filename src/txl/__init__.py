@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from txl.evaluation.cache_tuning import CacheTuning, tune_cache
     from txl.evaluation.effective_context import relative_effective_context_length
     from txl.evaluation.perplexity import EvaluationResult, evaluate, evaluate_memory_lengths
-    from txl.evaluation.sliding import evaluate_sliding, losses_at_context
+    from txl.evaluation.sliding import evaluate_sliding, losses_at_context, losses_at_contexts
     from txl.evaluation.surprisal import TokenSurprisal, surprisals
     from txl.generation import generate, generate_samples, generate_tokens
     from txl.models import build_model
@@ -55,6 +55,7 @@ _HOMES = {
     "generate_tokens": "txl.generation",
     "load": "txl.run_directory",
     "losses_at_context": "txl.evaluation.sliding",
+    "losses_at_contexts": "txl.evaluation.sliding",
     "open_corpus": "txl.data.corpora",
     "relative_effective_context_length": "txl.evaluation.effective_context",
     "surprisals": "txl.evaluation.surprisal",
@@ -86,6 +87,7 @@ __all__ = [
     "generate_tokens",
     "load",
     "losses_at_context",
+    "losses_at_contexts",
     "open_corpus",
     "relative_effective_context_length",
     "preset",

@@ -69,6 +69,27 @@ def test_half_precision_losses_and_lengths_in_any_order():
     assert txl.relative_effective_context_length({"a": {7: ppl(2.0)}}) == {"a": 7}
 
 
+def test_losses_as_lists_and_arrays():
+    as_tensors = {"a": {1: ppl(100, 50), 2: ppl(60, 40), 3: ppl(60, 40)}}
+    for convert in (torch.Tensor.tolist, torch.Tensor.numpy):
+        losses = {name: {c: convert(each) for c, each in by_length.items()} for name, by_length in as_tensors.items()}
+        assert txl.relative_effective_context_length(losses) == {"a": 2}
+        assert relative_gains(losses, 1, 2) == relative_gains(as_tensors, 1, 2)
+        assert perplexity_gains(losses, 1, 2, 0.5) == {"a": pytest.approx(40.0)}
+    assert txl.relative_effective_context_length({"A": {1: [1.0]}}) == {"A": 1}
+
+
+def test_a_model_that_was_held_gets_no_longer_answer_than_it_read():
+    # a was read at 70 tokens where 100 and 150 are asked for, and gained up to there; b never stops.
+    losses = {
+        "a": {50: ppl(100), 100: ppl(80), 150: ppl(80)},
+        "b": {50: ppl(100), 100: ppl(85), 150: ppl(60)},
+    }
+    assert txl.relative_effective_context_length(losses) == {"a": 100, "b": 150}
+    assert txl.relative_effective_context_length(losses, longest={"a": 70, "b": None}) == {"a": 70, "b": 150}
+    assert txl.relative_effective_context_length(losses, longest={"a": 120}) == {"a": 100, "b": 150}
+
+
 @pytest.mark.parametrize(
     ("losses", "settings", "message"),
     [
@@ -80,6 +101,11 @@ def test_half_precision_losses_and_lengths_in_any_order():
         ({"a": {1: ppl(1, 2)[None]}}, {}, r"shape \[1, 2\]"),
         ({"a": {1: ppl()}}, {}, r"shape \[0\]"),
         ({"a": {1: torch.tensor([float("nan")])}}, {}, "not finite"),
+        ({"a": {1: 1.0}}, {}, r"shape \[\]"),
+        ({"a": {1: ["x"]}}, {}, "no numbers"),
+        ({"a": {1: [[1.0], [1.0, 2.0]]}}, {}, "no numbers"),
+        ({"a": [1.0]}, {}, "expected losses by context length"),
+        ({"a": {"1": [1.0]}}, {}, "expected losses by context length"),
         ({"a": {1: ppl(1)}}, {"r": 0.0}, "r is 0.0"),
         ({"a": {1: ppl(1)}}, {"r": 1.5}, "r is 1.5"),
         ({"a": {1: ppl(1)}}, {"threshold": -0.1}, "threshold"),
@@ -113,6 +139,49 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
         model, tokens, context=5, targets=range(9, 40)
     )
     assert difference.nonzero().flatten().add(9).tolist() == [20, 21, 22, 23, 24, 25]
+
+
+def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
+    torch.manual_seed(0)
+    shape = ModelConfig(encoding="learned", n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=7)
+    shape.mem_len = 0
+    model, tokens, told, read = txl.build_model(shape, 13), torch.randint(13, (40,)), [], []
+    found = txl.losses_at_contexts(
+        model,
+        tokens,
+        contexts=range(5, 16, 5),
+        targets=range(15, 40),
+        begins=read.append,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert list(found) == [5, 10, 15]
+    assert read == [5, 7]
+    for context, seen in ((5, 5), (10, 7), (15, 7)):
+        expected = txl.losses_at_context(model, tokens, context=seen, targets=range(15, 40))
+        assert torch.equal(found[context], expected)
+    assert not torch.equal(found[5], found[10])
+    assert told == [(5 * 16, 12 * 25), (5 * 25, 12 * 25), (5 * 25 + 7 * 16, 12 * 25), (12 * 25, 12 * 25)]
+
+
+def test_exact_contexts_under_a_clamp():
+    torch.manual_seed(0)
+    model = txl.build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    tokens = torch.randint(13, (30,))
+    for clamp_len in (2, "none"):
+        found = txl.losses_at_context(model, tokens, context=9, targets=range(9, 30), clamp_len=clamp_len)
+        for number, target in enumerate(range(9, 30)):
+            state = model.eval().init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
+            log_probs, _ = model.log_probs(tokens[target - 9 : target][None], state)
+            assert found[number].item() == pytest.approx(-log_probs[0, -1, tokens[target]].item(), abs=1e-10)
+    clamped = txl.evaluate_sliding(model, tokens, context=9, clamp_len=2)
+    free = txl.evaluate_sliding(model, tokens, context=9)
+    assert (clamped.clamp_len, free.clamp_len) == (2, None)
+    assert clamped.nll != pytest.approx(free.nll, abs=1e-4)
+    model.config.clamp_len = 2  # the default is the model's own
+    own = txl.evaluate_sliding(model, tokens, context=9)
+    assert (own.clamp_len, own.nll) == (2, clamped.nll)
 
 
 def test_the_last_loss_is_nll_s_last():

@@ -11,6 +11,7 @@ from tests.conftest import small_run
 
 import txl
 from txl.cli import main
+from txl.models.language_model import Limit
 
 VANILLA = {
     "model.encoding": "learned", "model.max_segment": "24", "model.mem_len": "0", "model.window": "none",
@@ -24,6 +25,16 @@ def group(story, data_dir, tmp_path_factory):
     txl.Trainer(small_run(str(story)), folder / "recurrent", data_dir=data_dir, quiet=True).fit()
     txl.Trainer(small_run(str(story), **VANILLA), folder / "vanilla", data_dir=data_dir, quiet=True).fit()
     return folder
+
+
+@pytest.fixture
+def unscored(monkeypatch):
+    """Fails where a loss is computed: what is refused is refused before."""
+
+    def scored(*_, **__):
+        raise AssertionError("scored before it was refused")
+
+    monkeypatch.setattr("txl.evaluation.sliding.window_losses", scored)
 
 
 def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, capsys):
@@ -58,18 +69,81 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
     [
         (["--step", "0"], "--step is 0"),
         (["--step", "8", "--longest", "15"], "two context lengths"),
-        (["--r", "2"], "--r has 2.0"),
+        (["--r", "2"], "r is 2.0"),
+        (["--r", "0.1,0.5,0.10"], "--r has 0.1 twice"),
         (["--r", "x"], "numbers with commas"),
-        (["--step", "20", "--longest", "40", "--targets", "5"], "max_segment"),
+        (["--threshold", "nan"], "threshold is nan"),
+        (["--threshold", "1"], "threshold is 1.0"),
+        (["--clamp-len", "4"], "no model here tells distances"),
+        (["--split", "dev"], "no split 'dev'"),
+        (["--out", "FILE"], "expected a folder"),
+        (["--out", "FILE/below/it"], "Not a directory"),
+        (["--out", "/proc/recl"], "cannot be written"),
+        (["--step", "1", "--longest", str(2**53)], "do not fit"),
         (["--step", "8", "--longest", "10000000"], "do not fit"),
         (["--step", "8", "--longest", "16", "--targets", "10000000"], "do not fit"),
     ],
 )
-def test_one_line_for_what_cannot_be(group, data_dir, options, message, capsys):
-    words = ["recl", str(group / "vanilla"), *options, "--data-dir", str(data_dir)]
-    assert main(words) == 2
+def test_one_line_for_what_cannot_be(group, data_dir, options, message, unscored, tmp_path, capsys):
+    (tmp_path / "FILE").write_text("x")
+    options = [each.replace("FILE", str(tmp_path / "FILE")) for each in options]
+    words = ["recl", str(group / "vanilla"), "--step", "8", "--longest", "24", "--targets", "30", *options]
+    assert main([*words, "--data-dir", str(data_dir)]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error.splitlines()[-1]
+
+
+def test_a_model_is_held_at_the_most_that_it_reads(group, data_dir, story, tmp_path, capsys):
+    runs, out = [str(group / "recurrent"), str(group / "vanilla")], tmp_path / "recl"
+    words = ["recl", *runs, "--step", "20", "--longest", "60", "--targets", "30", "--data-dir", str(data_dir)]
+    assert main([*words, "--out", str(out), "--json"]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    recurrent, vanilla = found["models"]
+    assert (recurrent["longest_context"], vanilla["longest_context"]) == (None, 24)
+    model, _ = txl.load(runs[1])
+    tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
+    step = (len(tokens) - 60) // 30
+    held = txl.losses_at_context(model, tokens, context=24, targets=range(60, 60 + 30 * step, step))
+    assert vanilla["ppl"]["40"] == vanilla["ppl"]["60"] == pytest.approx(held.mean().exp().item())
+    assert vanilla["ppl"]["20"] != vanilla["ppl"]["40"]
+    assert all(length in (20, 24) for length in vanilla["recl"].values())
+    note = "vanilla reads at most 24 tokens at once: at longer contexts it was held at 24"
+    assert note in (out / "recl.html").read_text(encoding="utf-8")
+    assert main([*words, "--threshold", "0"]) == 0
+    assert note in capsys.readouterr().out.replace("\n", " ")
+    assert main([*words[:2], *words[3:]]) == 0
+    assert "held" not in capsys.readouterr().out
+
+
+def test_distances_are_clamped_as_in_the_run_s_test(group, story, data_dir, tmp_path, capsys):
+    clamped = tmp_path / "clamped"
+    txl.Trainer(small_run(str(story), **{"eval.clamp_len": "3"}), clamped, data_dir=data_dir, quiet=True).fit()
+    words = [*recl(str(clamped), str(group / "vanilla")), "--data-dir", str(data_dir), "--json"]
+    model, _ = txl.load(clamped)
+    tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
+    step = (len(tokens) - 24) // 30
+    settings = {"context": 24, "targets": range(24, 24 + 30 * step, step)}
+    ppl = {}
+    cases: tuple[tuple[list[str], Limit], ...] = (
+        ([], 3), (["--clamp-len", "5"], 5), (["--clamp-len", "none"], "none")
+    )  # fmt: skip
+    for given, clamp_len in cases:
+        assert main([*words, *given]) == 0, capsys.readouterr().err
+        found = json.loads(capsys.readouterr().out)["models"]
+        ppl[clamp_len] = found[0]["ppl"]["24"]
+        expected = txl.losses_at_context(model, tokens, clamp_len=clamp_len, **settings)
+        assert ppl[clamp_len] == pytest.approx(expected.mean().exp().item())
+        assert [each["clamp_len"] for each in found] == [None if clamp_len == "none" else clamp_len, None]
+    assert len(set(ppl.values())) == 3
+
+
+def test_a_damaged_run_is_found_before_another_is_scored(group, data_dir, tmp_path, unscored, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(group / "vanilla", damaged)
+    for weights in damaged.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-7])
+    assert main([*recl(str(group / "recurrent"), str(damaged)), "--data-dir", str(data_dir)]) == 2
+    assert "truncated" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_run_given_twice_is_refused(group, data_dir, capsys):
@@ -111,7 +185,7 @@ def test_the_page_its_figures_and_its_numbers(group, data_dir, tmp_path, capsys)
                 assert (gain > 0) == (step["gain"][name] > 0)
 
 
-def test_models_that_cannot_be_compared(group, data_dir, story, tmp_path, capsys):
+def test_models_that_cannot_be_compared(group, data_dir, story, tmp_path, unscored, monkeypatch, capsys):
     where = ["--data-dir", str(data_dir)]
     characters, other = tmp_path / "characters", tmp_path / "other"
     txl.Trainer(small_run(str(story), **{"data.unit": "char"}), characters, data_dir=data_dir, quiet=True).fit()
@@ -119,19 +193,20 @@ def test_models_that_cannot_be_compared(group, data_dir, story, tmp_path, capsys
     txl.Trainer(small_run(str(tmp_path / "other.txt")), other, data_dir=data_dir, quiet=True).fit()
     out = ["--out", str(tmp_path / "recl")]
     vanilla = str(group / "vanilla")
-    assert main([*recl(vanilla, str(characters), "--data.corpus", str(story)), *where, *out]) == 2
-    assert "another vocabulary" in capsys.readouterr().err.splitlines()[-1]
+    for named in ([], ["--data.corpus", str(story)]):
+        assert main([*recl(vanilla, str(characters), *named), *where, *out]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert f"{characters} has another vocabulary than {vanilla} (char tokens, not byte tokens)" in error
+        assert "different corpora" not in error
     assert main([*recl(vanilla, str(other)), *where, *out]) == 2
     error = capsys.readouterr().err
     assert "different corpora" in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "recl").exists()
+    monkeypatch.undo()
     assert main([*recl(vanilla, str(other), "--data.corpus", str(story)), *where]) == 0
     # The same text under another name is the same corpus.
     shutil.copy(story, tmp_path / "copy.txt")
     same = tmp_path / "same"
     txl.Trainer(small_run(str(tmp_path / "copy.txt")), same, data_dir=data_dir, quiet=True).fit()
     assert main([*recl(vanilla, str(same)), *where]) == 0
-    (tmp_path / "file").write_text("x")
-    assert main([*recl(vanilla), *where, "--out", str(tmp_path / "file")]) == 2
-    assert "expected a folder" in capsys.readouterr().err

@@ -129,6 +129,7 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     for key, longest in (("xl-128M", 12), ("transformer", 8)):
         model, _ = txl.load(tmp_path / "out" / "runs" / f"{key}-seed2")
         losses = by_key[key].by_seed[2]["losses"]
+        assert by_key[key].by_seed[2]["longest_context"] == (8 if key == "transformer" else None)
         assert list(losses) == ["4", "8", "12"]
         expected = losses_at_context(model, tokens, context=longest, targets=targets)
         torch.testing.assert_close(torch.tensor(losses["12"], dtype=torch.float64), expected)
@@ -143,6 +144,8 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     assert outcome.curves["xl-128M"][4][0] == pytest.approx(by_hand["xl-128M"][4].double().mean().item())
     found = outcome.gains[-1]
     assert (found.group, found.seed, set(found.gains)) == ("128M", 2, set(by_hand))
+    by_key["transformer"].by_seed[1]["longest_context"] = 3  # no length of Table 8 is more than a model read
+    assert gathered(it, rows).values["transformer"]["r = 1.0"][0] == 3
 
 
 def test_figure4_is_another_page_of_the_same_results(micro, words, tmp_path, data_dir):

@@ -23,6 +23,7 @@ from txl.commands.options import (
     print_json,
     progress_bar,
     say,
+    writable_folder,
 )
 from txl.errors import UserError
 
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     positions = arguments.positions
     if positions is None:
         positions = [_drawn(n_read, settings, arguments)]
-    out = Path(arguments.out) if arguments.out else run_directory.path / "attention"
+    out = writable_folder(arguments.out or run_directory.path / "attention")
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
         found = average_attention(

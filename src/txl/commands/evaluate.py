@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
-    for name in ("mem_len", "mem_lens", "window", "clamp_len", "segment", "temperature"):
+    for name in ("mem_len", "mem_lens", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     from txl.allocator import keep_freed_memory
@@ -127,6 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.sliding is not None:
             batch = {} if arguments.batch is None else {"batch_size": arguments.batch}
             common = {name: common[name] for name in ("max_tokens", "dtype")} | batch
+            common["clamp_len"] = settings["clamp_len"]
             results = [evaluate_sliding(model, tokens, context=arguments.sliding, **common, progress=move)]
         elif arguments.mem_lens is None:
             results = [evaluate(model, tokens, **settings, **common, progress=move)]

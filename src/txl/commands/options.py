@@ -8,7 +8,9 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from txl.config import DataConfig, RunConfig, leaf_fields, whole_number
@@ -180,10 +182,14 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
         window = arguments.mem_len or "none"
     else:
         window = run.eval.window or "none"
-    clamp_len = arguments.clamp_len
-    if clamp_len is None:
-        clamp_len = "none" if run.eval.clamp_len is None else run.eval.clamp_len
-    return {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
+    return {"mem_len": mem_len, "window": window, "clamp_len": clamp_setting(arguments.clamp_len, run)}
+
+
+def clamp_setting(given: int | str | None, run: RunConfig) -> Any:
+    """The clamp for an evaluation: what was given, else the run's test settings; a number or "none"."""
+    if given is not None:
+        return given
+    return "none" if run.eval.clamp_len is None else run.eval.clamp_len
 
 
 def pick_device(name: str | None) -> str:
@@ -215,6 +221,29 @@ def existing_run(path: str) -> Path:
     if not (directory / "config.json").is_file():
         raise UserError(f"{path}: not a run directory (it has no config.json)")
     return directory
+
+
+def writable_folder(path: str | Path) -> Path:
+    """A folder that results will go to, tried before they are computed; what had to be made for that is gone again.
+
+    Raises:
+        UserError: if it is a file or below one, or nothing can be written there.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {path} cannot be written into: it is a file; expected a folder")
+    made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]  # the innermost first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written ({error.strerror}); give another folder") from None
+    finally:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+    return folder
 
 
 def print_json(value: dict[str, Any]) -> None:

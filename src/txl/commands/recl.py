@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
@@ -14,16 +13,21 @@ from txl.commands.options import (
     add_data_dir,
     add_device,
     add_json,
+    clamp_setting,
     config_options,
     existing_run,
+    limit,
     pick_device,
     print_json,
     progress_bar,
     say,
+    writable_folder,
 )
+from txl.config import has_absolute_positions
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.data.vocabulary import Vocabulary
     from txl.run_directory import RunDirectory
 
 
@@ -39,6 +43,9 @@ def add_parser(commands: Any) -> None:
         "--r", type=_fractions, default=[0.1, 0.5, 1.0], metavar="R,R,...", help="fractions of the hardest targets"
     )
     parser.add_argument("--threshold", type=float, default=0.01, metavar="G", help="least relative gain (0.01)")
+    parser.add_argument(
+        "--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none (default: the run's)"
+    )
     parser.add_argument("--batch", type=int, default=16, metavar="B", help="windows computed at once (16)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     parser.add_argument("--out", metavar="FOLDER", help="write recl.html, its figures and recl.json there")
@@ -57,10 +64,13 @@ def _fractions(text: str) -> list[float]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Score every model at every context length, and print what follows."""
+    """Score every model at every context length, and print what follows.
+
+    Scoring takes hours where models are large: whatever can be refused is refused before it begins.
+    """
     from txl.allocator import keep_freed_memory
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.evaluation.sliding import losses_at_context
+    from txl.evaluation.sliding import losses_at_contexts
     from txl.run_directory import RunDirectory
 
     lengths = _lengths(arguments)
@@ -68,37 +78,36 @@ def run(arguments: argparse.Namespace) -> None:
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
-    _check_corpora([RunDirectory(path) for path in paths], arguments)
-    folder = _folder(arguments.out)
+    folder = None if arguments.out is None else writable_folder(arguments.out)
+    directories = [RunDirectory(path) for path in paths]
+    vocabulary = _shared_vocabulary(directories)
+    _check_corpora(directories, arguments)
+    corpus = open_run_corpus(directories[0], vocabulary, arguments)
+    tokens = split_tokens(corpus, arguments.split)
+    targets = _spread(len(tokens), lengths[-1], arguments)
     keep_freed_memory()
     device = pick_device(arguments.device)
-    tokens, shared, corpus, targets, parameters = None, None, None, range(0), {}
+    clamps = _clamps(directories, arguments.clamp_len)
+    models = [
+        {"name": name, **_described(directory, clamp, device)}
+        for name, directory, clamp in zip(names, directories, clamps, strict=True)
+    ]
     losses: dict[str, dict[int, Any]] = {}
-    for name, path in zip(names, paths, strict=True):
-        directory = RunDirectory(path)
-        model, vocabulary = directory.load(device=device)
-        if tokens is None:
-            shared, corpus = vocabulary, open_run_corpus(directory, vocabulary, arguments)
-            tokens = split_tokens(corpus, arguments.split)
-            targets = _spread(len(tokens), lengths[-1], arguments)
-        if vocabulary != shared:
-            raise UserError(f"{path} has another vocabulary than {paths[0]}; their losses cannot be compared")
-        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
-        losses[name] = {}
-        for length in lengths:
-            progress, move = progress_bar(f"{name}, {length} tokens", quiet=arguments.json)
-            with progress:
-                losses[name][length] = losses_at_context(
-                    model,
-                    tokens,
-                    context=length,
-                    targets=targets,
-                    batch_size=arguments.batch,
-                    dtype=arguments.dtype,
-                    progress=move,
-                )
-    assert corpus is not None  # there is a run
-    result = _result(names, parameters, losses, arguments) | {"corpus": corpus.name}
+    for name, directory, clamp in zip(names, directories, clamps, strict=True):
+        model, _ = directory.load(device=device)
+        progress, move = progress_bar(name, quiet=arguments.json)
+        with progress:
+            losses[name] = losses_at_contexts(
+                model,
+                tokens,
+                contexts=lengths,
+                targets=targets,
+                batch_size=arguments.batch,
+                clamp_len=clamp,
+                dtype=arguments.dtype,
+                progress=move,
+            )
+    result = _result(models, losses, arguments) | {"corpus": corpus.name}
     if folder is not None:
         from txl.reporting.recl_page import write_recl
 
@@ -109,6 +118,61 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(result)
     else:
         _print(result)
+
+
+def _shared_vocabulary(directories: list[RunDirectory]) -> Vocabulary | None:
+    """The vocabulary of all runs.
+
+    Raises:
+        UserError: if they do not have the same one.
+    """
+    first, *others = directories
+    shared = first.vocabulary()
+    for directory in others:
+        vocabulary = directory.vocabulary()
+        if vocabulary != shared:
+            kinds = ["no vocabulary" if each is None else f"{each.kind} tokens" for each in (vocabulary, shared)]
+            told_apart = f" ({kinds[0]}, not {kinds[1]})" if kinds[0] != kinds[1] else ""
+            raise UserError(
+                f"{directory.path} has another vocabulary than {first.path}{told_apart}; their losses cannot be "
+                f"compared: expected runs with one vocabulary"
+            )
+    return shared
+
+
+def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[Any]:
+    """The clamp of each run: what was given, for models that tell distances; else its test settings.
+
+    Raises:
+        UserError: if one was given for models none of which tells distances.
+    """
+    configs = [directory.config() for directory in directories]
+    tell_distances = [each.model.kind == "transformer" and not has_absolute_positions(each.model) for each in configs]
+    if given not in (None, "none") and not any(tell_distances):
+        raise UserError(f"--clamp-len is {given}, but no model here tells distances that could be clamped")
+    return [
+        clamp_setting(given if tells else None, config) for config, tells in zip(configs, tell_distances, strict=True)
+    ]
+
+
+def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, Any]:
+    """A model's size and limits. Loading it finds a damaged one; its tensors are let go again.
+
+    Raises:
+        UserError: if it cannot be loaded, or not read with this clamp.
+    """
+    from txl.evaluation.perplexity import resolved_lengths
+
+    model, _ = directory.load(device=device)
+    try:
+        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp)
+    except UserError as error:
+        raise UserError(f"{directory.path}: {error}") from None
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "longest_context": model.context,
+        "clamp_len": resolved_lengths(state)["clamp_len"],
+    }
 
 
 def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespace) -> None:
@@ -129,25 +193,16 @@ def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespac
         raise UserError(f"the runs have different corpora ({described}); say which to compare on: --data.corpus NAME")
 
 
-def _folder(out: str | None) -> Path | None:
-    """Where the page goes, refused before anything is computed."""
-    if out is None:
-        return None
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {out} is a file; expected a folder")
-    return folder
-
-
 def _result(
-    names: list[str], parameters: dict[str, int], losses: dict[str, dict[int, Any]], arguments: argparse.Namespace
+    models: list[dict[str, Any]], losses: dict[str, dict[int, Any]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything that was found, ready for JSON."""
     from txl.evaluation.effective_context import perplexity_gains, relative_effective_context_length, relative_gains
 
-    lengths = sorted(losses[names[0]])
+    lengths = sorted(losses[models[0]["name"]])
     pairs = [(short, long) for short in lengths for long in lengths if long > short]
-    found = {r: relative_effective_context_length(losses, r, arguments.threshold) for r in arguments.r}
+    longest = {each["name"]: each["longest_context"] for each in models}
+    found = {r: relative_effective_context_length(losses, r, arguments.threshold, longest) for r in arguments.r}
 
     def gains(function: Any, chosen: Any) -> dict[str, list[dict[str, Any]]]:
         return {
@@ -157,25 +212,26 @@ def _result(
 
     return {
         "split": arguments.split,
-        "targets": len(losses[names[0]][lengths[0]]),
+        "targets": len(losses[models[0]["name"]][lengths[0]]),
         "context_lengths": lengths,
         "threshold": arguments.threshold,
         "models": [
             {
-                "name": name,
-                "parameters": parameters[name],
-                "recl": {str(r): each[name] for r, each in found.items()},
-                "ppl": {str(length): values.mean().exp().item() for length, values in losses[name].items()},
+                **model,
+                "recl": {str(r): each[model["name"]] for r, each in found.items()},
+                "ppl": {str(length): values.mean().exp().item() for length, values in losses[model["name"]].items()},
             }
-            for name in names
+            for model in models
         ],
         "relative_gains": gains(relative_gains, list(pairwise(lengths))),
         "perplexity_gains": gains(perplexity_gains, pairs),
     }
 
 
-def _lengths(arguments: argparse.Namespace) -> list[int]:
-    """step, 2 * step, ... up to the longest."""
+def _lengths(arguments: argparse.Namespace) -> range:
+    """step, 2 * step, ... up to the longest, once all numbers are in their ranges."""
+    from txl.evaluation.effective_context import check_fractions
+
     for name in ("step", "longest", "targets", "batch"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")
@@ -184,9 +240,10 @@ def _lengths(arguments: argparse.Namespace) -> list[int]:
             f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"
         )
     for r in arguments.r:
-        if not 0 < r <= 1:
-            raise UserError(f"--r has {r}; expected fractions above 0 and at most 1")
-    return list(range(arguments.step, arguments.longest + 1, arguments.step))
+        check_fractions(r, arguments.threshold)
+        if arguments.r.count(r) > 1:
+            raise UserError(f"--r has {r} twice; expected different fractions, each a column of the table")
+    return range(arguments.step, arguments.longest + 1, arguments.step)
 
 
 def _spread(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
@@ -205,6 +262,8 @@ def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from txl.reporting.recl_page import held_notes
+
     console, models = Console(), result["models"]
     heading = f"{result['split']} split, {result['targets']:,} targets"
     table = Table(title=f"relative effective context length, {heading}")
@@ -221,4 +280,6 @@ def _print(result: dict[str, Any]) -> None:
     for length in result["context_lengths"]:
         table.add_row(f"{length:,}", *(f"{each['ppl'][str(length)]:.3f}" for each in models))
     console.print(table)
+    for note in held_notes(result):
+        print(note)
     print("Table 8 compares groups of the same parameter budget; the largest length means that gains never stopped")

@@ -22,6 +22,7 @@ from txl.commands.options import (
     pick_device,
     print_json,
     progress_bar,
+    writable_folder,
 )
 from txl.errors import UserError
 
@@ -74,9 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = open_run_corpus(directory, vocabulary, arguments)
     tokens, training = split_tokens(corpus, arguments.split), split_tokens(corpus, "train")
     assert vocabulary is not None  # open_run_corpus has refused None
-    out = directory.path / "samples" if arguments.out is None else Path(arguments.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: not a folder; give another name")
+    out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling, lengths)
     with _Progress(quiet=arguments.json) as progress:
         samples = make_samples(

@@ -17,6 +17,7 @@ from txl.commands.options import (
     add_checkpoint,
     add_device,
     add_memory_options,
+    clamp_setting,
     existing_run,
     memory_settings,
     pick_device,
@@ -59,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
-    for name in ("mem_len", "window", "clamp_len", "segment", "temperature"):
+    for name in ("mem_len", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     from txl.allocator import keep_freed_memory
@@ -79,7 +80,10 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
-    settings: dict[str, Any] = {"sliding": arguments.sliding}
+    settings: dict[str, Any] = {
+        "sliding": arguments.sliding,
+        "clamp_len": clamp_setting(arguments.clamp_len, config),
+    }
     if arguments.sliding is None:
         settings = memory_settings(arguments, config)
         settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment

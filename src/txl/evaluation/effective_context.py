@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.errors import UserError
 
-Losses = Mapping[str, Mapping[int, Tensor]]
-"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere."""
+Losses = Mapping[str, Mapping[int, Any]]
+"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere, each a
+tensor, an array or a list of numbers."""
 
 
-def relative_effective_context_length(losses: Losses, r: float = 1.0, threshold: float = 0.01) -> dict[str, int]:
+def relative_effective_context_length(
+    losses: Losses, r: float = 1.0, threshold: float = 0.01, longest: Mapping[str, int | None] | None = None
+) -> dict[str, int]:
     """The context length of each model of a group from which on a longer one gains less than `threshold`.
 
     The lengths c that were measured are gone through in increasing order, each compared with the next (whose distance
@@ -30,11 +35,14 @@ def relative_effective_context_length(losses: Losses, r: float = 1.0, threshold:
         losses: at the same lengths and targets for all models.
         r: fraction of the targets, those with the largest b(c,t), that are compared at each c.
         threshold: least relative gain in perplexity that counts, 0.01 in the paper.
+        longest: the most tokens that a model reads at once, for models whose losses at every context beyond that are
+            those at that many tokens (`txl.losses_at_contexts`). None of them gets a longer answer.
 
     Raises:
         UserError: if the losses are not those of a group, or a number is out of its range.
     """
-    lengths = _checked(losses, r, threshold)
+    check_fractions(r, threshold)
+    lengths = _checked(losses)
     found = dict.fromkeys(losses, lengths[-1])
     stopped: set[str] = set()
     for short, long in pairwise(lengths):
@@ -43,7 +51,20 @@ def relative_effective_context_length(losses: Losses, r: float = 1.0, threshold:
             if name not in stopped and gain < threshold:
                 stopped.add(name)
                 found[name] = short
-    return found
+    limits = {name: limit for name, limit in (longest or {}).items() if limit is not None}
+    return {name: min(length, limits.get(name, length)) for name, length in found.items()}
+
+
+def check_fractions(r: float, threshold: float) -> None:
+    """What RECL is asked with, which can be told before anything is scored.
+
+    Raises:
+        UserError: for a number out of its range.
+    """
+    if not 0 < r <= 1:
+        raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
+    if not 0 <= threshold < 1:
+        raise UserError(f"threshold is {threshold}; expected a relative gain from 0 up to but not including 1")
 
 
 def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
@@ -53,7 +74,7 @@ def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dic
     before = baseline[chosen].mean()
     gains = {}
     for name, by_length in losses.items():
-        after = torch.minimum(baseline, by_length[long].double())[chosen].mean()
+        after = torch.minimum(baseline, _float64(by_length[long]))[chosen].mean()
         gains[name] = 0.0 - torch.expm1(after - before).item()  # not -0.0
     return gains
 
@@ -67,19 +88,18 @@ def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> d
 
 def _hardest(losses: Losses, length: int, r: float) -> tuple[Tensor, Tensor]:
     """b(c,t) in float64, and the indices of the fraction r of targets where it is largest (at least one)."""
-    baseline = torch.stack([by_length[length].double() for by_length in losses.values()]).amin(dim=0)
+    baseline = torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
     count = max(1, round(r * len(baseline)))
     return baseline, baseline.topk(count, sorted=False).indices
 
 
-def _checked(losses: Losses, r: float, threshold: float) -> list[int]:
+def _checked(losses: Losses) -> list[int]:
     """The context lengths in increasing order."""
-    if not 0 < r <= 1:
-        raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
-    if not 0 <= threshold < 1:
-        raise UserError(f"threshold is {threshold}; expected a relative gain from 0 up to but not including 1")
     if not losses:
         raise UserError("no models were given; expected the losses of one or more")
+    for name, each in losses.items():
+        if not isinstance(each, Mapping) or not all(isinstance(length, Integral) for length in each):
+            raise UserError(f"model {name!r} has {type(each).__name__} {each!r:.60}; expected losses by context length")
     first, by_length = next(iter(losses.items()))
     lengths, n_target = sorted(by_length), None
     if not lengths or lengths[0] < 1:
@@ -90,7 +110,14 @@ def _checked(losses: Losses, r: float, threshold: float) -> list[int]:
                 f"model {name!r} has losses at context lengths {sorted(each)}, {first!r} at {lengths}; "
                 f"expected the same"
             )
-        for length, values in each.items():
+        for length, given in each.items():
+            try:
+                values = _float64(given)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UserError(
+                    f"model {name!r} has losses at context length {length} that are no numbers ({error}); expected one "
+                    f"of each of the same targets"
+                ) from None
             n_target = len(values) if n_target is None and values.ndim == 1 else n_target
             if values.ndim != 1 or len(values) != n_target or n_target == 0:
                 raise UserError(
@@ -100,3 +127,7 @@ def _checked(losses: Losses, r: float, threshold: float) -> list[int]:
             if not values.isfinite().all():
                 raise UserError(f"model {name!r} has losses at context length {length} that are not finite numbers")
     return lengths
+
+
+def _float64(losses: Any) -> Tensor:
+    return torch.as_tensor(losses, dtype=torch.float64)

@@ -9,7 +9,7 @@ Shapes: B windows, L tokens of a window.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from txl.evaluation.perplexity import (
     cache_settings,
     check_ids,
     evaluation_mode,
+    resolved_lengths,
 )
-from txl.models.language_model import LanguageModel
+from txl.models.language_model import LanguageModel, Limit
 
 
 def evaluate_sliding(
@@ -35,6 +36,7 @@ def evaluate_sliding(
     context: int,
     batch_size: int = 16,
     max_tokens: int | None = None,
+    clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -48,6 +50,7 @@ def evaluate_sliding(
         context: tokens L of the window.
         batch_size: windows B computed at once.
         max_tokens: read only this many tokens of the stream.
+        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         progress: is told how far the evaluation is.
 
@@ -59,9 +62,10 @@ def evaluate_sliding(
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
-        state = model.init_state(1, mem_len=0, window="none")
+        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
         total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
-        for losses in window_losses(model, ids, context, np.arange(first + 1, len(ids)), batch_size, progress):
+        later = np.arange(first + 1, len(ids))
+        for losses in window_losses(model, ids, context, later, batch_size, clamp_len, progress):
             total += losses.sum()
     done = len(ids) - 1
     return EvaluationResult(
@@ -73,7 +77,7 @@ def evaluate_sliding(
         segment=context,
         mem_len=0,
         window=None,
-        clamp_len=None,
+        clamp_len=resolved_lengths(state)["clamp_len"],
         batch_size=batch_size,
         exhaustive=True,
         dtype=dtype,
@@ -90,6 +94,7 @@ def losses_at_context(
     context: int,
     targets: Sequence[int] | range,
     batch_size: int = 16,
+    clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Tensor:
@@ -105,6 +110,7 @@ def losses_at_context(
         context: tokens c before each target.
         targets: indices t of the targets, each at least `context`; the same for all contexts and models compared.
         batch_size: windows computed at once.
+        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         progress: is told how far the evaluation is.
 
@@ -123,8 +129,65 @@ def losses_at_context(
         )
     device = next(model.parameters()).device
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        windows = window_losses(model, ids, context, chosen, batch_size, progress)
+        windows = window_losses(model, ids, context, chosen, batch_size, clamp_len, progress)
         return torch.cat([losses.cpu() for losses in windows])
+
+
+def losses_at_contexts(
+    model: LanguageModel[Any],
+    tokens: Any,
+    *,
+    contexts: Sequence[int] | range,
+    targets: Sequence[int] | range,
+    batch_size: int = 16,
+    clamp_len: Limit = None,
+    dtype: str = "float32",
+    begins: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> dict[int, Tensor]:
+    """`losses_at_context` at several lengths, for a group that models with few positions belong to.
+
+    A model that reads at most `model.context` tokens at once is held at that many where more are asked for: its losses
+    there are those at its longest context, as the paper's row for its Transformer (128 throughout, Table 8) suggests.
+
+    Args:
+        contexts: the lengths c.
+        begins: is told the tokens of each length before they are read; a length is read once.
+        progress: is told how many tokens of all lengths' windows have been read.
+        model, tokens, targets, batch_size, clamp_len, dtype: as for `losses_at_context`.
+
+    Returns:
+        By length, [targets] nats each.
+
+    Raises:
+        UserError: as `losses_at_context`.
+    """
+    held = {context: context if model.context is None else min(context, model.context) for context in contexts}
+    read = sorted(set(held.values()))
+    found: dict[int, Tensor] = {}
+    for context in read:
+        if begins is not None:
+            begins(context)
+        found[context] = losses_at_context(
+            model,
+            tokens,
+            context=context,
+            targets=targets,
+            batch_size=batch_size,
+            clamp_len=clamp_len,
+            dtype=dtype,
+            progress=None if progress is None else _weighted(progress, context, sum(found), sum(read)),
+        )
+    return {context: found[seen] for context, seen in held.items()}
+
+
+def _weighted(progress: Progress, context: int, before: int, whole: int) -> Progress:
+    """Windows of `context` tokens as so many tokens, behind those of lengths that add up to `before`."""
+
+    def told(done: int, total: int) -> None:
+        progress(before * total + context * done, whole * total)
+
+    return told
 
 
 def _checked_ids(
@@ -148,6 +211,7 @@ def window_losses(
     context: int,
     targets: np.ndarray,
     batch_size: int,
+    clamp_len: Limit = None,
     progress: Progress | None = None,
 ) -> Iterator[Tensor]:
     """Losses of the targets, [at most B] at a time, each from the `context` tokens before it.
@@ -158,7 +222,7 @@ def window_losses(
     for start in range(0, len(targets), batch_size):
         chosen = targets[start : start + batch_size]
         windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
-        state = model.init_state(len(chosen), mem_len=0, window="none")
+        state = model.init_state(len(chosen), mem_len=0, window="none", clamp_len=clamp_len)
         yield model.last_nll(windows[:, :-1], windows[:, -1], state).double()
         if progress is not None:
             progress(start + len(chosen), len(targets))

@@ -90,7 +90,7 @@ def surprisals(
             "none": everything in memory and segment.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         sliding: predict each token from so many tokens before it, read anew, without memory, as
-            `txl.evaluate_sliding`; `segment`, `mem_len`, `window`, `clamp_len` and `temperature` are then not used.
+            `txl.evaluate_sliding`; `segment`, `mem_len`, `window` and `temperature` are then not used.
         prompt: read before the text and not scored, so that the text's first token has something before it.
         temperature: X for probabilities in proportion to p^(1/X).
         dtype: "float32", or "bfloat16" for autocast.
@@ -120,7 +120,7 @@ def surprisals(
     tokens = chain(before, _not_empty(_located(text, vocabulary)))
     reader = _Reader(model, dtype, temperature)
     if sliding is not None:
-        return _with_words(_rows(reader.slide(tokens, sliding), vocabulary))
+        return _with_words(_rows(reader.slide(tokens, sliding, clamp_len), vocabulary))
     state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
     return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
 
@@ -173,14 +173,15 @@ class _Reader:
                 yield _Scored(token, loss, memory, context)
             last, n_read = targets[-1], n_read + len(targets)
 
-    def slide(self, tokens: Iterable[LocatedToken], context: int) -> Iterator[_Scored]:
+    def slide(self, tokens: Iterable[LocatedToken], context: int, clamp_len: Limit) -> Iterator[_Scored]:
         """As `txl.evaluate_sliding`: the first `context` targets have what there is before them."""
         tokens = iter(tokens)
         first = list(islice(tokens, context + 1))
         yield _Scored(first[0], None, 0, 0)
         ids = [token.id for token in first]
         if len(first) > 1:
-            losses, _ = self._nll(ids[:-1], first[1:], self.model.init_state(1, mem_len=0, window="none"))
+            state = self.model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
+            losses, _ = self._nll(ids[:-1], first[1:], state)
             for place, loss in enumerate(losses):
                 yield _Scored(first[place + 1], loss, 0, place + 1)
         while targets := list(islice(tokens, 4 * _WINDOWS)):
@@ -188,7 +189,8 @@ class _Reader:
             check_ids(torch.tensor(ids), self.model.vocab_size)
             places = np.arange(context, len(ids))
             with evaluation_mode(self.model), self._autocast():
-                windows = window_losses(self.model, np.array(ids, dtype=np.int64), context, places, _WINDOWS)
+                read = np.array(ids, dtype=np.int64)
+                windows = window_losses(self.model, read, context, places, _WINDOWS, clamp_len)
                 losses = torch.cat(list(windows)).tolist()
             for token, loss in zip(targets, losses, strict=True):
                 yield _Scored(token, loss, 0, context)

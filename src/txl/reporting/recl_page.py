@@ -91,6 +91,21 @@ def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[
     return page(title, body)
 
 
+def held_notes(result: dict[str, Any]) -> list[str]:
+    """A sentence for each model that reads less than the longest context.
+
+    Args:
+        result: what `txl recl --json` prints.
+    """
+    longest = result["context_lengths"][-1]
+    return [
+        f"{each['name']} reads at most {each['longest_context']:,} tokens at once: at longer contexts it was held at "
+        f"{each['longest_context']:,}, and its length is no more than that."
+        for each in result["models"]
+        if each["longest_context"] is not None and each["longest_context"] < longest
+    ]
+
+
 def write_recl(folder: Path, result: dict[str, Any], command: Sequence[str]) -> list[Path]:
     """Write recl.html, recl.json and each figure as .svg and .png into an existing folder; their paths.
 
@@ -133,6 +148,7 @@ def _table_8(result: dict[str, Any]) -> str:
             range(1, len(heads)),
         ),
         note(f"{longest:,}, the longest that was measured, means that gains never stopped."),
+        *(note(each) for each in held_notes(result)),
         note("Table 8 compares models of the same parameter budget."),
     )
 

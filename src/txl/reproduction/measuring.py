@@ -9,7 +9,7 @@ from typing import Any
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.evaluation.perplexity import EvaluationResult, evaluate
-from txl.evaluation.sliding import evaluate_sliding, losses_at_context
+from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
 from txl.reporting.wording import is_character_unit, quality
 from txl.reproduction.configuring import attention_lengths, is_recurrent
 from txl.reproduction.definition import Kind
@@ -75,17 +75,20 @@ def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
     step = max(1, (len(tokens) - lengths[-1]) // scale.targets)
     targets = range(lengths[-1], min(len(tokens), lengths[-1] + step * scale.targets), step)
-    longest = getattr(model, "context", None)
-    losses: dict[int, list[float]] = {}
-    for length in lengths:
-        say(f"test split, {length} tokens of context")
-        seen = length if longest is None else min(length, longest)
-        if seen < length and seen in losses:
-            losses[length] = losses[seen]
-            continue
-        losses[length] = losses_at_context(model, tokens, context=seen, targets=targets, batch_size=WINDOWS).tolist()
-        losses.setdefault(seen, losses[length])
-    return {"losses": {str(length): losses[length] for length in lengths}, "targets": len(targets)}
+    losses = losses_at_contexts(
+        model,
+        tokens,
+        contexts=lengths,
+        targets=targets,
+        batch_size=WINDOWS,
+        clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
+        begins=lambda context: say(f"test split, {context} tokens of context"),
+    )
+    return {
+        "losses": {str(length): values.tolist() for length, values in losses.items()},
+        "targets": len(targets),
+        "longest_context": model.context,
+    }
 
 
 def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: int | None) -> EvaluationResult:

@@ -96,8 +96,9 @@ def _effective_contexts(
             continue
         for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
             losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
+            longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}
             for r in FRACTIONS:
-                for key, length in relative_effective_context_length(losses, r).items():
+                for key, length in relative_effective_context_length(losses, r, longest=longest).items():
                     values[key].setdefault(f"r = {r:.1f}", []).append(length)
             for key, by_length in losses.items():
                 for length, each in by_length.items():
