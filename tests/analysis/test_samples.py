@@ -16,6 +16,7 @@ from txl.analysis.contexts import draw_contexts
 from txl.analysis.novelty import copies
 from txl.analysis.repetition import repeated_ngrams
 from txl.cli import main
+from txl.data.detokenise import detokenise
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
 from txl.errors import UserError
 
@@ -104,7 +105,47 @@ def test_mentions_by_hand():
         "Life",
         "A = b",
     }
+    assert found.dates == {(None, 5, 2008)}
     assert mentions("all lower case, $N N N of N") == mentions("")
+
+
+@pytest.mark.parametrize(
+    ("text", "dates"),
+    [
+        ("On 12 July 1916 it rained.", {(12, 7, 1916)}),
+        ("On July 12, 1916, it rained.", {(12, 7, 1916)}),
+        ("On July 12 , 1916 , it rained .", {(12, 7, 1916)}),  # WikiText before detokenising
+        ("the 1st of May, 2001; July 12th", {(1, 5, 2001), (12, 7, None)}),
+        ("in mid @-@ July 1916 , or August , 1917", {(None, 7, 1916), (None, 8, 1917)}),
+        ("mid-July 1916, late 5 June – 3 July 1916", {(None, 7, 1916), (5, 6, None), (3, 7, 1916)}),
+        ("[[July 12]], [[1916]] and [[3 May]] [[1917]]", {(12, 7, 1916), (3, 5, 1917)}),
+        ("Sept. 9, 2008; Sep. 10; Oct. 2009; Mar. 4", {(9, 9, 2008), (10, 9, None), (None, 10, 2009), (4, 3, None)}),
+        ("31 December 1999 and 32 December 999", {(31, 12, 1999)}),
+        ("March 10,000 men; March 10 @,@ 000 men; May 4.5 kg; June 99; Marching 5; $ 5; In July we may 5", set()),
+        ("July 1916 12 August", {(None, 7, 1916), (12, 8, None)}),
+        ("12 July\n1916", {(12, 7, None)}),
+        ("4 February 29 @,@ 000", {(4, 2, None)}),
+    ],
+)
+def test_dates_by_hand(text, dates):
+    assert mentions(text).dates == dates
+
+
+def test_dates_are_found_before_and_after_detokenising():
+    raw = "On 12 July 1916 , and again on March 3 , 1917 , he came ; in mid @-@ May 1918 , 1 @,@ 200 left ."
+    assert (
+        mentions(raw).dates
+        == mentions(detokenise(raw, "wikitext")).dates
+        == {(12, 7, 1916), (3, 3, 1917), (None, 5, 1918)}
+    )
+
+
+def test_dates_that_are_taken_up_by_hand():
+    before = "Born on 12 July 1916, she left in May 1934, and died on March 3, 1990, or 4 March."
+    after = "On July 12, 1916, and in May 1934; on 3 March 1990, May 1, 1935 and in March 1990."
+    assert shared_mentions(before, after)["dates"] == Shared(in_context=4, in_continuation=5, taken_up=3, known=4)
+    part = shared_mentions("In July 1916 it began.", "On 12 July 1916 it did.")["dates"]
+    assert (part.taken_up, part.known) == (1, 0)  # the day is new
 
 
 def test_what_is_taken_up_by_hand():
@@ -112,6 +153,7 @@ def test_what_is_taken_up_by_hand():
     assert shared_mentions(STORY, after) == {
         "headings": Shared(in_context=2, in_continuation=1, taken_up=1, known=1),
         "names": Shared(in_context=7, in_continuation=3, taken_up=1, known=1),
+        "dates": Shared(in_context=1, in_continuation=0, taken_up=0, known=0),
         "years": Shared(in_context=3, in_continuation=2, taken_up=1, known=1),
     }
 
@@ -248,7 +290,7 @@ def test_a_run_without_a_checkpoint_or_a_folder_in_the_way(trained, data_dir, tm
     shutil.rmtree(run / "checkpoints")
     assert main(["samples", str(run), "--data-dir", str(data_dir)]) == 2
     first, second = capsys.readouterr().err.strip().split("\n")[-2:]
-    assert "not a folder" in first
+    assert "expected a folder" in first
     assert "no checkpoint" in second
 
 

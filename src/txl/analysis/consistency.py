@@ -1,18 +1,29 @@
-"""Which titles, names and years of a context a continuation takes up again."""
+"""Which titles, names, dates and years of a context a continuation takes up again."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from txl.data.vocabulary import UNK
 
 _BEFORE, _AFTER = "([{\"'“‘", ",.;:!?)]}\"'”’"
-KINDS = ("headings", "names", "years")
+KINDS = ("headings", "names", "dates", "years")
 
 _HEADING = re.compile(r"^[ \t]*(?:= ([^=\s].*?) =|(={2,6}) ?([^=\s].*?) ?\2)[ \t]*$", re.MULTILINE)
 _YEAR = re.compile(r"(?<![\w.,$£€])(?:1[0-9]{3}|20[0-9]{2})(?:(?=s\b)|(?![\w%]|[.,][0-9]))")
+_MONTHS = re.findall(r"\S+", "January February March April May June July August September October November December")
+_MONTH = "|".join([*_MONTHS, r"Sept\.", *(f"{name[:3]}\\." for name in _MONTHS if name != "May")])
+_DAY = r"(?<![\w.,$£€])(?:0?[1-9]|[12][0-9]|3[01])(?:st|nd|rd|th)?(?![\w%]|[.,][0-9]| @[.,]@)"
+# What stands between: a comma (apart from its word before detokenising), "of", the brackets of Wikipedia's links.
+_BETWEEN = r"(?:\]\])?(?: ?,)? (?:of )?(?:\[\[)?"
+_DATE = re.compile(
+    rf"(?P<day>{_DAY}) (?:of )?(?P<month>{_MONTH})(?!\w)(?:{_BETWEEN}(?P<year>{_YEAR.pattern}))?"
+    rf"|(?<!\w)(?P<month_first>{_MONTH}) (?P<day_second>{_DAY})(?:{_BETWEEN}(?P<year_third>{_YEAR.pattern}))?"
+    rf"|(?<!\w)(?P<month_alone>{_MONTH}){_BETWEEN}(?P<year_second>{_YEAR.pattern})"
+)
 _TITLES = frozenset(re.findall(r"\S+", "Mr. Mrs. Ms. Dr. St. Jr. Sr. Lt. Gen. Col. Capt. Sgt. Rev. Prof. No."))
 _NOT_A_NAME = frozenset(
     re.findall(
@@ -24,6 +35,19 @@ _NOT_A_NAME = frozenset(
 )
 
 
+class Date(NamedTuple):
+    """A month with a day, a year, or both."""
+
+    day: int | None
+    month: int
+    """From 1."""
+    year: int | None
+
+    def is_part_of(self, other: Date) -> bool:
+        """Whether the other date has all that this one has: July 1916 is part of 12 July 1916."""
+        return all(mine is None or mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+
 @dataclass(frozen=True)
 class Mentions:
     """What one text mentions, each thing once."""
@@ -32,8 +56,10 @@ class Mentions:
     """Titles between `=`, as Wikipedia writes them, that are known words throughout (`<unk>` is like any other)."""
     names: frozenset[str]
     """Two or more words in a row that begin with a capital."""
+    dates: frozenset[Date]
+    """However they are written: 12 July 1916 is July 12, 1916."""
     years: frozenset[str]
-    """1000 to 2099."""
+    """1000 to 2099, those of dates too."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +77,35 @@ class Shared:
 
 
 def mentions(text: str) -> Mentions:
-    """The headings, names and years of a detokenised text.
+    """The headings, names, dates and years of a text.
+
+    It is taken to be detokenised; dates are also found as WikiText has them before.
 
     A name is a run of two or more words that begin with a capital, on one line; words such as The and In, with which a
     sentence begins, are taken off its front. A heading's words count as names too where they look like one.
+
+    A date is an English month's name (or its first letters with a full stop) with a day, a year or both: 12 July 1916,
+    12th of July, July 12, 1916, Sept. 1916.
     """
     titles = (match.group(1) or match.group(3) for match in _HEADING.finditer(text))
     headings = frozenset(title for title in titles if UNK not in title)
     names = frozenset(name for line in text.split("\n") for name in _names(line.split()))
-    return Mentions(headings, names, frozenset(_YEAR.findall(text)))
+    dates = frozenset(_date(match) for match in _DATE.finditer(text))
+    return Mentions(headings, names, dates, frozenset(_YEAR.findall(text)))
+
+
+def _date(match: re.Match[str]) -> Date:
+    day, month, year = (
+        next((match.group(name) for name in names if match.group(name)), None)
+        for names in (
+            ("day", "day_second"),
+            ("month", "month_first", "month_alone"),
+            ("year", "year_third", "year_second"),
+        )
+    )
+    assert month is not None  # each form has one
+    number = [name[:3] for name in _MONTHS].index(month[:3]) + 1
+    return Date(None if day is None else int(day.rstrip("stndrh")), number, None if year is None else int(year))
 
 
 def _names(words: list[str]) -> Iterator[str]:
@@ -89,7 +135,8 @@ def shared_mentions(context: str, continuation: str) -> dict[str, Shared]:
     """For each of `KINDS`, what of the context the continuation takes up, and what of its own the context has.
 
     To stand in a text is to be found there letter by letter, between other words: a name of the context also counts
-    where the continuation has it inside a longer one.
+    where the continuation has it inside a longer one. A date stands in a text where one of the text's dates has its
+    day, month and year, as far as it has them, however both are written.
     """
     before, after = mentions(context), mentions(continuation)
     found = {}
@@ -98,11 +145,13 @@ def shared_mentions(context: str, continuation: str) -> dict[str, Shared]:
         found[kind] = Shared(
             len(first),
             len(second),
-            sum(_stands_in(each, continuation) for each in first),
-            sum(_stands_in(each, context) for each in second),
+            sum(_stands_in(each, continuation, after.dates) for each in first),
+            sum(_stands_in(each, context, before.dates) for each in second),
         )
     return found
 
 
-def _stands_in(words: str, text: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
+def _stands_in(mention: str | Date, text: str, dates: frozenset[Date]) -> bool:
+    if isinstance(mention, Date):
+        return any(mention.is_part_of(each) for each in dates)
+    return re.search(rf"(?<!\w){re.escape(mention)}(?!\w)", text) is not None

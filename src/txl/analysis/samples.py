@@ -52,7 +52,7 @@ class Measures:
     copies: list[int]
     """For each token, how many from it on stand in the training text."""
     mentions: dict[str, Shared]
-    """For headings, names and years, what of the context is taken up."""
+    """For headings, names, dates and years, what of the context is taken up."""
 
 
 @dataclass(frozen=True)

@@ -160,10 +160,12 @@ def _sentences(about: About) -> list[str]:
         f"begin at each {token}. {unknown}That a span is copied does not show that it was learned by heart: common "
         "phrases are in every text, as the reference shows.",
         "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
-        "capital; years are whole numbers from 1000 to 2099. “Come again” counts those of the context that stand in "
-        "the continuation, letter by letter; “here that the context has” counts those of the continuation that stand "
-        "in the context. Each counts once a text; “none” means that there are none.",
-        "They do not tell whether what is said of a name or a year is true, or agrees with the context. A name that "
+        "capital; dates are a month with a day, a year or both; years are whole numbers from 1000 to 2099, those of "
+        "dates too. “Come again” counts those of the context that stand in the continuation, letter by letter (dates: "
+        "with all that they have, July 1916 also in 12 July 1916 and July 12, 1916); “here that the context has” "
+        "counts those of the continuation that stand in the context. Each counts once a text; “none” means that there "
+        "are none.",
+        "They do not tell whether what is said of a name or a date is true, or agrees with the context. A name that "
         "is shortened (Kershaw for Clayton Kershaw) is not seen, and a capital at the beginning of a sentence may be "
         "taken for a name’s. A text that moves on to another subject keeps nothing and may still be right: compare "
         "with the reference.",
