@@ -221,7 +221,7 @@ def test_results_of_another_configuration_are_refused(micro, words, tmp_path, da
     out, rows = tmp_path / "out", definitions()["table7"].rows[:2]
     experiment("table7", micro, words, out, data_dir, seeds=1, rows=rows).run()
     before = files(out)
-    nearer = dataclasses.replace(rows[1], overrides={**rows[1].overrides, "model.max_distance": "3"})
+    nearer = dataclasses.replace(rows[1], overrides={**(rows[1].overrides or {}), "model.max_distance": "3"})
     with pytest.raises(UserError, match=r"xl-shaw-seed1.json is of another configuration: model.max_distance 15 -> 3"):
         experiment("table7", micro, words, out, data_dir, seeds=2, rows=(rows[0], nearer)).run()
     assert files(out) == before
@@ -350,7 +350,7 @@ def test_figures_are_made_by_a_command_of_the_trained_model(micro, words, tmp_pa
 def test_figures_of_attention_share_what_their_command_made_and_show_their_own(
     micro, words, tmp_path, data_dir, capsys
 ):
-    out = tmp_path / "out"
+    out, made = tmp_path / "out", {}
     for name, pictures in (("figure5", 1), ("figure6", 3), ("figure7", 1)):
         it = experiment(name, micro, words, out, data_dir, seeds=1)
         outcome = gathered(it, it.run())
@@ -360,9 +360,8 @@ def test_figures_of_attention_share_what_their_command_made_and_show_their_own(
         text = (out / f"{name}.html").read_text()
         assert 1 <= text.count('<img src="data:image/svg+xml;base64,') <= pictures
         assert "mean ± standard deviation" not in text
-        if name == "figure5":
-            before = files(out / "made")
-    assert files(out / "made") == before
+        made[name] = files(out / "made")
+    assert made["figure5"] == made["figure6"] == made["figure7"]
 
 
 @pytest.mark.parametrize("name", ["table6", "table8", "table9", "table2"])
