@@ -72,6 +72,7 @@ def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
     for row in table.rows:
         if not row.trained:
             continue
+        assert row.preset is not None
         run = configure(table, row, PAPER, DataConfig(corpus=table.corpus, unit="word"), 267_735, estimated_segment)
         assert run.model == presets()[row.preset].make().model
         if run.model.kind != "transformer":
