@@ -123,7 +123,7 @@ class ContinuousCache(LanguageModel[CacheState]):
             was any pair, bool [B,T] (where not, the cache says 0); the state after the segment.
         """
         hidden, blocks, after = self._read(tokens, state)
-        nll = self.model._nll_of(hidden, targets)
+        nll = self.model.nll_of(hidden, targets)
         cached = torch.zeros(len(thetas), *targets.shape, dtype=torch.float64, device=hidden.device)
         any_pair = torch.zeros_like(targets, dtype=torch.bool)
         for block in blocks:
