@@ -133,6 +133,25 @@ def test_zoneout_keeps_units_and_only_in_training():
     assert model.eval().hidden_states(text(), model.init_state(B))[0].abs().min() > 0
 
 
+@pytest.mark.parametrize("n_softmax", [1, 2])
+def test_activations_are_regularised_as_they_were_dropped_and_their_steps_before(n_softmax):
+    """Merity et al.'s main.py: alpha times the squares of `dropped_rnn_hs[-1]`, beta times the steps of `rnn_hs[-1]`."""
+    config = dataclasses.replace(LSTM, dropout=0.0, dropout_out=0.4, locked_dropout=True, n_softmax=n_softmax)
+    model = built(dataclasses.replace(config, activation_reg=2.0, temporal_reg=0.7)).train()
+    state = model.init_state(B)
+    h, _ = model.hidden_states(text(), state)
+    torch.manual_seed(5)
+    dropped = h * torch.nn.functional.dropout(torch.ones(B, 1, 6, dtype=torch.float64), 0.4)
+    expected = 2.0 * (dropped**2).sum() / h.numel()
+    expected = expected + 0.7 * sum((h[:, t] - h[:, t - 1]).square().sum() for t in range(1, T)) / h[:, 1:].numel()
+    torch.manual_seed(5)
+    loss, penalty, _ = model.training_terms(text(), text(), state)
+    torch.testing.assert_close(penalty, expected, rtol=1e-12, atol=0)
+    # The softmax reads the states of the same mask.
+    model.eval()
+    torch.testing.assert_close(loss, model.nll_of(dropped, text()).mean(), rtol=1e-12, atol=0)
+
+
 def test_the_same_seed_drops_the_same():
     model = built(AWD).train()
     losses = []

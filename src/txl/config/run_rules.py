@@ -58,6 +58,9 @@ def _validate_training(train: TrainConfig) -> None:
     at_least_0 = ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed")
     for name in (*at_least_0, "max_skipped", "max_rollbacks"):
         require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
+    require(
+        0 <= train.epoch_shift < train.segment, "train.epoch_shift", train.epoch_shift, "0 or more, below train.segment"
+    )
     require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
         require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")

@@ -127,6 +127,9 @@ class TrainConfig:
     loss: LossName = _setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
+    epoch_shift: int = _setting(
+        0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
+    )
     random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
     optimizer: Literal["adam", "adamw", "sgd"] = _setting("adam", "optimiser")
     momentum: float = _setting(0.0, "sgd: Nesterov's momentum; 0: none")

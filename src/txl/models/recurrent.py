@@ -2,7 +2,8 @@
 
 The layers stand one upon another, with a dropout between them; the last one has as many units as the softmax wants.
 What a step adds to a plain LSTM is in the configuration: `weight_drop`, `locked_dropout`, `dropout_words`,
-`activation_reg`, `temporal_reg` (Merity et al. 2017, Section 4), and `train.average_patience` for NT-ASGD.
+`activation_reg` (of the last layer's dropped states), `temporal_reg` (of what they were before; Merity et al. 2017,
+Section 4), and `train.average_patience` for NT-ASGD.
 
 Unlike the Transformers these models do not scale their embeddings: AWD-LSTM's code does not.
 
@@ -151,6 +152,7 @@ class RecurrentModel(Decoder[RecurrentState]):
     """
 
     attention_name = "no"
+    regularises_dropped = True
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__(config, vocab_size)
