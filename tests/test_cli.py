@@ -16,6 +16,8 @@ from txl.cli import build_parser, main
 from txl.commands.options import absolute_path
 from txl.config import RunConfig, leaf_fields
 
+HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
+
 
 def options_of(run: RunConfig) -> list[str]:
     """A configuration as command-line options."""
@@ -247,8 +249,15 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
         (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),
-        (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "expected a number below 2**63"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "--train.seed is '999"),
         (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),
+        (["train", "stdlib-tiny", "--dry-run", "--train.steps", "9" * 23], "expected a whole number from -9007199254740992"),
+        (["train", "stdlib-tiny", "--dry-run", "--model.cutoffs", f"5,{2**53 + 1}"], "to 9007199254740992"),
+        (["bench", "budget", "enwik8-12L", "--bytes", "9", "--vocabulary", HUGE], IN_RANGE),
+        (["bench", "budget", "stdlib-tiny", "--bytes", "9", "--vocabulary", str(2**53)], "out of memory"),
+        (["bench", "budget", "stdlib-tiny", "--bytes", "99999999", "--vocabulary", "50", "--train.segment", "-5"],
+         "train.segment is -5; expected 1 or more"),
+        (["bench", "table9", "--lengths", f"8,{HUGE}"], IN_RANGE),
         (["train", "stdlib-tiny", "--dry-run", "--model.n-layer", "9" * 12], "expected 1 or more, at most 10000"),
     ],
 )  # fmt: skip
@@ -256,6 +265,26 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert expected in refused(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "--mem-lens", f"0,{2**53}"],
+        ["eval", "--segment", str(2**53)],
+        ["eval", "--cache-size", str(2**53), "--cache-theta", "0.5", "--cache-lambda", "0.1"],
+        ["score", "FILE", "--segment", str(2**53), "--mem-len", str(2**53), "--out", "OUT"],
+        ["score", "FILE", "--sliding", str(2**53), "--out", "OUT"],
+        ["samples", "--seed", str(2**53), "--context", "20", "--max-tokens", "4"],
+    ],
+)
+def test_the_largest_numbers_that_are_taken_can_be_borne(words, trained, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (tmp_path / "text").write_text("The river rose in the night.\n" * 3)
+    places = {"FILE": str(tmp_path / "text"), "OUT": str(tmp_path / "out")}
+    assert main([words[0], str(run), *(places.get(word, word) for word in words[1:])]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -282,6 +311,19 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
         (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "top_k is 0"),
         (["generate", "RUN", "--prompt", "x", "--samples", "0"], "samples is 0"),
         (["generate", "RUN", "--prompt", "x", "--seed", "-1"], "--seed is -1"),
+        (["recl", "RUN", "--longest", HUGE], f"argument --longest: {HUGE}: {IN_RANGE}"),
+        (["score", "RUN", "-", "--segment", HUGE], IN_RANGE),
+        (["score", "RUN", "-", "--sliding", f"-{HUGE}"], IN_RANGE),
+        (["samples", "RUN", "--seed", HUGE], IN_RANGE),
+        (["samples", "RUN", "--mem-len", HUGE], IN_RANGE),
+        (["samples", "RUN", "--mem-len", str(2**53), "--context", "20"], "out of memory"),
+        (["generate", "RUN", "--prompt", "x", "--top-k", HUGE], IN_RANGE),
+        (["attention", "RUN", "--tokens", HUGE], IN_RANGE),
+        (["attention", "RUN", "--heads", f"1:{HUGE}"], IN_RANGE),
+        (["eval", "RUN", "--window", HUGE], IN_RANGE),
+        (["eval", "RUN", "--cache-size", HUGE], IN_RANGE),
+        (["cache", "RUN", "--size", HUGE], IN_RANGE),
+        (["eval", "RUN", "--data.max-words", HUGE], "expected a whole number from"),
         (["generate", "RUN", "--prompt-file", "none.txt"], "none.txt: No such file or directory"),
     ],
 )  # fmt: skip
@@ -313,6 +355,9 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     elif what == "wrong type":
         config["model"]["n_layer"] = "2"
         (copy / "config.json").write_text(json.dumps(config))
+    elif what == "beyond 64 bits":
+        config["train"]["steps"] = int(HUGE)
+        (copy / "config.json").write_text(json.dumps(config))
     elif what == "other heads":
         config["model"] |= {"n_head": 4, "d_head": 4}
         (copy / "config.json").write_text(json.dumps(config))
@@ -332,6 +377,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         ("config is no JSON", "config.json: not JSON"),
         ("config of the future", "soul is not known to this version"),
         ("wrong type", "model.n_layer is '2'; expected a whole number"),
+        ("beyond 64 bits", "train.steps is 99999999999999999999; expected a whole number from"),
         ("other heads", "config.json: model.n_head is 4, but step-00000012 was written with 2"),
         ("vocabulary", "vocabulary.json: altered: its sha256"),
         ("no checkpoints", "no checkpoint best or latest"),

@@ -35,6 +35,7 @@ from txl.commands import (
     status,
     train,
 )
+from txl.commands.options import bounded_int
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError
 
 COMMANDS = (
@@ -57,12 +58,16 @@ COMMANDS = (
     demo,
 )
 
+_NO_ROOM = r"out of memory|not enough memory|can't allocate|calculation overflowed"
+"""What PyTorch says of tensors that no memory holds; the last is for sizes beyond 64 bits."""
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `UserError`s, and which never guesses an abbreviated option."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.register("type", int, bounded_int)  # every type=int, of every command
 
     def error(self, message: str) -> NoReturn:
         """Refuse, in one line."""
@@ -125,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except (MemoryError, RuntimeError) as error:
         # torch has no one class for it: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU.
-        if not isinstance(error, MemoryError) and not re.search(
-            r"out of memory|not enough memory|can't allocate", str(error)
-        ):
+        if not isinstance(error, MemoryError) and not re.search(_NO_ROOM, str(error)):
             raise
         return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")
     except KeyboardInterrupt:

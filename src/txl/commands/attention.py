@@ -15,6 +15,7 @@ from txl.commands.options import (
     add_device,
     add_json,
     add_memory_options,
+    bounded_int,
     existing_run,
     memory_settings,
     numbers,
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _count(text: str) -> int | None:
-    return None if text.lower() == "all" else int(text)
+    return None if text.lower() == "all" else bounded_int(text)
 
 
 _count.__name__ = "number or all"  # argparse names a type by its function when it refuses a value
@@ -65,7 +66,7 @@ _count.__name__ = "number or all"  # argparse names a type by its function when 
 
 def _heads(text: str) -> list[tuple[int, int]]:
     pairs = [part.split(":") for part in text.split(",")]
-    return [(int(layer) - 1, int(head) - 1) for layer, head in pairs]
+    return [(bounded_int(layer) - 1, bounded_int(head) - 1) for layer, head in pairs]
 
 
 _heads.__name__ = "list of LAYER:HEAD"

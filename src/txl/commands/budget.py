@@ -43,7 +43,7 @@ def add_workload(workloads: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    from txl.commands.train import base_config, vocabulary_size
+    from txl.commands.train import vocabulary_size
     from txl.training.budget import longest_segment, peak_bytes, with_segment
 
     if (arguments.like is None) == (arguments.bytes is None):
@@ -53,14 +53,14 @@ def run(arguments: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     options = config_options(arguments)
-    config = with_options(base_config(arguments.preset), options)
+    config = _configuration(arguments.preset, options)
     device = pick_device(arguments.device)
     vocab_size = arguments.vocabulary or vocabulary_size(config, arguments)
     reference: RunConfig | None = None
     if arguments.like is None:
         budget = arguments.bytes
     else:
-        reference = with_options(base_config(arguments.like), options)
+        reference = _configuration(arguments.like, options)
         reference = with_segment(reference, reference.train.segment)  # options may have changed what it agrees with
         budget = peak_bytes(reference, vocab_size, device)
         say(f"{reference.name}, segments of {reference.train.segment}: {budget:,} bytes at most")
@@ -92,3 +92,17 @@ def run(arguments: argparse.Namespace) -> None:
         f"{config.name}: segments of {fit.segment} tokens{limit}, {fit.peak_bytes:,} of {budget:,} bytes on {device}; "
         f"train with --train.segment {fit.segment}"
     )
+
+
+def _configuration(name: str, options: dict[str, str]) -> RunConfig:
+    """A configuration with the options set.
+
+    Raises:
+        UserError: for a segment that is none. What is measured has others, so that no later rule would see it.
+    """
+    from txl.commands.train import base_config
+
+    config = with_options(base_config(name), options)
+    if config.train.segment < 1:
+        raise UserError(f"train.segment is {config.train.segment}; expected 1 or more")
+    return config

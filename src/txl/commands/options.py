@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from txl.config import DataConfig, RunConfig, leaf_fields
+from txl.config import DataConfig, RunConfig, leaf_fields, whole_number
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _top_k(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    return None if text.lower() == "none" else bounded_int(text)
 
 
 _top_k.__name__ = "number or none"
@@ -138,9 +138,22 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
 
 
+def bounded_int(text: str) -> int:
+    """A whole number that the arithmetic behind it can bear; every option of type `int` is read by this (`txl.cli`).
+
+    Raises:
+        ValueError: if it is no whole number.
+        argparse.ArgumentTypeError: if it is out of range.
+    """
+    try:
+        return whole_number(text)
+    except OverflowError as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected {error}") from None
+
+
 def limit(text: str) -> int | str:
     """A whole number, or "none"."""
-    return "none" if text.lower() == "none" else int(text)
+    return "none" if text.lower() == "none" else bounded_int(text)
 
 
 limit.__name__ = "number or none"  # argparse names a type by its function when it refuses a value
@@ -148,7 +161,7 @@ limit.__name__ = "number or none"  # argparse names a type by its function when 
 
 def numbers(text: str) -> list[int]:
     """Whole numbers separated by commas."""
-    return [int(part) for part in text.split(",")]
+    return [bounded_int(part) for part in text.split(",")]
 
 
 numbers.__name__ = "list of numbers"

@@ -24,7 +24,7 @@ from txl.config.sections import (
     TrainConfig,
     Unit,
 )
-from txl.config.values import parse_value
+from txl.config.values import parse_value, whole_number
 
 __all__ = [
     "RANDOM_LENGTHS",
@@ -47,5 +47,6 @@ __all__ = [
     "validate_lengths",
     "validate_model",
     "validate_temperature",
+    "whole_number",
     "with_options",
 ]

@@ -13,7 +13,7 @@ from txl.config.model_rules import (
     validate_model,
 )
 from txl.config.sections import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from txl.config.values import require
+from txl.config.values import LARGEST, require
 from txl.errors import UserError
 
 RANDOM_LENGTHS = 40
@@ -61,7 +61,7 @@ def _validate_training(train: TrainConfig) -> None:
     require(
         0 <= train.epoch_shift < train.segment, "train.epoch_shift", train.epoch_shift, "0 or more, below train.segment"
     )
-    require(train.seed < 2**63, "train.seed", train.seed, "a number below 2**63")
+    require(train.seed <= LARGEST, "train.seed", train.seed, f"at most {LARGEST}")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
         require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")
     if train.spike is not None:

@@ -9,6 +9,11 @@ from typing import Any, Literal
 
 from txl.errors import UserError
 
+LARGEST = 2**53
+"""No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
+products with small ones fit into the 64 bits that tensors count with."""
+_IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
+
 
 def from_plain(cls: type[Any], values: Any, prefix: str = "") -> Any:
     """A dataclass from plain dictionaries and lists; missing fields take their defaults.
@@ -37,6 +42,19 @@ def from_plain(cls: type[Any], values: Any, prefix: str = "") -> Any:
     return cls(**arguments)
 
 
+def whole_number(text: str) -> int:
+    """A whole number from its text.
+
+    Raises:
+        ValueError: if it is none.
+        OverflowError: if it is beyond `LARGEST`; says what is expected.
+    """
+    number = int(text)
+    if abs(number) > LARGEST:
+        raise OverflowError(_IN_RANGE)
+    return number
+
+
 def parse_value(expected: Any, text: str, name: str) -> Any:
     """A value of type `expected` from its text; "none" for None, commas in lists, true and false.
 
@@ -50,11 +68,13 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
         if expected is bool:
             return {"true": True, "false": False}[text.lower()]
         if typing.get_origin(expected) is tuple:
-            return tuple(int(part) for part in text.split(",") if part.strip())
+            return tuple(whole_number(part) for part in text.split(",") if part.strip())
         if typing.get_origin(expected) is Literal:
             choices = typing.get_args(expected)
             return choices[choices.index(text)]
-        return typing.cast(type[Any], expected)(text)
+        return whole_number(text) if expected is int else typing.cast(type[Any], expected)(text)
+    except OverflowError as error:
+        raise UserError(f"{name} is {text!r}; expected {error}") from None
     except (ValueError, KeyError):
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
@@ -79,6 +99,9 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    if expected is not float and any(type(item) is int and abs(item) > LARGEST for item in items):
+        raise UserError(f"configuration field {name} is {value!r}; expected {_IN_RANGE}")
     if typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
         if all(type(item) is int for item in value):
             return tuple(value)

@@ -122,9 +122,9 @@ class Experiment:
         stored = _read(path)
         if stored is None or result.config is None or "config" not in stored:
             return
-        configured = json.loads(json.dumps(result.config))
-        configured["train"]["seed"] = seed
-        changed = _changes(stored["config"], configured)
+        configured = RunConfig.from_dict(result.config)
+        configured.train.seed = seed
+        changed = _changes(RunConfig.from_dict(stored["config"]).to_dict(), configured.to_dict())
         if changed:
             raise UserError(
                 f"{path} is of another configuration: {', '.join(changed)}; give another --out, or delete it and its "
