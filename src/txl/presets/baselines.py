@@ -134,8 +134,9 @@ def wt103_adaptive() -> RunConfig:
     """WikiText-103, 247M parameters, by Baevski and Auli's published training command.
 
     16 pre-norm layers, sinusoids at the input, embeddings of 1024, 256 and 64 features tied with the softmax's tails;
-    no LayerNorm at the end. Their attention has biases, ours none (0.07M). They trained on eight GPUs with 3 x 3,072
-    tokens each, Nesterov's momentum 0.99, and test with a context window; here `txl eval --sliding` is its limit.
+    no LayerNorm at the end. Their attention has biases, ours none (0.07M); our softmax has biases, 267,737 with those
+    of its two tails, theirs none. They trained on eight GPUs with 3 x 3,072 tokens each, Nesterov's momentum 0.99, and
+    test with a context window; here `txl eval --sliding` is its limit.
     """
     return RunConfig(
         name="wt103-adaptive",
