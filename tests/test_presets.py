@@ -159,10 +159,8 @@ def test_vanilla_presets_are_al_rfou_et_al_s_experimental_setup(corpus, n_layer,
     assert (train.optimizer, train.momentum, train.schedule, train.warmup_steps) == ("sgd", 0.99, "constant", 0)
     assert {learning_rate(step, train) for step in (0, 1000, 3_999_999)} == {0.003}
     model.n_layer = 2
-    rates = {
-        name: part.p for name, part in build_model(model, 256).named_modules() if getattr(part, "p", None) is not None
-    }
-    dropped = {name: rate for name, rate in rates.items() if rate > 0}
+    parts = build_model(model, 256).named_modules()
+    dropped = {name: part.p for name, part in parts if isinstance(part, torch.nn.Dropout) and part.p > 0}
     assert dropped == {f"layers.{layer}.feed_forward.dropout_inner": dropout for layer in range(2)}
     assert model.dropatt == dropout
 
