@@ -138,7 +138,8 @@ def _validate_decay(train: TrainConfig) -> None:
     """The rules of a learning rate that is divided at given steps; those that training does not reach are none."""
     if train.schedule != "steps" and train.decay_at:
         raise UserError(
-            f"train.decay_at is {list(train.decay_at)}, but train.schedule is {train.schedule}; expected steps"
+            f"train.decay_at is {list(train.decay_at)}, but train.schedule is {train.schedule}; expected steps (or no "
+            f"numbers)"
         )
     if train.schedule == "steps" and not train.decay_at:
         raise UserError("train.schedule is steps, but train.decay_at names none; give one or more, or use constant")
