@@ -77,7 +77,7 @@ def watching(watch: Stopwatch, model: TransformerXL) -> Iterator[None]:
     plain = attentions[0].attend
     with (
         mock.patch.object(Linear, "forward", watch.watched("linear layers", Linear.forward)),
-        mock.patch.object(Decoder, "_nll_of", watch.watched("softmax", Decoder._nll_of)),
+        mock.patch.object(Decoder, "nll_of", watch.watched("softmax", Decoder.nll_of)),
     ):
         for each in attentions:
             each.attend = watch.watched("attention", plain)

@@ -10,6 +10,7 @@ from txl.config import has_absolute_positions, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
+from txl.training.schedules import learning_rate
 
 EXACT = {
     "enwik8-12L": (204, 41_055_436),
@@ -34,8 +35,8 @@ ROUNDED = {
     "lm1b-large": 841e6,
     "lm1b-ablation": 300e6,
     "ptb": 24e6,
-    "enwik8-vanilla-12L": 44e6,
-    "enwik8-vanilla-64L": 235e6,
+    **{f"{corpus}-vanilla-12L": 44e6 for corpus in ("enwik8", "text8")},
+    **{f"{corpus}-vanilla-64L": 235e6 for corpus in ("enwik8", "text8")},
     **{name: 128e6 for name in txl.presets() if name.startswith("wt103-ablation") and not name.endswith("151M")},
     **{name: 300e6 for name in txl.presets() if name.startswith("lm1b-ablation")},
     "ptb-awd-lstm": 24e6,
@@ -146,3 +147,27 @@ def test_test_settings_are_the_authors():
         assert found.batch_size == 10
     ptb = txl.preset("ptb").eval
     assert (ptb.batch_size, ptb.segment, ptb.temperature) == (1, 10, 1.08)
+
+
+@pytest.mark.parametrize(("n_layer", "dropout"), [(12, 0.2), (64, 0.55)])
+@pytest.mark.parametrize("corpus", ["enwik8", "text8"])
+def test_vanilla_presets_are_al_rfou_et_al_s_experimental_setup(corpus, n_layer, dropout):
+    run = txl.preset(f"{corpus}-vanilla-{n_layer}L")
+    model, train = run.model, run.train
+    assert (model.d_model, model.d_inner, model.n_head, model.d_head, model.n_layer) == (512, 2048, 2, 256, n_layer)
+    assert (run.data.corpus, train.segment, train.batch_size, train.steps) == (corpus, 512, 16, 4_000_000)
+    assert (train.optimizer, train.momentum, train.schedule, train.warmup_steps) == ("sgd", 0.99, "constant", 0)
+    assert {learning_rate(step, train) for step in (0, 1000, 3_999_999)} == {0.003}
+    model.n_layer = 2
+    rates = {name: getattr(part, "p", 0) for name, part in build_model(model, 256).named_modules()}
+    dropped = {name: rate for name, rate in rates.items() if rate}
+    assert dropped == {f"layers.{layer}.feed_forward.dropout_inner": dropout for layer in range(2)}
+    assert model.dropatt == dropout
+
+
+def test_the_small_vanilla_preset_is_about_as_large_as_the_one_it_is_compared_with():
+    vanilla, other = txl.preset("enwik8-vanilla-small"), txl.preset("enwik8-small")
+    assert abs(parameters("enwik8-vanilla-small") / parameters("enwik8-small") - 1) < 0.15
+    assert vanilla.model.layer_losses
+    vanilla.train.epoch_shift = 0
+    assert vanilla.train == other.train

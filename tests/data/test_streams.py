@@ -40,6 +40,15 @@ def test_a_lane_of_whole_segments_has_no_empty_one_at_its_end():
     assert [segment.tokens.shape[1] for segment in segments] == [5, 5]
 
 
+@pytest.mark.parametrize(("shift", "begins"), [(0, [0, 0, 0, 0, 0]), (5, [0, 0, 0, 0, 0]), (5 + 2, [0, 2, 4, 1, 3])])
+def test_each_pass_begins_later_by_the_shift_modulo_the_segment(shift, begins):
+    stream, position = LaneStream(np.arange(2 * 13), 2, 5, shift=shift), StreamPosition()
+    for begin in begins:
+        segments, position = epoch(stream, position)
+        assert [int(segment.tokens[0, 0]) for segment in segments] == list(range(begin, 12, 5))
+        assert segments[0].starts_epoch
+
+
 def test_a_position_is_all_that_need_be_saved():
     stream = LaneStream(np.arange(500), 2, 20, random_segments=True, seed=3)
     position = stream.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -46,9 +47,49 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ([], 1.3),
+        (["--batch", "3", "--segment", "7", "--dtype", "bfloat16", "--checkpoint", "latest"], 1.3),
+        (["--split", "train", "--mem-len", "5", "--window", "4", "--clamp-len", "3", "--device", "cpu"], 1.3),
+        (["--batch", "2", "--temperature", "0.8", "--data.corpus", "other"], 0.8),
+    ],
+)
+def test_the_printed_command_gives_the_reported_number(options, temperature, run, story, data_dir, tmp_path, capsys):
+    """Under the run's own temperature, unless it is given; what is reported without the cache is `txl eval`'s."""
+    config = json.loads((run / "config.json").read_text())
+    config["eval"]["temperature"] = 1.3
+    (run / "config.json").write_text(json.dumps(config))
+    if "other" in options:
+        other = tmp_path / "another story.txt"  # a space, to be quoted
+        other.write_text(story.read_text(encoding="utf-8")[500:9000], encoding="utf-8")
+        options = [*options[:-1], str(other)]
+    given = [*options, "--max-tokens", "600", "--data-dir", str(data_dir)]
+    # Not a number of three digits.
+    words = ["cache", str(run), "--size", "50", "--thetas", "0.1234567", "--lambdas", "0.1000003", *given]
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert {found[each]["temperature"] for each in ("with", "without")} == {temperature}
+    assert main(words) == 0
+    printed = capsys.readouterr().out.partition("with the cache again: txl ")[2]
+    assert main([*shlex.split(printed), "--json"]) == 0, capsys.readouterr().err
+    again = json.loads(capsys.readouterr().out)
+    assert again["nll"] == found["with"]["nll"]
+    assert main(["eval", str(run), *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] == found["without"]["nll"]
+    # What was tuned on is measured in the same way.
+    tuned_on = [*shlex.split(printed), "--split", found["tuning"]["split"], "--json"]
+    assert main(tuned_on) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] == pytest.approx(found["tuning"]["best_nll"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["cache", "--size", "0"], "size is 0"),
+        (["cache", "--size", "99999999999999999999999"], "at most 4294967296"),
+        (["cache", "--max-tokens", "-5"], "max_tokens is -5"),
+        (["cache", "--temperature", "0"], "temperature is 0"),
         (["cache", "--lambdas", "0.1,1"], "lambda is 1.0"),
         (["cache", "--thetas", "a"], "list of numbers"),
         (["cache", "--split", "valid"], "both valid"),

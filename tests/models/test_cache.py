@@ -191,10 +191,66 @@ def test_an_edge_of_the_grid_is_told():
     assert tune_cache(model, tokens, size=20, batch_size=2, lambdas=[0.1], thetas=[0.0]).at_edge == []
 
 
-@pytest.mark.parametrize("settings", [{"lambdas": []}, {"thetas": []}, {"size": 0}, {"lambdas": [1.5]}, {"segment": 0}])
-def test_what_cannot_be_tuned(settings):
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lambdas": []}, "no theta or no lambda"),
+        ({"thetas": []}, "no theta or no lambda"),
+        ({"size": 0}, "size is 0"),
+        ({"size": 10**23}, "size is 1000"),
+        ({"lambdas": [1.5]}, "lambda is 1.5"),
+        ({"segment": 0}, "segment is 0"),
+        ({"dtype": "float8"}, "dtype is 'float8'; expected float32 or bfloat16"),
+        ({"max_tokens": -5}, "max_tokens is -5; expected 2"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"batch_size": 0}, "batch is 0"),
+    ],
+)
+def test_what_cannot_be_tuned(settings, message):
+    with pytest.raises(UserError, match=message):
         tune_cache(built(MODELS["lstm"]), torch.arange(50) % V, **settings)
+
+
+@pytest.mark.parametrize("tokens", [torch.arange(50).view(2, 25) % V, torch.tensor(3)])
+def test_tokens_are_tuned_on_in_one_dimension(tokens):
+    with pytest.raises(UserError, match="expected one dimension"):
+        tune_cache(built(MODELS["lstm"]), tokens)
+
+
+@pytest.mark.parametrize("kind", ["lstm, adaptive softmax", "awd-lstm-mos"])
+def test_the_temperature_is_the_model_s_before_the_cache_is_mixed_in(kind):
+    model = built(MODELS[kind])
+    tokens = torch.randint(5, (60,), generator=torch.Generator().manual_seed(2))
+    common: dict[str, Any] = {"segment": 59, "batch_size": 1, "temperature": 1.7}
+    state = model.init_state(1)
+    probs = model.log_probs(tokens[None, :-1], state)[0][0].exp() ** (1 / 1.7)
+    plain = (probs / probs.sum(dim=-1, keepdim=True))[torch.arange(59), tokens[1:]]
+    inside = ContinuousCache(model, 20, 0.3, 0.0)
+    cached = inside.parts(tokens[None, :-1], tokens[None, 1:], inside.init_state(1), [0.3])[1]
+    expected = torch.cat([plain[:1], 0.8 * plain[1:] + 0.2 * cached[0, 0, 1:]])
+    result = txl.evaluate(ContinuousCache(model, 20, 0.3, 0.2), tokens, **common)
+    assert result.nll == pytest.approx(-expected.log().mean().item(), abs=1e-12)
+    tuned = tune_cache(model, tokens, size=20, thetas=[0.3], lambdas=[0.2], **common)
+    assert tuned.best_nll == pytest.approx(result.nll, abs=1e-12)
+    assert tuned.plain_nll == pytest.approx(txl.evaluate(model, tokens, **common).nll, abs=1e-12)
+
+
+def test_memory_alone_sets_the_window_of_tuning_too():
+    model = built(MODELS["transformer-xl"])
+    tokens = torch.randint(5, (90,), generator=torch.Generator().manual_seed(2))
+    common: dict[str, Any] = {"segment": 8, "batch_size": 1, "mem_len": 2}
+    tuned = tune_cache(model, tokens, size=20, thetas=[0.1], lambdas=[0.2], **common)
+    assert tuned.plain_nll == pytest.approx(txl.evaluate(model, tokens, **common).nll, abs=1e-12)
+
+
+def test_a_cache_larger_than_the_text_takes_no_more_blocks(cached, monkeypatch):
+    """As many positions at a time as the pairs allow that there are, not as its size would."""
+    monkeypatch.setattr(cache_module, "MAX_SCORES", B * T * T)
+    blocks, real = [], cache_module._shares
+    monkeypatch.setattr(cache_module, "_shares", lambda *given: blocks.append(1) or real(*given))
+    large = ContinuousCache(cached.model, 1 << 32, 0.5, 0.3)
+    large.nll(*stream(), large.init_state(B))
+    assert len(blocks) == 1
 
 
 def test_generation_with_a_cache():

@@ -15,7 +15,7 @@ from txl.cli import main
 from txl.config import ModelConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.recurrent import LSTMLayer, RecurrentModel
+from txl.models.recurrent import LSTMLayer, QRNNLayer, RecurrentModel
 
 V, B, T = 17, 3, 11
 LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=3, d_model=6, d_hidden=10, dropout=0.2)
@@ -127,10 +127,56 @@ def test_weight_drop_is_one_mask_for_all_tokens_and_lanes_and_only_in_training(k
 
 
 def test_zoneout_keeps_units_and_only_in_training():
-    config = dataclasses.replace(QRNN, n_layer=1, zoneout=0.999999, dropout=0.0, kernel_sizes=(2,))
-    model = built(config).train()
-    assert model.hidden_states(text(), model.init_state(B))[0].abs().max() == 0  # c stays at its zeros
-    assert model.eval().hidden_states(text(), model.init_state(B))[0].abs().min() > 0
+    """c_t of a unit that is drawn is c_{t-1}, from a state that is not zero; against a loop with the same draws."""
+    torch.manual_seed(0)
+    layer, n_unit = QRNNLayer(5, 4, 2, 0.0, zoneout=0.3).double().train(), 4
+    inputs, cell = torch.randn(B, T, 5, dtype=torch.float64), torch.randn(B, n_unit, dtype=torch.float64)
+    earlier = torch.randn(B, 1, 5, dtype=torch.float64)
+    torch.manual_seed(5)
+    kept = torch.rand(B, T, n_unit, dtype=torch.float64) < 0.3
+    assert kept.any()
+    assert not kept.all()
+    for mask in (kept, torch.zeros_like(kept)):
+        torch.manual_seed(5)
+        found, (last, _) = layer(inputs, (cell, earlier))
+        read, c = torch.cat([earlier, inputs], dim=1), cell
+        for t in range(T):
+            z, f, o = layer.convolution(torch.cat([read[:, t], read[:, t + 1]], dim=-1)).chunk(3, dim=-1)
+            c = torch.where(mask[:, t], c, f.sigmoid() * c + (1 - f.sigmoid()) * z.tanh())
+            torch.testing.assert_close(found[:, t], o.sigmoid() * c, rtol=0, atol=1e-12)
+        torch.testing.assert_close(last, c, rtol=0, atol=1e-12)
+        layer.eval()  # nothing is kept the second time
+
+
+@pytest.mark.parametrize("config", [LSTM, QRNN], ids=["lstm", "qrnn"])
+def test_a_state_does_not_hold_on_to_the_segment_that_made_it(config):
+    model = built(config)
+    _, after_one = model.hidden_states(text(1), model.init_state(B))
+    _, after_many = model.hidden_states(text(500), model.init_state(B))
+    sizes = [
+        [each.untyped_storage().nbytes() for layer in state.layers for each in layer]
+        for state in (model.init_state(B), after_one, after_many)
+    ]
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("n_softmax", [1, 2])
+def test_activations_are_regularised_as_they_were_dropped_and_their_steps_before(n_softmax):
+    """Merity et al.'s main.py: alpha times the squares of `dropped_rnn_hs[-1]`, beta times the steps of `rnn_hs[-1]`."""
+    config = dataclasses.replace(LSTM, dropout=0.0, dropout_out=0.4, locked_dropout=True, n_softmax=n_softmax)
+    model = built(dataclasses.replace(config, activation_reg=2.0, temporal_reg=0.7)).train()
+    state = model.init_state(B)
+    h, _ = model.hidden_states(text(), state)
+    torch.manual_seed(5)
+    dropped = h * torch.nn.functional.dropout(torch.ones(B, 1, 6, dtype=torch.float64), 0.4)
+    expected = 2.0 * (dropped**2).sum() / h.numel()
+    expected = expected + 0.7 * sum((h[:, t] - h[:, t - 1]).square().sum() for t in range(1, T)) / h[:, 1:].numel()
+    torch.manual_seed(5)
+    loss, penalty, _ = model.training_terms(text(), text(), state)
+    torch.testing.assert_close(penalty, expected, rtol=1e-12, atol=0)
+    # The softmax reads the states of the same mask.
+    model.eval()
+    torch.testing.assert_close(loss, model.nll_of(dropped, text()).mean(), rtol=1e-12, atol=0)
 
 
 def test_the_same_seed_drops_the_same():
@@ -140,6 +186,25 @@ def test_the_same_seed_drops_the_same():
         torch.manual_seed(3)
         losses.append(model.training_loss(text(), text(), model.init_state(B))[0])
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "qrnn"])
+def test_first_weights_are_those_of_the_models_codes(kind):
+    """PyTorch's for layers and a mixture's own, within 1/sqrt(fan in); awd-lstm-lm's zeros for tail clusters."""
+    torch.manual_seed(0)
+    shape = ModelConfig(kind=kind, mem_len=0, n_layer=1, d_model=64, d_last=100, n_softmax=8, cutoffs=(20, 40))
+    model = build_model(dataclasses.replace(shape, init_std=0.0577), 60)
+    found = dict(model.named_parameters())
+    bounds = {"mixture.prior.weight": 0.1, "mixture.latent.weight": 0.1, "mixture.latent.bias": 0.1}
+    recurrent = {"lstm": "layers.0.lstm.weight_hh_l0", "qrnn": "layers.0.convolution.weight"}[kind]
+    bounds[recurrent] = {"lstm": 100, "qrnn": 2 * 64}[kind] ** -0.5
+    for name, bound in bounds.items():
+        values = found[name].detach()
+        assert values.abs().max() <= bound, name
+        assert values.abs().max() > 0.9 * bound, name
+        assert values.std().item() == pytest.approx(bound / 3**0.5, rel=0.1), name
+    assert found["softmax.cluster_weight"].abs().max() == 0
+    assert found["embedding.tables.0"].std().item() == pytest.approx(0.0577, rel=0.1)
 
 
 def test_no_gradient_flows_into_the_segment_before():

@@ -12,7 +12,7 @@ def results(**rows):
 
 
 def outcome(judge, **rows):
-    return judge(results(**rows)).outcome
+    return judge(results(**rows), {}).outcome
 
 
 def test_margin_is_half_of_students_confidence_interval():
@@ -46,7 +46,7 @@ def test_lower_than_each_of_several():
 
 
 def test_what_is_missing_leaves_a_claim_undecided_and_is_named():
-    verdict = lower("ours", "first", "second")(results(ours=[1.0, 1.1], first=[3.0, 3.1], second=[]))
+    verdict = lower("ours", "first", "second")(results(ours=[1.0, 1.1], first=[3.0, 3.1], second=[]), {})
     assert verdict.outcome == "undecided"
     assert "no result for second" in verdict.reason
     assert outcome(lower("ours", "first"), first=[1.0, 2.0]) == "undecided"
@@ -88,8 +88,23 @@ def test_above_a_number(values, expected):
 
 def test_above_a_number_that_the_results_hold():
     judge = above("ours", lambda found: found["ours"]["training"][0], "attention")
-    assert judge({"ours": {"attention": [96, 96], "training": [32, 32]}}).outcome == "holds"
-    assert judge({"ours": {"attention": [32, 32], "training": [32, 32]}}).outcome == "does not hold"
+    assert judge({"ours": {"attention": [96, 96], "training": [32, 32]}}, {}).outcome == "holds"
+    assert judge({"ours": {"attention": [16, 16], "training": [32, 32]}}, {}).outcome == "does not hold"
+    assert judge({"ours": {"attention": [32, 32], "training": [32, 32]}}, {}).outcome == "undecided"
+
+
+def test_neighbours_on_a_grid_of_lengths_are_not_different():
+    grids, longer = {"length": [50, 100, 150]}, higher("ours", "theirs", measure="length")
+    agreed = {"theirs": {"length": [50, 50]}}
+    assert longer({"ours": {"length": [100, 100]}} | agreed, {}).outcome == "holds"
+    verdict = longer({"ours": {"length": [100, 100]}} | agreed, grids)
+    assert verdict.outcome == "undecided"
+    assert "no length between them" in verdict.reason
+    assert longer({"ours": {"length": [150, 150]}} | agreed, grids).outcome == "holds"
+    beyond = above("ours", 50.0, "length")
+    assert beyond({"ours": {"length": [100, 100]}}, grids).outcome == "undecided"
+    assert beyond({"ours": {"length": [150, 150]}}, grids).outcome == "holds"
+    assert above("ours", 120.0, "length")({"ours": {"length": [100, 100]}}, grids).outcome == "undecided"
 
 
 def test_a_whole_is_as_weak_as_its_weakest_part():

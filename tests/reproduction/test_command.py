@@ -29,7 +29,7 @@ def lines(text):
         (["table6", "--scale", "huge"], "unknown scale 'huge'; expected one of tiny, small, paper"),
         (["table6", "--seeds", "0"], "--seeds is 0; expected 1 or more"),
         (["table6", "--steps", "0"], "--steps is 0; expected 1 or more"),
-        (["table6", "--eval-tokens", "0"], "--eval-tokens is 0; expected 1 or more"),
+        (["table6", "--eval-tokens", "0"], "--eval-tokens is 0; expected 2 or more"),
         (["table6", "--scale", "paper", "--steps", "9"], "trains the published presets as they are"),
         (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
         (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),

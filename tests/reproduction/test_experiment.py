@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
 from txl.reproduction.outcome import gather, spread_text
 from txl.reproduction.record import write_outcome
+from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.text import markdown
 from txl.run_directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment
@@ -218,6 +220,42 @@ def test_another_scale_or_corpus_is_refused(micro, words, tmp_path, data_dir):
     assert files(out) == before
 
 
+def test_results_of_another_configuration_are_refused(micro, words, tmp_path, data_dir):
+    out, rows = tmp_path / "out", definitions()["table7"].rows[:2]
+    experiment("table7", micro, words, out, data_dir, seeds=1, rows=rows).run()
+    before = files(out)
+    nearer = dataclasses.replace(rows[1], overrides={**(rows[1].overrides or {}), "model.max_distance": "3"})
+    with pytest.raises(UserError, match=r"xl-shaw-seed1.json is of another configuration: model.max_distance 15 -> 3"):
+        experiment("table7", micro, words, out, data_dir, seeds=2, rows=(rows[0], nearer)).run()
+    assert files(out) == before
+
+
+def test_a_corpus_too_short_for_the_contexts_is_refused_before_training(micro, words, tmp_path, data_dir):
+    longer = dataclasses.replace(micro, longest_context=10**6)
+    with pytest.raises(
+        UserError, match=r"the test split of .* has [\d,]+ tokens, but at scale micro table8 reads 1,000"
+    ):
+        experiment("table8", longer, words, tmp_path / "out", data_dir).run()
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_group_that_lacks_a_model_has_no_effective_context(micro, words, tmp_path, data_dir, monkeypatch):
+    real = experiment_module.measure
+
+    def failing(kind, model, run, *rest):
+        if "no-recurrence" in run.name:
+            raise RuntimeError("no")
+        return real(kind, model, run, *rest)
+
+    monkeypatch.setattr(experiment_module, "measure", failing)
+    it = experiment("table8", micro, words, tmp_path / "out", data_dir, seeds=1)
+    outcome = gathered(it, it.run())
+    assert "r = 0.1" in outcome.values["xl-151M"]
+    assert "r = 0.1" not in outcome.values["xl-128M"]
+    assert {verdict.outcome for _, verdict in outcome.verdicts()} == {"not judged"}
+    assert "128M" not in {gains.group for gains in outcome.gains}
+
+
 def test_a_folder_of_something_else_is_refused_and_left_alone(micro, words, tmp_path, data_dir):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="not empty and not a reproduction"):
@@ -253,10 +291,35 @@ def test_tables_of_separate_sentences_are_trained_on_the_corpus_in_random_order(
     assert config.data.corpus == str(tmp_path / "out" / "corpus")
     original = txl.open_corpus(words.corpus, "word", data_dir=data_dir)
     for split in ("train", "valid", "test"):
-        before = original.vocabulary.decode(original.tokens(split)[:].tolist()).split()
-        after = (tmp_path / "out" / "corpus" / f"{split}.txt").read_text().split()
-        assert sorted(after) == sorted(before)
-        assert after != before
+        before = original.vocabulary.decode(original.tokens(split)[:].tolist())
+        after = (tmp_path / "out" / "corpus" / f"{split}.txt").read_text()
+        assert sorted(after.split()) == sorted(before.split())
+        assert after.split() != before.split()
+        spans = f" {' '.join(before.split())} "
+        assert all(f" {' '.join(sentence.split())} " in spans for sentence in after.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentences"),
+    [
+        (
+            "ptb",
+            "mr. vinken is chairman\nexxon corp. rose in nov. and fell\n",
+            2,
+        ),  # lines; full stops are abbreviations'
+        ("wikitext-2", "The U.S. agreed . It said No. 1 won !\n= Title =\n", 3),
+        ("wikitext-2", 'He said " we go . " and went . She stayed ?\n', 2),  # a quotation is not cut at its end
+        ("novel", "It rained. He came in!  She left\nthen. So be it?", 5),
+    ],
+)
+def test_sentences_end_where_the_text_says_so(name, text, sentences, tmp_path):
+    class Vocabulary:
+        def decode(self, ids):
+            return text
+
+    corpus = SimpleNamespace(name=name, vocabulary=Vocabulary(), tokens=lambda split: torch.zeros(1).numpy())
+    shuffled_sentences(corpus, tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    assert len((tmp_path / "out" / "train.txt").read_text().splitlines()) == sentences
 
 
 def test_speed_is_measured_without_training(micro, tmp_path, data_dir):
@@ -285,6 +348,23 @@ def test_figures_are_made_by_a_command_of_the_trained_model(micro, words, tmp_pa
     record = write_outcome(outcome, words.corpus, it.out, ["txl"], CIRCUMSTANCES)
     assert record["rows"][0]["seeds"]["1"]["files"] == made["files"]
     assert f'href="{made["files"][0]}"' in (it.out / "figure5.html").read_text()
+
+
+def test_figures_of_attention_share_what_their_command_made_and_show_their_own(
+    micro, words, tmp_path, data_dir, capsys
+):
+    out, made = tmp_path / "out", {}
+    for name, pictures in (("figure5", 1), ("figure6", 3), ("figure7", 1)):
+        it = experiment(name, micro, words, out, data_dir, seeds=1)
+        outcome = gathered(it, it.run())
+        assert outcome.failed == []
+        assert capsys.readouterr().out == ""  # what the command prints is not the table's
+        write_outcome(outcome, words.corpus, out, ["txl"], CIRCUMSTANCES)
+        text = (out / f"{name}.html").read_text()
+        assert 1 <= text.count('<img src="data:image/svg+xml;base64,') <= pictures
+        assert "mean ± standard deviation" not in text
+        made[name] = files(out / "made")
+    assert made["figure5"] == made["figure6"] == made["figure7"]
 
 
 @pytest.mark.parametrize("name", ["table6", "table8", "table9", "table2"])

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from txl.config import ModelConfig, TrainConfig
+import txl
+from txl.config import ModelConfig, TrainConfig, validate, with_options
 from txl.errors import UserError
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
@@ -41,6 +42,36 @@ def test_inverse_square_root_and_constant():
     assert learning_rate(10**6, inverse) == 0.1
     constant = dataclasses.replace(BASE, schedule="constant")
     assert {learning_rate(step, constant) for step in (9, 10, 50, 500)} == {1.0}
+
+
+def test_steps_divide_the_rate_by_ten_after_so_many_updates():
+    steps = dataclasses.replace(BASE, schedule="steps", decay_at=(20, 50), min_learning_rate=0.0)
+    expected = {9: 1.0, 10: 1.0, 19: 1.0, 20: 0.1, 49: 0.1, 50: 0.01, 10**6: 0.01}
+    assert {step: learning_rate(step, steps) for step in expected} == pytest.approx(expected)
+    assert learning_rate(4, steps) == 0.5  # of the warm-up
+    assert learning_rate(50, dataclasses.replace(steps, min_learning_rate=0.05)) == 0.05
+
+
+@pytest.mark.parametrize("name", ["wt103-qrnn", "wt103-lstm"])
+def test_wikitext_103_s_recurrent_presets_divide_the_rate_after_12_of_14_epochs(name):
+    train = txl.preset(name).train
+    epoch = train.steps // 14
+    rates = [learning_rate(step, train) for step in (0, 12 * epoch - 1, 12 * epoch, train.steps - 1)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train.decay_at": "5"}, r"train.decay_at is \[5\], but train.schedule is cosine; expected steps"),
+        ({"train.schedule": "steps"}, "train.decay_at names none"),
+        ({"train.schedule": "steps", "train.decay_at": "5,5"}, r"train.decay_at is \[5, 5\]; .* increase strictly"),
+        ({"train.schedule": "steps", "train.decay_at": "0"}, r"train.decay_at is \[0\]; .* above 0"),
+    ],
+)
+def test_steps_that_are_none_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        validate(with_options(txl.RunConfig(), options))
 
 
 def test_without_warm_up_the_first_update_has_the_peak():

@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 from tests.conftest import small_run
 
 import txl
+from txl.config import validate
 from txl.errors import RunInterrupted, UserError
 from txl.run_directory import RunDirectory
 from txl.training import loop as loop_module
+from txl.training import trainer as trainer_module
 from txl.training import validation
 from txl.training.checkpoints import verify_file
 from txl.training.trainer import Trainer
@@ -206,6 +208,22 @@ def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir
     assert [rate for _, rate in taken] == pytest.approx([0.01 * width / 20 for width, _ in taken])
     logged = [event["learning_rate"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "train"]
     assert logged == [0.01] * 4  # the schedule's
+
+
+@pytest.mark.parametrize(("options", "shift"), [({}, 0), ({"train.epoch_shift": "3"}, 3), ({"train.loss": "half"}, 4)])
+def test_passes_over_the_text_begin_later_if_they_shall(options, shift, story, data_dir, tmp_path, monkeypatch):
+    streams, real = [], trainer_module.training_stream
+    monkeypatch.setattr(
+        trainer_module, "training_stream", lambda *args, **kw: streams.append(real(*args, **kw)) or streams[0]
+    )
+    train(small_run(str(story), **{"train.segment": "8", "train.steps": "1"}, **options), tmp_path / "run", data_dir)
+    assert [streams[0]._begin(epoch) for epoch in range(3)] == [0, shift, 2 * shift % 8]
+
+
+def test_passes_cannot_begin_later_by_a_segment():
+    run = small_run("my.txt", **{"train.segment": "8", "train.epoch_shift": "8"})
+    with pytest.raises(UserError, match=r"train.epoch_shift is 8; expected 0 or more, below train.segment"):
+        validate(run)
 
 
 def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluate import checkpoint_step, open_run_corpus, print_rows, record, split_tokens
+from txl.commands.evaluate import (
+    checkpoint_step,
+    open_run_corpus,
+    print_rows,
+    record,
+    refuse_not_a_number,
+    split_tokens,
+)
 from txl.commands.options import (
     add_checkpoint,
     add_config_options,
@@ -14,6 +22,7 @@ from txl.commands.options import (
     add_device,
     add_json,
     add_memory_options,
+    config_options,
     existing_run,
     memory_settings,
     pick_device,
@@ -24,6 +33,14 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.evaluation.cache_tuning import CacheTuning
+
+_OF_EVAL = {
+    "split": "test",
+    **dict.fromkeys(("mem_len", "window", "clamp_len", "segment", "batch", "max_tokens", "temperature")),
+    "dtype": "float32",
+    **dict.fromkeys(("checkpoint", "data_dir", "device")),
+}
+"""Options that `txl eval` has too, with their defaults, which are the same there."""
 
 
 def add_parser(commands: Any) -> None:
@@ -44,6 +61,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with a cache of its own")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
     add_checkpoint(parser)
@@ -84,12 +102,14 @@ def run(arguments: argparse.Namespace) -> None:
         "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
         "max_tokens": arguments.max_tokens,
         "dtype": arguments.dtype,
+        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
         **memory_settings(arguments, config),
     }
     grid = {"size": arguments.size, "thetas": arguments.thetas, "lambdas": arguments.lambdas or LAMBDAS}
     progress, move = progress_bar(f"tuning on the {arguments.tune_on} split", quiet=arguments.json)
     with progress:
         tuned = tune_cache(model, tune_on, **grid, **common, progress=move)
+    refuse_not_a_number([tuned.plain_nll], checkpoint)
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     cached = ContinuousCache(model, tuned.size, tuned.theta, tuned.weight)
     described = {
@@ -101,6 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     with progress:
         results = [evaluate(each, measured, **common, progress=move) for each in (model, cached)]
+    refuse_not_a_number([result.nll for result in results], checkpoint)
     rows = [described | result.to_dict() for result in results]
     step = checkpoint_step(checkpoint)
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
@@ -114,7 +135,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[str, Any]]) -> None:
-    settings = f"--cache-size {tuned.size} --cache-theta {tuned.theta:g} --cache-lambda {tuned.weight:g}"
     print(
         f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: theta {tuned.theta:g}, lambda "
         f"{tuned.weight:g} ({tuned.plain_nll:.4f} -> {tuned.best_nll:.4f} nats a token)"
@@ -123,4 +143,17 @@ def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[st
         print(f"the best {name} is at an end of those that were tried; try others with --{name}s")
     for row in rows:
         print_rows([row])
-    print(f"with the cache again: txl eval {arguments.directory} {settings}")
+    print(f"with the cache again: {shlex.join(_again(arguments, tuned))}")
+
+
+def _again(arguments: argparse.Namespace, tuned: CacheTuning) -> list[str]:
+    """The words of the command that measures the best cache again, on the same tokens in the same way."""
+    words = ["txl", "eval", arguments.directory]
+    words += ["--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight)]
+    for name, default in _OF_EVAL.items():
+        value = getattr(arguments, name)
+        if value != default:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in config_options(arguments).items():
+        words += [f"--{name.replace('_', '-')}", value]
+    return words

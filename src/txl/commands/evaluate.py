@@ -134,8 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             common |= {"clamp_len": settings["clamp_len"], "window": arguments.window}
             results = evaluate_memory_lengths(model, tokens, arguments.mem_lens, **common, progress=move)
-    if any(math.isnan(result.nll) for result in results):
-        raise UserError(f"{checkpoint}: the model's losses are not numbers; its weights are damaged: use another one")
+    refuse_not_a_number([result.nll for result in results], checkpoint)
     rows = [described | result.to_dict() for result in results]
 
     step = checkpoint_step(checkpoint)
@@ -151,6 +150,16 @@ def run(arguments: argparse.Namespace) -> None:
         print_rows(rows)
     if arguments.mem_lens is not None:
         draw_curve(run_directory.path, rows)
+
+
+def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
+    """Damaged weights give no result.
+
+    Raises:
+        UserError: if a loss is not a number.
+    """
+    if any(math.isnan(loss) for loss in losses):
+        raise UserError(f"{checkpoint}: the model's losses are not numbers; its weights are damaged: use another one")
 
 
 def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, arguments: Any) -> Corpus:

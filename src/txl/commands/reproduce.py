@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         help="run a table or figure of the paper again, at a scale of yours",
         description="Run a table or figure of the paper again. The same command goes on with one that was stopped.",
     )
-    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure4 ... figure7, samples")
+    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure3 ... figure7, samples")
     parser.add_argument("--scale", default="tiny", metavar="S", help="tiny, small or paper (default: tiny)")
     parser.add_argument(
         "--corpus", metavar="C", help="name of a corpus, or a file, folder or glob (default: the scale's)"

@@ -34,15 +34,9 @@ def validate_kind(model: Any) -> None:
     Raises:
         UserError: naming the first field that breaks one.
     """
-    recurrent = model.kind in RECURRENT
     for item in dataclasses.fields(model):
-        if recurrent:
-            applies = item.name in _OF_BOTH or item.name in _LENGTHS or item.name in _OF_RECURRENT_ALONE
-            applies = applies and not (model.kind == "lstm" and item.name in _OF_QRNN_ALONE)
-        else:
-            applies = item.name not in _OF_RECURRENT_ALONE
         value = getattr(model, item.name)
-        if not applies and value != item.default:
+        if not has_field(model.kind, item.name) and value != item.default:
             raise UserError(
                 f"model.{item.name} is {_shown(value)}, but model.kind is {model.kind}, which has no use for it; "
                 f"leave it at its default, {_shown(item.default)}"
@@ -59,6 +53,14 @@ def validate_kind(model: Any) -> None:
             raise UserError(f"model.{name} is {width}; expected 1 or more, at most {2**20}, or none for d_model")
     _validate_kernels(model)
     _validate_softmax(model)
+
+
+def has_field(kind: Kind, name: str) -> bool:
+    """Whether models of a kind have a use for a field."""
+    if kind not in RECURRENT:
+        return name not in _OF_RECURRENT_ALONE
+    applies = name in _OF_BOTH or name in _LENGTHS or name in _OF_RECURRENT_ALONE
+    return applies and not (kind == "lstm" and name in _OF_QRNN_ALONE)
 
 
 def validate_no_positions(kind: str, lengths: Any, prefix: str) -> None:

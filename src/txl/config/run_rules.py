@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from txl.config.kinds import validate_no_positions
 from txl.config.model_rules import (
@@ -58,6 +59,9 @@ def _validate_training(train: TrainConfig) -> None:
     at_least_0 = ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed")
     for name in (*at_least_0, "max_skipped", "max_rollbacks"):
         require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
+    require(
+        0 <= train.epoch_shift < train.segment, "train.epoch_shift", train.epoch_shift, "0 or more, below train.segment"
+    )
     require(train.seed <= LARGEST, "train.seed", train.seed, f"at most {LARGEST}")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):
         require(0 < getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "a number above 0")
@@ -65,6 +69,7 @@ def _validate_training(train: TrainConfig) -> None:
         require(0 < train.spike < math.inf, "train.spike", train.spike, "standard deviations above 0, or none")
     if train.on_spike == "rollback" and not train.checkpoint_every:
         raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
+    _validate_decay(train)
     _validate_averaging(train)
     require(0 <= train.momentum < 1, "train.momentum", train.momentum, "from 0 up to but not including 1")
     if train.momentum > 0 and train.optimizer != "sgd":
@@ -126,6 +131,21 @@ def _require_trained_distances(model: ModelConfig, train: TrainConfig) -> None:
             f"model.max_distance is {model.max_distance}, but training sees no distance above {farthest} (mem_len "
             f"{model.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
             f"most {farthest}"
+        )
+
+
+def _validate_decay(train: TrainConfig) -> None:
+    """The rules of a learning rate that is divided at given steps; those that training does not reach are none."""
+    if train.schedule != "steps" and train.decay_at:
+        raise UserError(
+            f"train.decay_at is {list(train.decay_at)}, but train.schedule is {train.schedule}; expected steps (or no "
+            f"numbers)"
+        )
+    if train.schedule == "steps" and not train.decay_at:
+        raise UserError("train.schedule is steps, but train.decay_at names none; give one or more, or use constant")
+    if any(first >= second for first, second in pairwise((0, *train.decay_at))):
+        raise UserError(
+            f"train.decay_at is {list(train.decay_at)}; expected numbers of updates above 0 that increase strictly"
         )
 
 

@@ -127,13 +127,17 @@ class TrainConfig:
     loss: LossName = _setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
+    epoch_shift: int = _setting(
+        0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
+    )
     random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
     optimizer: Literal["adam", "adamw", "sgd"] = _setting("adam", "optimiser")
     momentum: float = _setting(0.0, "sgd: Nesterov's momentum; 0: none")
     learning_rate: float = _setting(2.5e-4, "peak learning rate")
-    min_learning_rate: float = _setting(0.0, "learning rate at the end of the cosine, floor of inverse_sqrt")
+    min_learning_rate: float = _setting(0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps")
     embedding_lr_factor: float = _setting(1.0, "the embedding tables' learning rate, relative to the others'")
-    schedule: Literal["cosine", "inverse_sqrt", "constant"] = _setting("cosine", "shape after the warm-up")
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = _setting("cosine", "shape after the warm-up")
+    decay_at: tuple[int, ...] = _setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = _setting(0, "steps of linear warm-up")
     beta1: float = _setting(0.9, "Adam's first-moment decay")
     beta2: float = _setting(0.999, "Adam's second-moment decay")

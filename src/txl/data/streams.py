@@ -62,7 +62,8 @@ class LaneStream:
             and offset alone, so a position is all that need be saved.
         seed: of these lengths.
         shift: each epoch begins this many tokens later than the one before, modulo T. Where only the recent positions
-            of a segment have a loss, their number: other targets then count in every epoch.
+            of a segment have a loss, their number: other targets then count in every epoch. A multiple of T is no
+            shift: every token then stands at the same place of a segment in every epoch.
 
     Raises:
         UserError: if a lane is shorter than one segment and its last target.

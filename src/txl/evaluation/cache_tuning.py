@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode
+from txl.evaluation.perplexity import Lanes, Progress, check_ids, checked_ids, evaluation_mode, same_length
 from txl.models.cache import ContinuousCache, check_cache
 from txl.models.decoder import Decoder
 from txl.models.language_model import Limit
@@ -72,6 +71,7 @@ def tune_cache(
     batch_size: int = 10,
     max_tokens: int | None = None,
     dtype: str = "float32",
+    temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> CacheTuning:
     """The theta and lambda with the least mean loss over a stream of tokens, in one pass over it.
@@ -82,17 +82,16 @@ def tune_cache(
         size: pairs that the cache holds.
         thetas: to try; None: `SHARPNESS` over the mean of h . h in the first segment.
         lambdas: to try.
-        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, progress: as `txl.evaluate`.
+        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as `txl.evaluate`.
 
     Raises:
-        UserError: for numbers out of their ranges, or too few tokens.
+        UserError: for settings out of their ranges, or too few tokens.
     """
     if not lambdas or (thetas is not None and not thetas):
         raise UserError("there is no theta or no lambda to try; give one or more of each")
     check_cache(size, thetas or [0.0], lambdas)
-    if segment < 1:
-        raise UserError(f"segment is {segment}; expected 1 token or more")
-    ids = np.asarray(tokens)[:max_tokens]
+    ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
+    window = same_length(mem_len, window)
     lanes = Lanes.cut(len(ids), batch_size)
     device = next(model.parameters()).device
     cache = ContinuousCache(model, size, 0.0, 0.0)
@@ -106,7 +105,7 @@ def tune_cache(
             inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
             if thetas is None:
                 thetas = _spread(model, inputs, state.inner)
-            nll, cached, any_pair, state = cache.parts(inputs, targets, state, thetas)
+            nll, cached, any_pair, state = cache.parts(inputs, targets, state, thetas, temperature)
             nll = nll.double().masked_fill(~counts, 0.0)
             total = total.to(device) + _mixed(nll, cached, any_pair & counts, weights)
             plain = plain.to(device) + nll.sum()

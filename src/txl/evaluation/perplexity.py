@@ -25,6 +25,7 @@ from torch import Tensor
 from txl.config import validate_lengths, validate_temperature
 from txl.errors import UserError
 from txl.models.cache import CacheState, ContinuousCache
+from txl.models.cross_entropy import nll_at_temperature
 from txl.models.language_model import LanguageModel, Limit
 from txl.processes import Processes
 
@@ -181,27 +182,16 @@ def evaluate(
         exhaustive: score also what the lanes would drop.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
-            than 1 it needs the probabilities of the whole vocabulary: slower, and more memory.
+            than 1 it needs the probabilities of the whole vocabulary: slower, and more memory. A continuous cache is
+            mixed with what comes out.
         progress: is told how far the evaluation is; with several processes, this one's part of it.
         processes: those that evaluate together, a part of the lanes each; all of them get the whole result.
 
     Raises:
         UserError: for settings that contradict each other, or too few tokens.
     """
-    if segment < 1:
-        raise UserError(f"segment is {segment}; expected 1 token or more")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
-    validate_temperature(temperature)
-    if max_tokens is not None and max_tokens < 2:
-        raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
-    if window is None and mem_len:
-        window = mem_len
-    elif window is None and mem_len == 0:
-        window = "none"
-    ids = np.asarray(tokens)[:max_tokens]
-    if ids.ndim != 1:
-        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
+    ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
+    window = same_length(mem_len, window)
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)
     mine = lanes.share(processes)
     state = model.init_state(len(mine.first), mem_len=mem_len, window=window, clamp_len=clamp_len)
@@ -262,6 +252,32 @@ def evaluate_memory_lengths(
     return results
 
 
+def checked_ids(
+    tokens: Any, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
+) -> np.ndarray:
+    """The ids that an evaluation reads of `tokens`, one-dimensional; its other settings are checked first.
+
+    Raises:
+        UserError: naming the first setting that is out of its range.
+    """
+    if segment < 1:
+        raise UserError(f"segment is {segment}; expected 1 token or more")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+    validate_temperature(temperature)
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
+    return ids[:max_tokens]
+
+
+def same_length(mem_len: int | None, window: Limit) -> Limit:
+    """The window of an evaluation: `mem_len` where only that is given ("none" for 0), as the authors' `same_length`."""
+    return window if window is not None or mem_len is None else mem_len or "none"
+
+
 def cache_settings(model: Any) -> dict[str, Any]:
     """Size, theta and lambda of a continuous cache; nothing for a model without."""
     if not isinstance(model, ContinuousCache):
@@ -297,12 +313,16 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def nll_at(
     temperature: float, model: LanguageModel[Any], inputs: Tensor, targets: Tensor, state: Any
 ) -> tuple[Tensor, Any]:
-    """The loss of each target with every probability p replaced by p^(1/temperature), normalised: [B,T]."""
+    """The loss of each target with every probability p of the softmax replaced by p^(1/temperature), normalised: [B,T].
+
+    A continuous cache is mixed in afterwards.
+    """
     if temperature == 1:
         return model.nll(inputs, targets, state)
+    if isinstance(model, ContinuousCache):
+        return model.nll(inputs, targets, state, temperature)
     log_probs, state = model.log_probs(inputs, state)
-    flattened = (log_probs / temperature).log_softmax(dim=-1)
-    return -flattened.gather(-1, targets[..., None]).squeeze(-1), state
+    return nll_at_temperature(log_probs, targets, temperature), state
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:

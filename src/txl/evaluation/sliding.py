@@ -23,6 +23,7 @@ from txl.evaluation.perplexity import (
     bytes_per_token,
     cache_settings,
     check_ids,
+    checked_ids,
     evaluation_mode,
     resolved_lengths,
 )
@@ -196,11 +197,9 @@ def _checked_ids(
     """The tokens to read, int64 [tokens]."""
     if context < 1 or batch_size < 1:
         raise UserError(f"context is {context} and batch_size {batch_size}; expected 1 or more of each")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
-    ids = np.asarray(tokens)[:max_tokens].astype(np.int64)
-    if ids.ndim != 1 or len(ids) < 2:
-        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension and 2 tokens or more")
+    ids = checked_ids(tokens, max_tokens, dtype).astype(np.int64)
+    if len(ids) < 2:
+        raise UserError(f"tokens have shape {list(ids.shape)}; expected 2 tokens or more")
     check_ids(torch.from_numpy(ids), model.vocab_size)
     return ids
 

@@ -6,8 +6,8 @@ x_{t+1}, it gives (Equation 3 of the paper)
     p_cache(w) proportional to the sum over the pairs with x_{i+1} = w of exp(theta h_t . h_i),
 
 over the last `size` pairs with i < t, and the model's distribution becomes (1 - lambda) p_model + lambda p_cache
-(Equation 4). Where there is no pair yet it is p_model. Nothing is trained: theta and lambda are tuned by
-`txl.tune_cache`.
+(Equation 4). Where there is no pair yet it is p_model. A softmax temperature is the model's: p_model has it before it
+is mixed. Nothing is trained: theta and lambda are tuned by `txl.tune_cache`.
 
 Shapes: B lanes, T tokens of a segment, E width of the hidden states, S pairs within reach, V vocabulary, Q thetas.
 """
@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from txl.errors import UserError
-from txl.models.cross_entropy import at_least_float32
+from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.decoder import Decoder
 from txl.models.language_model import LanguageModel, Limit
 from txl.models.objective import EVERY_TARGET, Objective
 
 MAX_SCORES = 1 << 24
 """Products h_t . h_i that may exist at a time."""
+MAX_SIZE = 1 << 32
+"""Pairs that a cache may be given: more than any text has here."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,25 @@ class ContinuousCache(LanguageModel[CacheState]):
         nothing = torch.zeros(batch_size, 0, device=like.device)
         return CacheState(inner, like.new_zeros(batch_size, 0, 0), nothing.long(), nothing.bool())
 
-    def nll(self, tokens: Tensor, targets: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
-        """Negative log-likelihood of each target; see `LanguageModel.nll`. Without gradient."""
-        nll, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta])
+    def nll(
+        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float = 1.0
+    ) -> tuple[Tensor, CacheState]:
+        """Negative log-likelihood of each target; see `LanguageModel.nll`. Without gradient.
+
+        `temperature` is that of the model's softmax.
+        """
+        nll, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
         mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
         return torch.where(any_pair, mixed, nll), state
 
     @torch.no_grad()
     def parts(
-        self, tokens: Tensor, targets: Tensor, state: CacheState, thetas: Sequence[float]
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: CacheState,
+        thetas: Sequence[float],
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor, CacheState]:
         """What is mixed, for several thetas at once.
 
@@ -123,7 +135,10 @@ class ContinuousCache(LanguageModel[CacheState]):
             was any pair, bool [B,T] (where not, the cache says 0); the state after the segment.
         """
         hidden, blocks, after = self._read(tokens, state)
-        nll = self.model._nll_of(hidden, targets)
+        if temperature == 1:
+            nll = self.model.nll_of(hidden, targets)
+        else:
+            nll = nll_at_temperature(self.model.log_probs_of(hidden), targets, temperature)
         cached = torch.zeros(len(thetas), *targets.shape, dtype=torch.float64, device=hidden.device)
         any_pair = torch.zeros_like(targets, dtype=torch.bool)
         for block in blocks:
@@ -173,7 +188,9 @@ class ContinuousCache(LanguageModel[CacheState]):
     def _blocks(self, keys: Tensor, following: Tensor, valid: Tensor, n_before: int) -> Iterator[_Block]:
         """The positions after the first `n_before`, as many at a time as `MAX_SCORES` allows."""
         n_token = keys.shape[1] - n_before
-        step = max(1, MAX_SCORES // (keys.shape[0] * (self.size + n_token)))
+        # A block of t positions sees at most size + t pairs, and no more than there are.
+        most = min(self.size + n_token, keys.shape[1])
+        step = max(1, MAX_SCORES // (keys.shape[0] * most))
         for start in range(0, n_token, step):
             end = min(start + step, n_token)
             # Position t, whose hidden state has the number n + t, sees the pairs n + t - size to n + t - 1.
@@ -206,8 +223,8 @@ def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) ->
     Raises:
         UserError: naming the first that is out of its range.
     """
-    if size < 1:
-        raise UserError(f"the cache's size is {size}; expected 1 pair or more")
+    if not 1 <= size <= MAX_SIZE:
+        raise UserError(f"the cache's size is {size}; expected 1 pair or more, at most {MAX_SIZE}")
     for theta in thetas:
         if not 0 <= theta < math.inf:
             raise UserError(f"the cache's theta is {theta}; expected 0 or more")

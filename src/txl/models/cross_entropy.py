@@ -1,6 +1,6 @@
 """Cross-entropy of a linear layer over many classes, without the matrix of all logits.
 
-Shapes: N rows, E features, V classes.
+Shapes: N rows, E features, V classes; B lanes, T tokens of a segment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ MAX_LOGITS = 1 << 25
 """Logits that may exist at a time: 128 MiB in float32."""
 _NEVER = -(2**62)
 """No class is ignored (PyTorch's default silently gives target -100 a loss of 0)."""
+
+
+def nll_at_temperature(log_probs: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """-log p of each target once every p has become p^(1/temperature), normalised: [B,T,V], int64 [B,T] -> [B,T]."""
+    flattened = (log_probs / temperature).log_softmax(dim=-1)
+    return -flattened.gather(-1, targets[..., None]).squeeze(-1)
 
 
 def linear_cross_entropy(

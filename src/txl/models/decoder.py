@@ -33,6 +33,8 @@ class Decoder(LanguageModel[StateT]):
     """
 
     attention_name: str
+    regularises_dropped = False
+    """Whether `activation_reg` squares the final hidden states after their dropout, or before it."""
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -117,21 +119,22 @@ class Decoder(LanguageModel[StateT]):
         """Negative log-likelihood of each target; see `LanguageModel.nll`."""
         check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
-        return self._nll_of(hidden, targets), state
+        return self.nll_of(hidden, targets), state
 
     def last_nll(self, tokens: Tensor, target: Tensor, state: StateT) -> Tensor:
         """See `LanguageModel.last_nll`; the softmax is that of the last position alone."""
         hidden, _ = self.hidden_states(tokens, state)
-        return self._nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
+        return self.nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
 
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
     ) -> tuple[Tensor, Tensor, StateT]:
         """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
 
-        alpha * mean(h^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h before their dropout (Merity
-        et al. 2017, Section 4.5, who mask the first term; the authors' Penn Treebank code masks neither). All positions
-        of the segment are regularised, those whose loss does not count included.
+        alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h, where m is the mask of
+        their dropout in a recurrent model (Merity et al. 2017, Section 4.5, and their code) and 1 in a Transformer (the
+        authors' Penn Treebank code). All positions of the segment are regularised, those whose loss does not count
+        included.
         """
         check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
@@ -139,18 +142,22 @@ class Decoder(LanguageModel[StateT]):
 
     def _terms_of(self, hidden: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
         """The two terms of `training_terms` from h^N [B,T,E]; the softmax is that of the positions that count."""
-        final = at_least_float32(hidden)
+        dropped, final = self.dropout_out(hidden), at_least_float32(hidden)
         penalty = final.new_zeros(())
         if self.config.activation_reg > 0:
-            penalty = penalty + self.config.activation_reg * final.square().mean()
+            squared = at_least_float32(dropped) if self.regularises_dropped else final
+            penalty = penalty + self.config.activation_reg * squared.square().mean()
         if self.config.temporal_reg > 0 and targets.shape[1] > 1:
             penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
         counted = objective.counted(targets.shape[1])
-        return self._nll_of(hidden[:, -counted:], targets[:, -counted:]).mean(), penalty
+        return self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:]).mean(), penalty
 
-    def _nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """h^N [B,T,E] and targets [B,T] -> [B,T] nats."""
-        hidden = self.dropout_out(hidden)
+    def nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of each target from h^N: [B,T,E] and int64 [B,T] -> [B,T] nats."""
+        return self._nll_of_dropped(self.dropout_out(hidden), targets)
+
+    def _nll_of_dropped(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """`nll_of`, from hidden states that had their dropout."""
         if self.mixture is not None:
             return self.mixture.nll(hidden, targets, self.softmax, self.embedding)
         return self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding).view_as(targets)

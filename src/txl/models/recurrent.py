@@ -2,7 +2,8 @@
 
 The layers stand one upon another, with a dropout between them; the last one has as many units as the softmax wants.
 What a step adds to a plain LSTM is in the configuration: `weight_drop`, `locked_dropout`, `dropout_words`,
-`activation_reg`, `temporal_reg` (Merity et al. 2017, Section 4), and `train.average_patience` for NT-ASGD.
+`activation_reg` (of the last layer's dropped states), `temporal_reg` (of what they were before; Merity et al. 2017,
+Section 4), and `train.average_patience` for NT-ASGD.
 
 Unlike the Transformers these models do not scale their embeddings: AWD-LSTM's code does not.
 
@@ -132,7 +133,9 @@ class QRNNLayer(nn.Module):
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
             forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
         cells = linear_recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
-        return torch.sigmoid(output) * cells, (cells[:, -1], read[:, read.shape[1] - self.kernel_size + 1 :])
+        # Copies: views would keep the whole segment's tensors as long as the state lives.
+        last = read[:, read.shape[1] - self.kernel_size + 1 :]
+        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone())
 
     def extra_repr(self) -> str:
         """The rates, for printing."""
@@ -151,6 +154,7 @@ class RecurrentModel(Decoder[RecurrentState]):
     """
 
     attention_name = "no"
+    regularises_dropped = True
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__(config, vocab_size)
@@ -167,15 +171,20 @@ class RecurrentModel(Decoder[RecurrentState]):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Layers as PyTorch begins them, the rest as for every model.
+        """Layers and what a mixture of softmaxes adds as PyTorch begins them, the rest as for every model.
 
-        An LSTM's are uniform within 1/sqrt(units), a convolution's within 1/sqrt(features that it reads).
+        An LSTM's are uniform within 1/sqrt(units), a convolution's and a mixture's within 1/sqrt(features that it
+        reads), as in Yang et al.'s code. The tail clusters of an adaptive softmax begin at 0, as in awd-lstm-lm.
         """
         super().init_weights()
-        for layer in self._layers():
-            bound = layer.fan**-0.5
-            for parameter in layer.parameters():
-                parameter.uniform_(-bound, bound)
+        uniform: list[tuple[nn.Module, int]] = [(layer, layer.fan) for layer in self._layers()]
+        if self.mixture is not None:
+            uniform += [(each, each.in_features) for each in (self.mixture.prior, self.mixture.latent)]
+        for module, fan in uniform:
+            for parameter in module.parameters():
+                parameter.uniform_(-(fan**-0.5), fan**-0.5)
+        if self.config.cutoffs:
+            self.softmax.cluster_weight.zero_()
 
     def _layers(self) -> list[LSTMLayer | QRNNLayer]:
         return [cast("LSTMLayer | QRNNLayer", layer) for layer in self.layers]

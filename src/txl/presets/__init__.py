@@ -111,6 +111,22 @@ def presets() -> dict[str, Preset]:
             lambda: published.characters_24l("text8"),
         ),
         Preset(
+            "text8-vanilla-12L",
+            "text8, vanilla Transformer, 12 layers",
+            "Table 3 (Al-Rfou et al.), with their auxiliary losses",
+            "1.18 bpc (44M)",
+            256,
+            lambda: published.vanilla("text8", 12),
+        ),
+        Preset(
+            "text8-vanilla-64L",
+            "text8, vanilla Transformer, 64 layers",
+            "Table 3 (Al-Rfou et al.), with their auxiliary losses",
+            "1.13 bpc (235M)",
+            256,
+            lambda: published.vanilla("text8", 64),
+        ),
+        Preset(
             "wt103-base",
             "WikiText-103, base",
             f"Table 1; {_SCRIPTS}",
@@ -250,6 +266,14 @@ def presets() -> dict[str, Preset]:
             "none",
             256,
             lambda: small.characters("enwik8-small", "enwik8", "byte"),
+        ),
+        Preset(
+            "enwik8-vanilla-small",
+            _CPU_HOUR,
+            _OURS,
+            "none",
+            256,
+            lambda: small.vanilla_characters("enwik8-vanilla-small", "enwik8", "byte"),
         ),
         Preset(
             "text8-small",

@@ -48,6 +48,16 @@ def characters(name: str, corpus: str, unit: str) -> RunConfig:
     )
 
 
+def vanilla_characters(name: str, corpus: str, unit: str) -> RunConfig:
+    """Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and the training of `characters`."""
+    run = characters(name, corpus, unit)
+    run.model.encoding, run.model.mem_len, run.model.max_segment = "learned", 0, 256
+    run.model.layer_losses, run.model.n_target = True, 2
+    run.train.epoch_shift = 97
+    run.eval = EvalConfig(segment=256, mem_len=0)
+    return run
+
+
 def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
     """Penn Treebank and WikiText-2: the paper's Penn Treebank recipe, its rates scaled down with the model."""
     return RunConfig(

@@ -40,7 +40,7 @@ footer { margin-top: 3.2rem; padding-top: 1rem; border-top: 1px solid var(--line
 .result span { color: var(--soft); font-size: .9rem; }
 
 figure { margin: 1.4rem 0 2rem; break-inside: avoid; }
-figure svg { display: block; width: 100%; height: auto; }
+figure svg, figure img { display: block; width: 100%; height: auto; }
 figure svg text { font-family: inherit; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .narrow { display: none; }

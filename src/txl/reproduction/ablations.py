@@ -1,11 +1,15 @@
-"""Tables 6 to 10 and Figure 4: what recurrence and the encoding of positions each contribute, and to what.
+"""Tables 6 to 10, Figures 3 and 4: what recurrence and the encoding of positions each contribute, and to what.
 
 Transformer-XL without recurrence is trained without memory. Half losses are those of the later half of a segment.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from txl.benchmarking.table9 import PUBLISHED
+from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10
+from txl.presets.ablation import Row as Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
 from txl.reproduction.definition import Definition, Row, Shape
 from txl.reproduction.published import LSTM, QRNN, SINUSOID, VANILLA, width_of
@@ -13,6 +17,13 @@ from txl.reproduction.published import LSTM, QRNN, SINUSOID, VANILLA, width_of
 _HALF = {"train.loss": "half"}
 _WITHOUT = {"model.mem_len": "0"}
 _SHAW = {"model.encoding": "shaw", "model.max_distance": "{reach}"}
+_ENCODINGS: dict[str, tuple[str, dict[str, str]]] = {
+    "relative": ("Ours", {}),
+    "shaw": ("Shaw et al. (2018)", _SHAW),
+    "sinusoid": ("Vaswani et al. (2017)", SINUSOID),
+    "learned": ("Al-Rfou et al. (2018)", VANILLA),
+}
+"""As the paper calls them, and what makes a Transformer-XL have them."""
 _COLUMNS = ("Recurrence", "Encoding", "Loss", "PPL init", "PPL best", "Attn Len")
 _STANDARD = Shape(depth=1.0, width=1.1)
 """The paper's standard model is wider than that of its ablations, 410 against some 380."""
@@ -22,10 +33,42 @@ _ATTENTION_CAPTION = (
 )
 
 
-def _ablation(key: str, name: str, paper: tuple[str, ...], overrides: dict[str, str], preset: bool = True) -> Row:
-    figures: dict[str, str] = dict(zip(_COLUMNS, paper, strict=True))
-    return Row(key, name, figures, overrides, preset="wt103-ablation" if preset else None)
+def _overrides(ablation: Ablation) -> dict[str, str]:
+    memory = {} if ablation.recurrence else _WITHOUT
+    return memory | _ENCODINGS[ablation.encoding][1] | (_HALF if ablation.loss == "half" else {})
 
+
+def _kept(ablation: Ablation) -> tuple[str, str]:
+    """Whether there is recurrence, and the encoding, as the paper prints them."""
+    return "✓" if ablation.recurrence else "✗", _ENCODINGS[ablation.encoding][0]
+
+
+def _ablation(key: str, name: str, ablation: Ablation) -> Row:
+    """A row of Table 6; at the scale "paper" it is the preset of that ablation."""
+    figures = (f"{ablation.initial:.2f}", f"{ablation.best:.2f}", str(ablation.attention_length))
+    printed = (*_kept(ablation), ablation.loss.capitalize(), *figures)
+    return Row(
+        key,
+        name,
+        dict(zip(_COLUMNS, printed, strict=True)),
+        _overrides(ablation),
+        preset=f"wt103-ablation{ablation.suffix}",
+        as_published=True,
+    )
+
+
+_KEYS = {
+    "xl": "Transformer-XL (128M)",
+    "xl-shaw": "-",
+    "xl-half": "-",
+    "no-recurrence": "-",
+    "no-recurrence-half": "-",
+    "shaw": "-",
+    "shaw-half": "-",
+    "vaswani-half": "-",
+    "al-rfou-half": "Transformer (128M) †",
+}
+"""Names of Table 6's rows, in the order of `txl.presets.ablation.TABLE_6`."""
 
 TABLE6 = Definition(
     name="table6",
@@ -37,27 +80,7 @@ TABLE6 = Definition(
     kind="attention",
     columns=_COLUMNS,
     rows=(
-        _ablation("xl", "Transformer-XL (128M)", ("✓", "Ours", "Full", "27.02", "26.77", "500"), {}),
-        _ablation("xl-shaw", "-", ("✓", "Shaw et al. (2018)", "Full", "27.94", "27.94", "256"), _SHAW),
-        _ablation("xl-half", "-", ("✓", "Ours", "Half", "28.69", "28.33", "460"), _HALF),
-        _ablation("no-recurrence", "-", ("✗", "Ours", "Full", "29.59", "29.02", "260"), _WITHOUT),
-        _ablation("no-recurrence-half", "-", ("✗", "Ours", "Half", "30.10", "30.10", "120"), _WITHOUT | _HALF),
-        _ablation("shaw", "-", ("✗", "Shaw et al. (2018)", "Full", "29.75", "29.75", "120"), _WITHOUT | _SHAW),
-        _ablation(
-            "shaw-half", "-", ("✗", "Shaw et al. (2018)", "Half", "30.50", "30.50", "120"), _WITHOUT | _SHAW | _HALF
-        ),
-        _ablation(
-            "vaswani-half",
-            "-",
-            ("✗", "Vaswani et al. (2017)", "Half", "30.97", "30.97", "120"),
-            SINUSOID | _HALF,
-        ),
-        _ablation(
-            "al-rfou-half",
-            "Transformer (128M) †",
-            ("✗", "Al-Rfou et al. (2018)", "Half", "31.16", "31.16", "120"),
-            VANILLA | _HALF,
-        ),
+        *(_ablation(key, name, ablation) for (key, name), ablation in zip(_KEYS.items(), TABLE_6, strict=True)),
         Row(
             "xl-standard",
             "Transformer-XL (151M)",
@@ -65,6 +88,7 @@ TABLE6 = Definition(
             {},
             shape=_STANDARD,
             preset="wt103-base",
+            as_published=True,
         ),
         Row(
             "xl-standard-450",
@@ -86,10 +110,11 @@ TABLE6 = Definition(
         ),
         Claim(
             "C5, longer attention",
-            "with both, attention at test may be longer than in training, and is longer than with either alone",
-            "500 (trained with 128), against 256 (Shaw et al.) and 260 (no recurrence)",
+            "with both, attention at test may be longer than any in training (memory and segment), and is longer than "
+            "with either alone",
+            "500 (trained with segments of 128), against 256 (Shaw et al.) and 260 (no recurrence)",
             all_of(
-                above("xl", lambda results: results["xl"]["training length"][0], "attention"),
+                above("xl", lambda results: results["xl"]["training reach"][0], "attention"),
                 higher("xl", "xl-shaw", "no-recurrence", measure="attention"),
             ),
         ),
@@ -114,9 +139,25 @@ TABLE7 = Definition(
     columns=("PPL",),
     separate_sentences=True,
     rows=(
-        Row("xl", "Ours", {"PPL": "25.2"}, {}, preset="lm1b-ablation"),
-        Row("xl-shaw", "With Shaw et al. (2018) encodings", {"PPL": "25.7"}, _SHAW, preset="lm1b-ablation"),
-        Row("no-recurrence", "Without recurrence", {"PPL": "27.1"}, _WITHOUT, preset="lm1b-ablation"),
+        *(
+            Row(
+                key,
+                name,
+                {"PPL": f"{ablation.best:.1f}"},
+                _overrides(ablation),
+                preset=f"lm1b-ablation{ablation.suffix}",
+                as_published=True,
+            )
+            for (key, name), ablation in zip(
+                {
+                    "xl": "Ours",
+                    "xl-shaw": "With Shaw et al. (2018) encodings",
+                    "no-recurrence": "Without recurrence",
+                }.items(),
+                TABLE_7,
+                strict=True,
+            )
+        ),
     ),
     claims=(
         Claim(
@@ -134,13 +175,24 @@ TABLE7 = Definition(
     ),
 )
 
-_RECL = ("r = 0.1", "r = 0.5", "r = 1.0")
+_RECL: tuple[str, ...] = ("r = 0.1", "r = 0.5", "r = 1.0")
 _FIRST, _SECOND = "151M", "128M"
 
 
-def _context(key: str, name: str, paper: str, overrides: dict[str, str], group: str, **more: object) -> Row:
+def _context(
+    key: str, name: str, paper: str, overrides: dict[str, str], group: str, preset: str, **more: object
+) -> Row:
     figures = dict(zip(_RECL, paper.split(), strict=True))
-    return Row(key, name, figures, overrides, group=group, **more)  # pyright: ignore[reportArgumentType]
+    return Row(
+        key,
+        name,
+        figures,
+        overrides,
+        group=group,
+        preset=preset,
+        as_published=True,
+        **more,  # pyright: ignore[reportArgumentType]
+    )
 
 
 TABLE8 = Definition(
@@ -157,35 +209,13 @@ TABLE8 = Definition(
     columns=_RECL,
     experiment="context",
     rows=(
-        _context("xl-151M", "Transformer-XL 151M", "900 800 700", {}, _FIRST, shape=_STANDARD, preset="wt103-base"),
-        _context(
-            "qrnn",
-            "QRNN",
-            "500 400 300",
-            QRNN,
-            _FIRST,
-            shape=_STANDARD,
-            fit=width_of("xl-151M"),
-            preset="wt103-qrnn",
-            as_published=True,
-        ),
-        _context(
-            "lstm",
-            "LSTM",
-            "400 300 200",
-            LSTM,
-            _FIRST,
-            shape=_STANDARD,
-            fit=width_of("xl-151M"),
-            preset="wt103-lstm",
-            as_published=True,
-        ),
-        _context("xl-128M", "Transformer-XL 128M", "700 600 500", {}, _SECOND, preset="wt103-ablation"),
-        _context(
-            "xl-shaw", "- use Shaw et al. (2018) encoding", "400 400 300", _SHAW, _SECOND, preset="wt103-ablation"
-        ),
-        _context("no-recurrence", "- remove recurrence", "300 300 300", _WITHOUT, _SECOND, preset="wt103-ablation"),
-        _context("transformer", "Transformer", "128 128 128", VANILLA | _HALF, _SECOND, preset="wt103-ablation"),
+        _context("xl-151M", "Transformer-XL 151M", "900 800 700", {}, _FIRST, "wt103-base", shape=_STANDARD),
+        _context("qrnn", "QRNN", "500 400 300", QRNN, _FIRST, "wt103-qrnn", shape=_STANDARD, fit=width_of("xl-151M")),
+        _context("lstm", "LSTM", "400 300 200", LSTM, _FIRST, "wt103-lstm", shape=_STANDARD, fit=width_of("xl-151M")),
+        _context("xl-128M", "Transformer-XL 128M", "700 600 500", {}, _SECOND, "wt103-ablation"),
+        _context("xl-shaw", "- use Shaw et al. (2018) encoding", "400 400 300", _SHAW, _SECOND, "wt103-ablation-shaw"),
+        _context("no-recurrence", "- remove recurrence", "300 300 300", _WITHOUT, _SECOND, "wt103-ablation-no-memory"),
+        _context("transformer", "Transformer", "128 128 128", VANILLA | _HALF, _SECOND, "wt103-ablation-learned-half"),
     ),
     claims=(
         Claim(
@@ -213,19 +243,20 @@ TABLE8 = Definition(
     ),
 )
 
-FIGURE4 = Definition(
+FIGURE3 = replace(
+    TABLE8,
+    name="figure3",
+    title="Figure 3: relative perplexity gains",
+    caption="Unnormalised relative perplexity gains with r = 0.1.",
+    metric="perplexity, test split",
+    columns=(),
+    notes=("The paper prints this figure without its numbers.", *TABLE8.notes),
+)
+FIGURE4 = replace(
+    FIGURE3,
     name="figure4",
     title="Figure 4: perplexity against context length",
     caption="Perplexity vs context length.",
-    corpus="wikitext-103",
-    metric="perplexity, test split",
-    unit="word",
-    kind="context",
-    columns=(),
-    experiment="context",
-    rows=TABLE8.rows,
-    claims=TABLE8.claims,
-    notes=("The paper prints this figure without its numbers.", *TABLE8.notes),
 )
 
 TABLE9 = Definition(
@@ -258,12 +289,20 @@ TABLE9 = Definition(
 _MEMORY_COLUMNS = ("Backprop Len", "Recurrence", "Encoding", "Loss", "pplx best", "pplx init", "Attn Len")
 
 
-def _budget(key: str, paper: tuple[str, ...], overrides: dict[str, str], longer: bool = False) -> Row:
-    figures: dict[str, str] = dict(zip(_MEMORY_COLUMNS, paper, strict=True))
-    name = "with recurrence" if figures["Recurrence"] == "✓" else "without recurrence"
+def _budget(key: str, ablation: Ablation, longer: bool = False) -> Row:
+    """A row of Table 10; one that may be longer is the preset of its ablation before its segment is found."""
+    figures = (f"{ablation.best:.2f}", f"{ablation.initial:.2f}", str(ablation.attention_length))
+    loss = {"full": "Full", "half": "Partial"}[ablation.loss]
+    printed = (str(ablation.segment or 128), *_kept(ablation), loss, *figures)
     return Row(
-        key, name, figures, overrides, preset="wt103-ablation", equal_memory_with="xl" if longer else None
-    )  # fmt: skip
+        key,
+        "with recurrence" if ablation.recurrence else "without recurrence",
+        dict(zip(_MEMORY_COLUMNS, printed, strict=True)),
+        _overrides(ablation),
+        preset=f"wt103-ablation{replace(ablation, segment=None).suffix}",
+        as_published=True,
+        equal_memory_with="xl" if longer else None,
+    )
 
 
 TABLE10 = Definition(
@@ -276,15 +315,10 @@ TABLE10 = Definition(
     kind="attention",
     columns=_MEMORY_COLUMNS,
     rows=(
-        _budget("xl", ("128", "✓", "Ours", "Full", "26.77", "27.02", "500"), {}),
-        _budget("xl-half", ("128", "✓", "Ours", "Partial", "28.33", "28.69", "460"), _HALF),
-        _budget("no-recurrence", ("176", "✗", "Ours", "Full", "27.98", "28.43", "400"), _WITHOUT, longer=True),
-        _budget(
-            "no-recurrence-half",
-            ("172", "✗", "Ours", "Partial", "28.83", "28.83", "120"),
-            _WITHOUT | _HALF,
-            longer=True,
-        ),
+        _budget("xl", TABLE_6[0]),
+        _budget("xl-half", TABLE_6[2]),
+        _budget("no-recurrence", TABLE_10[0], longer=True),
+        _budget("no-recurrence-half", TABLE_10[1], longer=True),
     ),
     claims=(
         Claim(
@@ -299,4 +333,4 @@ TABLE10 = Definition(
         "budget` measures it; the number of tokens trained on stays the same.",
     ),
 )
-TABLES = (TABLE6, TABLE7, TABLE8, FIGURE4, TABLE9, TABLE10)
+TABLES = (TABLE6, TABLE7, TABLE8, FIGURE3, FIGURE4, TABLE9, TABLE10)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from txl.reproduction.definition import Definition, Row
 
+_ATTENTION = ("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}")
 _MODEL = (Row("xl", "Transformer-XL", {}, {}, preset="wt103-base"),)
 
 
-def _figure(name: str, title: str, caption: str, *command: str) -> Definition:
+def _figure(name: str, title: str, caption: str, *command: str, pictures: str = "") -> Definition:
     return Definition(
         name=name,
         title=title,
@@ -20,6 +21,7 @@ def _figure(name: str, title: str, caption: str, *command: str) -> Definition:
         rows=_MODEL,
         experiment="one-model",
         command=command,
+        pictures=pictures,
         notes=("The paper prints this without numbers, and no claim of C1 to C7 rests on it.",),
     )
 
@@ -29,20 +31,23 @@ FIGURE5 = _figure(
     "Figure 5: average attention of every head",
     "Average attention over the previous tokens, where each row corresponds to an attention head and each column "
     "corresponds to a relative location.",
-    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+    *_ATTENTION,
+    pictures="figure5.svg",
 )
 FIGURE6 = _figure(
     "figure6",
     "Figure 6: three heads with a wide attention range",
     "Each row corresponds to a target token and each column to a context token. Tokens in the memory that have top 20% "
     "attention values are marked.",
-    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+    *_ATTENTION,
+    pictures="figure6-*.svg",
 )
 FIGURE7 = _figure(
     "figure7",
     "Figure 7: the terms of attention apart",
     "Visualization of the terms (a), (b) and (d) of the attention score, each softmaxed.",
-    *("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}"),
+    *_ATTENTION,
+    pictures="figure7.svg",
 )
 SAMPLES = _figure(
     "samples",

@@ -1,7 +1,9 @@
 """Whether a claim of the paper holds, as a function of results over seeds.
 
 A difference of two means counts where it is larger than its margin, half the width of a 95% confidence interval over
-the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided.
+the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided. Of
+a length that is one of a few, neighbours do not count as different: all seeds may agree on one by chance, with no
+spread at all.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Outcome = Literal["holds", "does not hold", "undecided", "not judged"]
 Results = Mapping[str, Mapping[str, Sequence[float]]]
 """By row key and measure, one value a seed."""
+Grids = Mapping[str, Sequence[float]]
+"""By measure, the values that it can have, where these are few."""
 
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; more are taken as the last."""
@@ -28,7 +32,12 @@ class Verdict:
     reason: str
 
 
-Judge = Callable[[Results], Verdict]
+class Judge(Protocol):
+    """A claim as a function of results, and of the grids that lengths among them lie on."""
+
+    def __call__(self, results: Results, grids: Grids) -> Verdict:
+        """The verdict."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
     """Our row's measure is below that of each of the others."""
 
-    def judge(results: Results) -> Verdict:
-        return _each(results, ours, others, measure, sign=1)
+    def judge(results: Results, grids: Grids) -> Verdict:
+        return _each(results, grids.get(measure), ours, others, measure, sign=1)
 
     return judge
 
@@ -77,8 +86,8 @@ def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
 def higher(ours: str, *others: str, measure: str) -> Judge:
     """Our row's measure is above that of each of the others."""
 
-    def judge(results: Results) -> Verdict:
-        return _each(results, ours, others, measure, sign=-1)
+    def judge(results: Results, grids: Grids) -> Verdict:
+        return _each(results, grids.get(measure), ours, others, measure, sign=-1)
 
     return judge
 
@@ -86,7 +95,7 @@ def higher(ours: str, *others: str, measure: str) -> Judge:
 def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
     """Our row's measure is at most the other's, but for a fraction `tolerance` of it."""
 
-    def judge(results: Results) -> Verdict:
+    def judge(results: Results, grids: Grids) -> Verdict:
         missing = _missing(results, (ours, other), measure)
         if missing is not None:
             return missing
@@ -105,16 +114,21 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
 
 def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
     """A row's measure is above a number."""
-    return lambda results: _beyond(results, row, threshold, measure, sign=1)
+    return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=1)
 
 
 def below(row: str, threshold: float, measure: str = "quality") -> Judge:
     """A row's measure is below a number."""
-    return lambda results: _beyond(results, row, threshold, measure, sign=-1)
+    return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=-1)
 
 
 def _beyond(
-    results: Results, row: str, threshold: Callable[[Results], float] | float, measure: str, sign: int
+    results: Results,
+    grid: Sequence[float] | None,
+    row: str,
+    threshold: Callable[[Results], float] | float,
+    measure: str,
+    sign: int,
 ) -> Verdict:
     missing = _missing(results, (row,), measure)
     if missing is not None:
@@ -127,17 +141,23 @@ def _beyond(
     margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     words = f"{row}: {mean:,.4g} ± {margin:.2g}, compared with {limit:,.4g}"
+    if _neighbours(mean, limit, grid):
+        return Verdict("undecided", f"{words}; no length between them was tried")
     gain = sign * (mean - limit)
-    if gain > margin:
-        return Verdict("holds", words)
-    return Verdict("does not hold" if gain + margin <= 0 else "undecided", words)
+    return Verdict("undecided" if abs(gain) <= margin else "holds" if gain > 0 else "does not hold", words)
+
+
+def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
+    """Whether two means lie so near that no value that the measure can have is between them."""
+    low, high = sorted((first, second))
+    return grid is not None and not any(low < value < high for value in grid)
 
 
 def all_of(*judges: Judge) -> Judge:
     """Every part holds; one that does not is enough for the whole not to."""
 
-    def judge(results: Results) -> Verdict:
-        verdicts = [each(results) for each in judges]
+    def judge(results: Results, grids: Grids) -> Verdict:
+        verdicts = [each(results, grids) for each in judges]
         return Verdict(_weakest([verdict.outcome for verdict in verdicts]), "; ".join(v.reason for v in verdicts))
 
     return judge
@@ -146,7 +166,9 @@ def all_of(*judges: Judge) -> Judge:
 _ONE_SEED = Verdict("undecided", "one seed has no spread to judge by")
 
 
-def _each(results: Results, ours: str, others: Sequence[str], measure: str, sign: int) -> Verdict:
+def _each(
+    results: Results, grid: Sequence[float] | None, ours: str, others: Sequence[str], measure: str, sign: int
+) -> Verdict:
     """Compare with every other row; those that are missing leave the claim undecided unless another refutes it."""
     absent = _missing(results, (ours,), measure)
     if absent is not None:
@@ -163,9 +185,12 @@ def _each(results: Results, ours: str, others: Sequence[str], measure: str, sign
             return _ONE_SEED
         else:
             gain = sign * found.value
-            counts = abs(found.value) > found.margin
+            mean = statistics.fmean(results[ours][measure])
+            near = _neighbours(mean, mean + found.value, grid)
+            counts = abs(found.value) > found.margin and not near
             outcomes.append("undecided" if not counts else "holds" if gain > 0 else "does not hold")
-            reasons.append(f"{other} − {ours} = {found.value:+.3g} ± {found.margin:.2g}")
+            between = ", no length between them was tried" if near else ""
+            reasons.append(f"{other} − {ours} = {found.value:+.3g} ± {found.margin:.2g}{between}")
     return Verdict(_weakest(outcomes), "; ".join(reasons))
 
 

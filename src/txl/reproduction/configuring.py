@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from txl.config import DataConfig, ModelConfig, RunConfig, validate, with_options
+from txl.config.kinds import RECURRENT, has_field
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset, presets
@@ -20,11 +21,6 @@ from txl.reproduction.scales import Scale
 from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 
-_OF_ATTENTION = (
-    *("encoding", "max_segment", "n_head", "d_head", "d_inner", "window", "clamp_len", "dropatt", "dropout_r"),
-    *("dropout_qkv", "pre_norm", "layer_norm_eps", "untie_r", "attention"),
-)
-"""Fields that recurrent models leave at their defaults."""
 _LARGEST_WIDTH = 1 << 14
 
 FitSegment = Callable[[RunConfig, RunConfig, int], int]
@@ -117,7 +113,7 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
     run.data = dataclasses.replace(data)
     if is_recurrent(run):
         for item in dataclasses.fields(ModelConfig):
-            if item.name in _OF_ATTENTION:
+            if not has_field(run.model.kind, item.name):
                 setattr(run.model, item.name, item.default)
     return run
 
@@ -138,7 +134,7 @@ def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
 
 def is_recurrent(run: RunConfig) -> bool:
     """Whether the model is a recurrent network rather than a Transformer."""
-    return getattr(run.model, "kind", "transformer") != "transformer"
+    return run.model.kind in RECURRENT
 
 
 def count_parameters(run: RunConfig, vocab_size: int) -> int:

@@ -103,7 +103,14 @@ class Definition:
     """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
     command: tuple[str, ...] = ()
     """Kind "command": the words after `txl`; {run}, {out} and {tokens}, of a split, are filled in."""
+    pictures: str = ""
+    """Of what the command makes, the names of the figures that the page shows, as a pattern."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def product(self) -> str:
+        """What a command makes, by which it is kept: definitions of the same command share it. Empty: no command."""
+        return self.command[0] if self.command else ""
 
     @property
     def experiment_name(self) -> str:

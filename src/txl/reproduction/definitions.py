@@ -10,7 +10,7 @@ from txl.reproduction.definition import Definition
 
 _NAMES = (
     *(f"table{number}" for number in range(1, 11)),
-    *(f"figure{number}" for number in range(4, 8)),
+    *(f"figure{number}" for number in range(3, 8)),
     "samples",
 )
 

@@ -30,7 +30,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.measuring import is_finite, measure
+from txl.reproduction.measuring import is_finite, least_tokens, measure
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.speed import measure_speed
@@ -94,7 +94,47 @@ class Experiment:
         self._claim_folder(is_new)  # only now: a corpus that cannot be opened leaves nothing behind
         data, corpus = self._trained_on(corpus)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
+        self._refuse_what_cannot_be(rows, corpus)
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus))
+
+    def _refuse_what_cannot_be(self, rows: list[RowResult], corpus: Corpus) -> None:
+        """Refuse before hours of training what would be found out after them.
+
+        Raises:
+            UserError: if no row has a configuration, a split is too short to be measured, or results in the folder are
+                those of other configurations.
+        """
+        failed = [result for result in rows if result.status == "failed"]
+        if failed and not any(result.status == "done" for result in rows):
+            raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
+        for split, least in least_tokens(self.definition.kind, self.scale).items():
+            if len(corpus.tokens(split)) < least:
+                raise UserError(
+                    f"the {split} split of {corpus.name} has {len(corpus.tokens(split)):,} tokens, but at scale "
+                    f"{self.scale.name} {self.definition.name} reads {least:,} or more; expected a larger corpus"
+                )
+        for result in rows:
+            for seed in range(1, self.seeds + 1):
+                self._check_result(result, seed)
+
+    def _check_result(self, result: RowResult, seed: int) -> None:
+        path = self._result_path(result.row, seed)
+        stored = _read(path)
+        if stored is None or result.config is None or "config" not in stored:
+            return
+        configured = RunConfig.from_dict(result.config)
+        configured.train.seed = seed
+        changed = _changes(RunConfig.from_dict(stored["config"]).to_dict(), configured.to_dict())
+        if changed:
+            raise UserError(
+                f"{path} is of another configuration: {', '.join(changed)}; give another --out, or delete it and its "
+                f"run to train anew"
+            )
+
+    def _result_path(self, row: Row, seed: int) -> Path:
+        # What a command makes has results of its own; tables of one experiment share theirs.
+        own = self.definition.product or "."
+        return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], dict[str, Any]]) -> list[RowResult]:
         """Every model once, then every model again: what there is after a while is whole."""
@@ -105,9 +145,7 @@ class Experiment:
         return results
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
-        # Every figure that is made by a command has results of its own; tables of one experiment share theirs.
-        own = self.definition.name if self.definition.kind == "command" else "."
-        path = self.out / "results" / own / f"{result.row.key}-seed{seed}.json"
+        path = self._result_path(result.row, seed)
         stored = _read(path)
         if stored is None:
             self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
@@ -148,14 +186,13 @@ class Experiment:
     def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
         """What a continuous cache makes of another row's model, by `txl cache`."""
         directory = self.out / "runs" / f"{row.cache_over}-seed{seed}"
+        if not directory.exists():
+            raise UserError(f"{row.cache_over} has no model of that seed to put a cache around")
         words = [*cache_words(self.scale, str(directory)), "--device", self.device, "--json"]
         if self.data_dir is not None:
             words += ["--data-dir", self.data_dir]
         self._say(f"$ txl {shlex.join(words)}")
-        printed = io.StringIO()
-        with redirect_stdout(printed):
-            run_command(words)
-        found = json.loads(printed.getvalue())
+        found = json.loads(run_command(words))
         model, _ = RunDirectory(directory).load()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         figures = {"quality": quality(found["with"]["nll"], found["with"]["unit"]), "parameters": parameters}
@@ -166,13 +203,17 @@ class Experiment:
         words = self._words(directory, seed)
         self._say(f"$ txl {shlex.join(words)}")
         run_command(words)
-        made = self.out / "made" / self.definition.name / f"seed{seed}"
+        made = self._made(seed)
         files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
-        return {"command": words, "files": files}
+        model, _ = RunDirectory(directory).load(device=self.device)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {"command": words, "files": files, "parameters": parameters}
+
+    def _made(self, seed: int) -> Path:
+        return self.out / "made" / self.definition.product / f"seed{seed}"
 
     def _words(self, directory: Path, seed: int) -> list[str]:
-        made = self.out / "made" / self.definition.name / f"seed{seed}"
-        words = command_words(self.definition, self.scale, str(directory), str(made))
+        words = command_words(self.definition, self.scale, str(directory), str(self._made(seed)))
         return words if self.data_dir is None else [*words, "--data-dir", self.data_dir]
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
@@ -259,12 +300,15 @@ def cache_words(scale: Scale, run: str) -> list[str]:
     return ["cache", run, "--batch", "1", *limit]  # a lane remembers nothing of the others
 
 
-def run_command(words: list[str]) -> None:
-    """Run a command of `txl` as a user would."""
+def run_command(words: list[str]) -> str:
+    """Run a command of `txl` as a user would; what it prints is returned, since standard output is the caller's."""
     from txl.cli import build_parser
 
+    printed = io.StringIO()
     arguments = build_parser().parse_args(words)
-    arguments.run(arguments)
+    with redirect_stdout(printed):
+        arguments.run(arguments)
+    return printed.getvalue()
 
 
 def require_command(words: list[str]) -> None:

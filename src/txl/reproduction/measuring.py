@@ -30,6 +30,15 @@ def measure(kind: Kind, model: Any, run: RunConfig, corpus: Corpus, scale: Scale
     return measure_quality(model, run, corpus, scale, say)
 
 
+def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
+    """By split, how many tokens it must have to be measured."""
+    if kind == "context":
+        return {"test": scale.longest_context + 1}
+    if kind == "attention":
+        return {"valid": 2, "test": 2}
+    return {"test": 2}
+
+
 def measure_quality(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """The loss on the test split under the run's test settings."""
     length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len

@@ -45,6 +45,8 @@ class Outcome:
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """Mean loss in nats by row and attention length or context, one value a seed."""
     gains: list[GroupGains] = field(default_factory=list)
+    grids: dict[str, list[float]] = field(default_factory=dict)
+    """By measure, the lengths that it can be, of those that are lengths."""
 
     @property
     def failed(self) -> list[RowResult]:
@@ -59,7 +61,7 @@ class Outcome:
         full = Verdict("not judged", "a claim about the published model on the paper's corpus")
         whole = self.scale.is_published
         return [
-            (claim, full if claim.at_full_size and not whole else claim.judge(self.values))
+            (claim, full if claim.at_full_size and not whole else claim.judge(self.values, self.grids))
             for claim in self.definition.claims
         ]
 
@@ -76,10 +78,19 @@ def gather(definition: Definition, scale: Scale, seeds: int, unit: str, rows: li
         for each in by_seed:
             for point in each.get("curve", ()):
                 curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
+        if definition.kind == "attention" and result.config is not None:
+            reach = result.config["model"]["mem_len"] + result.config["train"]["segment"]
+            values[result.row.key]["training reach"] = [float(reach)] * len(by_seed)
     gains: list[GroupGains] = []
+    grids: dict[str, list[float]] = {}
     if definition.kind == "context":
         gains = _effective_contexts(definition, rows, values, curves)
-    return Outcome(definition, scale, seeds, unit, rows, values, curves, gains)
+    lengths = sorted({float(length) for curve in curves.values() for length in curve})
+    if definition.kind == "attention":
+        grids["attention"] = lengths
+    if definition.kind == "context":
+        grids = {f"r = {r:.1f}": lengths for r in FRACTIONS}
+    return Outcome(definition, scale, seeds, unit, rows, values, curves, gains, grids)
 
 
 def _effective_contexts(
@@ -88,12 +99,13 @@ def _effective_contexts(
     values: dict[str, dict[str, list[float]]],
     curves: dict[str, dict[int, list[float]]],
 ) -> list[GroupGains]:
-    """RECL of each model group, seed by seed: the models of one seed share a baseline."""
+    """RECL of each model group, seed by seed: the models of one seed share a baseline.
+
+    A group that lacks a model has none: with another baseline the others' values would be other ones.
+    """
     found = []
     for group in dict.fromkeys(row.group for row in definition.rows):
-        members = [result for result in rows if result.row.group == group and result.by_seed]
-        if not members:
-            continue
+        members = [result for result in rows if result.row.group == group and result.row.trained]
         for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
             losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
             longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -20,12 +22,15 @@ _COLUMNS = 6
 """Of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
-def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumstances: dict[str, Any]) -> str:
+def outcome_page(
+    outcome: Outcome, corpus: str, out: Path, command: Sequence[str], circumstances: dict[str, Any]
+) -> str:
     """The page as HTML.
 
     Args:
         outcome: what came of the table.
         corpus: name or path of the corpus here.
+        out: the folder of the page, which holds the figures that are shown on it.
         command: the words of the command that made it.
         circumstances: hardware and software.
     """
@@ -35,6 +40,7 @@ def outcome_page(outcome: Outcome, corpus: str, command: Sequence[str], circumst
         _claims(outcome),
         _comparison(outcome),
         *_figures(outcome),
+        *_pictures(outcome, out),
         _made(outcome),
         _budget(outcome),
         _circumstances(outcome, command, circumstances),
@@ -49,7 +55,7 @@ def _header(outcome: Outcome, corpus: str) -> str:
         text = f"random tokens, measured {outcome.seeds} times"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
-    if not scale.is_published and definition.kind != "speed":
+    if not scale.is_published and definition.kind not in ("speed", "command"):
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
@@ -65,13 +71,16 @@ def _claims(outcome: Outcome) -> str:
         table("As far as this table bears on them", ("claim", "here", "the paper", "outcome", "why"), rows),
         note(
             "A difference counts where it exceeds half the width of a 95% confidence interval over the seeds "
-            "(Student’s t, pooled variance), written as ±."
+            "(Student’s t, pooled variance), written as ±; of lengths, where another one that was tried lies between. "
+            "What is judged is the direction, not the paper’s amount."
         ),
     )
 
 
 def _comparison(outcome: Outcome) -> str:
     definition = outcome.definition
+    if definition.kind == "command":
+        return section("The paper", note(definition.caption, "lead"), *(note(text) for text in definition.notes))
     wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
     missing = [each for each in outcome.rows if each.status in ("not in this version", "not at this scale")]
     return section(
@@ -156,6 +165,22 @@ def _context_figures(outcome: Outcome) -> list[str]:
 
 def _figure(heading: str, drawn: Any, caption: str) -> str:
     return section(heading, figure(drawn, caption))
+
+
+def _pictures(outcome: Outcome, out: Path) -> list[str]:
+    """The figures that a command has made of each seed's model, within the page."""
+    definition = outcome.definition
+    parts = []
+    for result in outcome.rows:
+        for seed, each in sorted(result.by_seed.items()):
+            for name in each.get("files", ()):
+                if not definition.pictures or not Path(name).match(definition.pictures):
+                    continue
+                data = base64.b64encode((out / name).read_bytes()).decode()
+                image = f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(definition.title)}">'
+                caption = f"<figcaption>{escape(f'Seed {seed}: {Path(name).name}')}</figcaption>"
+                parts.append(f"<figure>{image}{caption}</figure>")
+    return [section("Here", *parts)] if parts else []
 
 
 def _made(outcome: Outcome) -> str:

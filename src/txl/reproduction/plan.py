@@ -43,7 +43,8 @@ def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str |
             PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
             for row in definition.rows
         ]
-    size = None if scale.is_published else _vocabulary_size(data, data_dir, quiet)
+    published = scale.is_published and data.corpus == definition.corpus
+    size = None if published else _vocabulary_size(data, data_dir, quiet)
     return [_planned(definition, row, scale, data, size) for row in definition.rows]
 
 

@@ -27,7 +27,7 @@ def write_outcome(
     record = outcome_record(outcome, corpus, command, circumstances)
     name = outcome.definition.name
     write_whole(out / f"{name}.json", json.dumps(record, ensure_ascii=False, indent=1) + "\n")
-    write_whole(out / f"{name}.html", outcome_page(outcome, corpus, command, circumstances))
+    write_whole(out / f"{name}.html", outcome_page(outcome, corpus, out, command, circumstances))
     return record
 
 

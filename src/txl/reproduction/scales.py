@@ -65,12 +65,12 @@ class Scale:
         """The scale with so many tokens of each split evaluated; of Table 8, no more targets than that.
 
         Raises:
-            UserError: for less than one token.
+            UserError: for less than two tokens, of which one is predicted.
         """
         if tokens is None:
             return self
-        if tokens < 1:
-            raise UserError(f"--eval-tokens is {tokens}; expected 1 or more")
+        if tokens < 2:
+            raise UserError(f"--eval-tokens is {tokens}; expected 2 or more")
         about = f"{self.about}; {tokens:,} tokens evaluated"
         return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
 

@@ -198,7 +198,8 @@ class Trainer:
             train.segment,
             random_segments=train.random_segments,
             seed=train.seed,
-            shift=Objective(train.loss).counted(train.segment),
+            # A whole segment is no shift: with the full loss it is `epoch_shift` alone that moves them.
+            shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
         loop = TrainingLoop(
             run=self.run,
