@@ -150,9 +150,7 @@ class Experiment:
         if stored is None:
             self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
             try:
-                began = time.perf_counter()
                 stored = one(result, seed)
-                stored["measuring_seconds"] = time.perf_counter() - began - stored.get("training_seconds", 0.0)
                 if not is_finite(stored):
                     raise UserError("its losses are not finite numbers")
             except (RunInterrupted, KeyboardInterrupt):
@@ -181,7 +179,9 @@ class Experiment:
             return found | self._command(directory, seed)
         model, _ = RunDirectory(directory).load(device=self.device)
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        return found | measure(self.definition.kind, model, run, corpus, self.scale, self._say)
+        began = time.perf_counter()
+        measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
+        return found | measured | {"measuring_seconds": time.perf_counter() - began}
 
     def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
         """What a continuous cache makes of another row's model, by `txl cache`."""

@@ -25,7 +25,11 @@ _RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577", "model.n_layer": "2"
 LSTM = _RECURRENT | {"model.kind": "lstm"}
 QRNN = _RECURRENT | {"model.kind": "qrnn", "model.kernel_sizes": "2,1"}
 _AUXILIARY = "The vanilla Transformers are trained with the auxiliary losses of Al-Rfou et al., Transformer-XL without."
-LARGER = Shape(depth=1.5, width=1.5)
+LARGER = Shape(depth=1.0, width=1.5)
+"""The paper's large model of words has 18 layers for 16, and 2.5 times the width."""
+ADAPTIVE = {"model.init": "xavier", "model.tie_projections": "tails"}
+"""A Transformer-XL that begins as the adaptive-input Transformer does. As its authors' code begins, one of 1.5 times
+the small scale's width and depth did not come below the perplexity of word frequencies in 700 steps."""
 
 
 def width_of(key: str) -> tuple[str, str]:
@@ -112,10 +116,11 @@ TABLE1 = Definition(
             "xl-large",
             "Ours - Transformer-XL Large",
             {"#Param": "257M", "PPL": "18.3"},
-            {},
+            ADAPTIVE,
             shape=LARGER,
             adaptive=True,
             preset="wt103-large",
+            as_published=True,
         ),
     ),
     claims=(

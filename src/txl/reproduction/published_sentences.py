@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from txl.reproduction.claims import Claim, all_of, lower
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.published import ADAPTIVE_INPUT, LARGER, LSTM, best, published_row, width_of
+from txl.reproduction.published import ADAPTIVE, ADAPTIVE_INPUT, LARGER, LSTM, best, published_row, width_of
 
 # The regularisation of ptb-awd-lstm-small: rates scaled down with the model, as those of its rivals are.
 _AWD_LSTM = LSTM | {
@@ -61,18 +61,20 @@ TABLE4 = Definition(
             "xl-base",
             "Ours - Transformer-XL Base",
             {"#Param": "0.46B", "PPL": "23.5"},
-            {},
+            ADAPTIVE,
             adaptive=True,
             preset="lm1b-base",
+            as_published=True,
         ),
         Row(
             "xl-large",
             "Ours - Transformer-XL Large",
             {"#Param": "0.8B", "PPL": "21.8"},
-            {},
+            ADAPTIVE,
             shape=LARGER,
             adaptive=True,
             preset="lm1b-large",
+            as_published=True,
         ),
     ),
     claims=(
