@@ -30,6 +30,7 @@ def git(*words: str) -> str:
 
 def record(path: Path, words: list[str]) -> int:
     """Run the command; on success write the record."""
+    sys.argv = ["txl", *words]  # pages say by which command they were made
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(words)
