@@ -272,7 +272,7 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
     [
         ["eval", "--mem-lens", f"0,{2**53}"],
         ["eval", "--segment", str(2**53)],
-        ["eval", "--cache-size", str(2**53), "--cache-theta", "0.5", "--cache-lambda", "0.1"],
+        ["eval", "--cache-size", str(2**32), "--cache-theta", "0.5", "--cache-lambda", "0.1"],
         ["score", "FILE", "--segment", str(2**53), "--mem-len", str(2**53), "--out", "OUT"],
         ["score", "FILE", "--sliding", str(2**53), "--out", "OUT"],
         ["samples", "--seed", str(2**53), "--context", "20", "--max-tokens", "4"],

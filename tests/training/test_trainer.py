@@ -222,7 +222,9 @@ def test_passes_over_the_text_begin_later_if_they_shall(options, shift, story, d
 
 def test_passes_cannot_begin_later_by_a_segment():
     run = small_run("my.txt", **{"train.segment": "8", "train.epoch_shift": "8"})
-    with pytest.raises(UserError, match=r"train.epoch_shift is 8; expected 0 or more, below train.segment"):
+    with pytest.raises(
+        UserError, match=r"train.epoch_shift is 8; expected 0, or a number that is no multiple of train.segment, 8"
+    ):
         validate(run)
 
 

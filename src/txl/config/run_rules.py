@@ -59,8 +59,12 @@ def _validate_training(train: TrainConfig) -> None:
     at_least_0 = ("warmup_steps", "eval_every", "checkpoint_every", "weight_decay", "clip", "min_learning_rate", "seed")
     for name in (*at_least_0, "max_skipped", "max_rollbacks"):
         require(0 <= getattr(train, name) < math.inf, f"train.{name}", getattr(train, name), "0 or more")
+    shifts = train.epoch_shift == 0 or train.epoch_shift % train.segment
     require(
-        0 <= train.epoch_shift < train.segment, "train.epoch_shift", train.epoch_shift, "0 or more, below train.segment"
+        train.epoch_shift >= 0 and bool(shifts),
+        "train.epoch_shift",
+        train.epoch_shift,
+        f"0, or a number that is no multiple of train.segment, {train.segment}: whole segments shift nothing",
     )
     require(train.seed <= LARGEST, "train.seed", train.seed, f"at most {LARGEST}")
     for name in ("learning_rate", "embedding_lr_factor", "average_lr_factor"):

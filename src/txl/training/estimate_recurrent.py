@@ -28,7 +28,7 @@ def recurrent_costs(model: ModelConfig, part: int, lanes: int, segment: int) -> 
     """Of all layers.
 
     - lstm, as PyTorch's on a CPU: f*B*T*5*H_n, the output and four gates; scratch f*(9*B*T*H + 2*P) of the widest;
-    - qrnn: f*B*T*8*H_n, and the windows f*B*T*K_n*I_n where K_n > 1; scratch f*(4*B*T*H + P) of the widest;
+    - qrnn: f*B*T*4*H_n, and the windows f*B*T*K_n*I_n where K_n > 1; scratch f*(4*B*T*H + P) of the widest;
     - between layers f*B*T*(d + m)*H_n, and with dropped weights 2*f of those.
 
     Args:
@@ -49,7 +49,7 @@ def recurrent_costs(model: ModelConfig, part: int, lanes: int, segment: int) -> 
             state += 2 * n_unit
         else:
             weights.append(3 * n_unit * size * n_in)
-            kept += tokens * (8 * n_unit + (size * n_in if size > 1 else 0))
+            kept += tokens * (4 * n_unit + (size * n_in if size > 1 else 0))
             kept += 2 * weights[-1] if model.weight_drop > 0 else 0
             state += n_unit + (size - 1) * n_in
     kept += tokens * copies * sum(widths[1:-1])
