@@ -121,6 +121,8 @@ def _name(row: Row) -> str:
 
 
 def _caption(outcome: Outcome) -> str:
+    if outcome.seeds == 1:
+        return "Here: one seed"
     return f"Here: mean ± standard deviation over {seeds_text(outcome.seeds)}"
 
 
