@@ -7,6 +7,7 @@ weight decay spares biases.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
@@ -178,6 +179,16 @@ def wt103_adaptive() -> RunConfig:
     )
 
 
+SMALL_AWD: dict[str, float] = {
+    "weight_drop": 0.2,
+    "dropout_embed": 0.2,
+    "dropout_out": 0.3,
+    "activation_reg": 1.0,
+    "temporal_reg": 0.5,
+}
+"""AWD-LSTM's regularisation, its rates scaled down with the model."""
+
+
 def small_recurrent(
     name: str, corpus: str, cutoffs: tuple[int, ...], kind: Literal["lstm", "qrnn"], *, awd: bool = False
 ) -> RunConfig:
@@ -188,7 +199,7 @@ def small_recurrent(
         corpus: ptb or wikitext-2.
         cutoffs: of the adaptive softmax.
         kind: lstm or qrnn.
-        awd: with AWD-LSTM's regularisation, scaled down with the model.
+        awd: with `SMALL_AWD`.
     """
     run = words(name, corpus, cutoffs)
     lstm = kind == "lstm"
@@ -208,8 +219,7 @@ def small_recurrent(
         init_std=0.0577,
     )
     if awd:
-        run.model.weight_drop, run.model.dropout_embed, run.model.dropout_out = 0.2, 0.2, 0.3
-        run.model.activation_reg, run.model.temporal_reg = 1.0, 0.5
+        run.model = replace(run.model, **SMALL_AWD)
     run.eval = EvalConfig(segment=70, mem_len=0)
     return run
 

@@ -1,7 +1,7 @@
 """Tables 1 to 3: every row that the paper prints, those this project can train marked by their overrides.
 
 The paper's numbers are as printed, "-" where it gives none. Where a table holds a model at two sizes, the smaller one
-is the scale's size and the larger keeps its proportion of layers and width.
+is the scale's size; the larger keeps its proportion of layers where it is deeper, and is wider by less than there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ VANILLA = _WITHOUT_MEMORY | {"model.encoding": "learned", "model.max_segment": "
 """Al-Rfou et al. (2018), all positions of a segment predicted, without their other auxiliary losses: the paper's own
 baseline (Table 6)."""
 AL_RFOU = VANILLA | {"model.layer_losses": "true", "model.n_target": "2"}
-"""The model they published: with losses of intermediate layers and of two targets, without which their deep one did not
-train."""
+"""The model they published: with losses of intermediate layers and of two targets, for the sake of depth."""
 SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment": "{longest}"}
 """Vaswani et al. (2017)."""
 ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true", "model.init": "xavier", "model.tie_projections": "tails"}

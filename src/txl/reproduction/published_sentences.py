@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from txl.presets.baselines import SMALL_AWD
 from txl.reproduction.claims import Claim, all_of, lower
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.published import ADAPTIVE, ADAPTIVE_INPUT, LARGER, LSTM, best, published_row, width_of
 
-# The regularisation of ptb-awd-lstm-small: rates scaled down with the model, as those of its rivals are.
-_AWD_LSTM = LSTM | {
-    "model.weight_drop": "0.2",
-    "model.locked_dropout": "true",
-    "model.dropout_embed": "0.2",
-    "model.dropout_out": "0.3",
-    "model.activation_reg": "1.0",
-    "model.temporal_reg": "0.5",
-}
+_AWD_LSTM = LSTM | {f"model.{name}": str(rate) for name, rate in SMALL_AWD.items()} | {"model.locked_dropout": "true"}
 
 TABLE4 = Definition(
     name="table4",
