@@ -8,7 +8,10 @@ import pytest
 
 import txl.reproduction.scales as scales
 from txl.cli import main
+from txl.config import DataConfig
 from txl.presets import presets
+from txl.reproduction.configuring import configure, estimated_segment
+from txl.reproduction.definitions import find_definition
 
 
 @pytest.fixture
@@ -30,6 +33,7 @@ def lines(text):
         (["table6", "--seeds", "0"], "--seeds is 0; expected 1 or more"),
         (["table6", "--steps", "0"], "--steps is 0; expected 1 or more"),
         (["table6", "--eval-tokens", "0"], "--eval-tokens is 0; expected 2 or more"),
+        (["table6", "--dtype", "float16"], "float16"),
         (["table6", "--scale", "paper", "--steps", "9"], "trains the published presets as they are"),
         (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
         (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),
@@ -121,3 +125,32 @@ def test_tokens_that_are_evaluated_can_be_chosen():
     assert (fewer.eval_tokens, fewer.targets) == (70, 70)
     assert (more.eval_tokens, more.targets) == (10**6, scales.TINY.targets)
     assert fewer.to_dict() != scales.TINY.to_dict() == scales.TINY.with_eval_tokens(None).to_dict()
+
+
+@pytest.mark.parametrize("scale", [scales.TINY, scales.PAPER])
+def test_another_arithmetic_is_that_of_every_row_and_part_of_the_experiment(scale):
+    definition = find_definition("table6")
+    half = scale.with_dtype("bfloat16")
+    runs = [
+        configure(definition, row, half, DataConfig(), 10_000, estimated_segment)
+        for row in definition.rows
+        if row.trained
+    ]
+    assert {run.train.dtype for run in runs} == {"bfloat16"}
+    assert half.to_dict() != scale.to_dict() == scale.with_dtype(None).to_dict()
+    assert "bfloat16" in half.about
+
+
+def test_models_trained_in_another_arithmetic_have_a_folder_of_their_own(quick, story, tmp_path, data_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "table7", *quick, "--corpus", str(story), "--data-dir", str(data_dir), "--seeds", "1"]
+    assert main([*words, "--dtype", "bfloat16", "--device", "cpu", "--quiet"]) == 0
+    (page,) = (tmp_path / "runs" / "reproduce").glob("table7-micro-bfloat16-*/table7.json")
+    assert {row["config"]["train"]["dtype"] for row in json.loads(page.read_text())["rows"]} == {"bfloat16"}
+
+
+def test_table_9_is_timed_in_the_arithmetic_that_is_asked_for(quick, tmp_path, data_dir, capsys):
+    words = ["reproduce", "table9", *quick, "--dtype", "bfloat16", "--seeds", "1", "--json"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--data-dir", str(data_dir), "--device", "cpu"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["seeds"]["1"]["dtype"] for row in rows} == {"bfloat16"}

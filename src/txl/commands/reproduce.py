@@ -40,6 +40,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--eval-tokens", type=int, metavar="N", help="tokens of each split that are evaluated (default: the scale's)"
     )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="arithmetic of training, by autocast (default: the scale's)"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the runs and the page (default: runs/reproduce/...)")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -57,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     definition = find_definition(arguments.what)
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
+    scale = scale.with_dtype(arguments.dtype)
     seeds = arguments.seeds
     if seeds is None:
         seeds = 1 if definition.kind == "command" else scale.seeds
@@ -121,7 +125,7 @@ def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataCon
 
 
 def _budget(scale: Any) -> str:
-    return "" if scale.steps is None else f"-{scale.steps}"
+    return "".join(f"-{each}" for each in (scale.steps, scale.dtype) if each is not None)
 
 
 def _label(data: DataConfig) -> str:

@@ -111,6 +111,8 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
     if not (scale.is_published and row.as_published):
         run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest))
     run.data = dataclasses.replace(data)
+    if scale.dtype is not None:
+        run.train.dtype = scale.dtype
     if is_recurrent(run):
         for item in dataclasses.fields(ModelConfig):
             if not has_field(run.model.kind, item.name):

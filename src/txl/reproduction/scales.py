@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.errors import UserError
 from txl.presets import small
+
+Dtype = Literal["float32", "bfloat16"]
+"""bfloat16 is that of matrix products alone (autocast)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Scale:
     """Largest vocabulary of words of a corpus that is no benchmark."""
     steps: int | None = None
     """Steps of every model, if they were asked for; None: the scale's."""
+    dtype: Dtype | None = None
+    """Arithmetic of training, and of what Table 9 times, if it was asked for; None: float32, or the preset's."""
 
     def with_steps(self, steps: int | None) -> Scale:
         """The scale with a budget of its own.
@@ -74,6 +79,10 @@ class Scale:
         about = f"{self.about}; {tokens:,} tokens evaluated"
         return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
 
+    def with_dtype(self, dtype: Dtype | None) -> Scale:
+        """The scale with another arithmetic: for speed, so that the published presets may have it too."""
+        return self if dtype is None else replace(self, dtype=dtype, about=f"{self.about}; in {dtype}")
+
     @property
     def is_published(self) -> bool:
         """Whether rows are the published presets."""
@@ -95,8 +104,7 @@ class Scale:
             "speed_steps",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
-        if self.steps is not None:
-            values["steps"] = self.steps
+        values |= {name: getattr(self, name) for name in ("steps", "dtype") if getattr(self, name) is not None}
         return values | {"attention_lengths": list(self.attention_lengths)}
 
     def data(self, corpus: str, unit: str) -> DataConfig:

@@ -26,7 +26,6 @@ def measure_speed(row: Row, scale: Scale, device: str) -> dict[str, Any]:
     # The full attention lengths ask for the full model: only then are the paper's numbers beside ours.
     whole = scale.speed_lengths == 1
     shape = published.make().model if whole else scale.base("character").model
-    found = slowdown(
-        shape, published.vocab_size, speed_length(row, scale), SEGMENT, scale.speed_steps, device, "float32"
-    )
+    length, dtype = speed_length(row, scale), scale.dtype or "float32"
+    found = slowdown(shape, published.vocab_size, length, SEGMENT, scale.speed_steps, device, dtype)
     return {"slower": found.ratio, **found.to_dict()}
