@@ -22,6 +22,11 @@ SMALL = [
     for option in options_of(small_run("my.txt", **{"train.steps": "4"}))
     if not option.startswith(("--data.corpus", "--model.n-layer", "--train.dtype"))
 ]
+PRESETS = (Path(__file__).parent.parent / "docs" / "presets.md").read_text(encoding="utf-8")
+PAPERS_OWN = [
+    *("enwik8-12L", "enwik8-18L", "enwik8-24L", "text8-24L", "wt103-base", "wt103-large"),
+    *("lm1b-base", "lm1b-large", "ptb"),
+]
 PUBLISHED = [name for name, each in txl.presets().items() if each.source != "this project"] + ["wikitext-2"]
 
 
@@ -54,15 +59,29 @@ def test_commands_of_the_other_pages_are_ones_that_the_program_knows(page):
         assert (page.parent / target).exists(), target
 
 
-def test_the_table_of_presets_is_true():
-    rows = re.findall(r"^\| `([^`]+)` \| [^|]* \| ([^|]*) \| ([\d,]+) \| `txl train ", README, flags=re.MULTILINE)
-    assert [name for name, _, _ in rows] == PUBLISHED
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (PRESETS, PUBLISHED),
+        (README, PAPERS_OWN),
+    ],
+    ids=["all", "the paper's own"],
+)
+def test_the_tables_of_presets_are_true(text, names):
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]* \| ([^|]*) \| ([\d,]+) \| `txl train ", text, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == names
     for name, published, parameters in rows:
         each = txl.presets()[name]
         assert published == ("-" if each.published == "none" else each.published), name
         with torch.device("meta"):
             model = build_model(each.make().model, each.vocab_size)
         assert parameters == f"{sum(parameter.numel() for parameter in model.parameters()):,}", name
+
+
+def test_the_page_of_presets_names_every_one():
+    named = re.findall(r"`([\w-]+\*?)`", PRESETS)
+    families = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
+    assert [name for name in txl.presets() if name not in named and not name.startswith(families)] == []
 
 
 def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, monkeypatch, capsys):
