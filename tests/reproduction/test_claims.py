@@ -112,3 +112,16 @@ def test_a_whole_is_as_weak_as_its_weakest_part():
     assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[0.1, 0.2]) == "does not hold"
     assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[0.5, 2.0]) == "undecided"
     assert outcome(all_of(holds, fails), a=[2.0, 2.1], b=[2.0, 2.1]) == "holds"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([50, 150], [350, 50], "b − a = +100 ± 680"),
+        ([1000, 1000.5], [2500, 2500.5], "b − a = +1,500 ± 1.5"),
+        ([1.021, 1.023], [1.1, 1.103], "b − a = +0.0795 ± 0.0078"),
+    ],
+)
+def test_numbers_are_written_out(ours, theirs, said):
+    results = {"a": {"quality": ours}, "b": {"quality": theirs}}
+    assert lower("a", "b")(results, {}).reason == said

@@ -329,6 +329,7 @@ def test_speed_is_measured_without_training(micro, tmp_path, data_dir):
     lengths = [result.by_seed[1]["attention_length"] for result in outcome.rows]
     assert lengths == [19, 14, 9, 4]
     assert all(len(each["slower"]) == 2 and min(each["slower"]) > 0 for each in outcome.values.values())
+    assert "2 measurements" in markdown(outcome)
 
 
 def test_figures_of_a_command_that_is_not_there_are_flagged(micro, words, tmp_path, data_dir):

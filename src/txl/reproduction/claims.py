@@ -104,7 +104,7 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
         if found is None:
             return _ONE_SEED
         allowed = tolerance * statistics.fmean(theirs)
-        words = f"{ours} − {other} = {found.value:+.3g} ± {found.margin:.2g}, allowed {allowed:.2g}"
+        words = f"{ours} − {other} = {_shown(found.value, 3, '+')} ± {_shown(found.margin)}, allowed {_shown(allowed)}"
         if found.value + found.margin <= allowed:
             return Verdict("holds", words)
         return Verdict("does not hold" if found.value - found.margin > allowed else "undecided", words)
@@ -140,7 +140,7 @@ def _beyond(
     quantile = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
     margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
-    words = f"{row}: {mean:,.4g} ± {margin:.2g}, compared with {limit:,.4g}"
+    words = f"{row}: {_shown(mean, 4)} ± {_shown(margin)}, compared with {_shown(limit, 4)}"
     if _neighbours(mean, limit, grid):
         return Verdict("undecided", f"{words}; no length between them was tried")
     gain = sign * (mean - limit)
@@ -190,8 +190,13 @@ def _each(
             counts = abs(found.value) > found.margin and not near
             outcomes.append("undecided" if not counts else "holds" if gain > 0 else "does not hold")
             between = ", no length between them was tried" if near else ""
-            reasons.append(f"{other} − {ours} = {found.value:+.3g} ± {found.margin:.2g}{between}")
+            reasons.append(f"{other} − {ours} = {_shown(found.value, 3, '+')} ± {_shown(found.margin)}{between}")
     return Verdict(_weakest(outcomes), "; ".join(reasons))
+
+
+def _shown(value: float, digits: int = 2, sign: str = "") -> str:
+    """A number to so many significant digits, of which more stand before the point: 0.043, 2.5, 215."""
+    return f"{value:{sign},.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:{sign}.{digits}g}"
 
 
 def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | None:

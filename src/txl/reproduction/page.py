@@ -16,7 +16,7 @@ from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.figures import gains_figure, length_figure, quality_figure, speed_figure
 from txl.reproduction.outcome import Outcome, cells, headings
-from txl.reproduction.text import seeds_text
+from txl.reproduction.text import repeats_text
 
 _COLUMNS = 6
 """Of a table with the paper's numbers beside ours; with more, they come one below the other."""
@@ -50,9 +50,8 @@ def outcome_page(
 
 def _header(outcome: Outcome, corpus: str) -> str:
     definition, scale = outcome.definition, outcome.scale
-    text = f"{short_name(corpus)} in {outcome.unit} tokens, {seeds_text(outcome.seeds)}"
-    if definition.kind == "speed":
-        text = f"random tokens, measured {outcome.seeds} times"
+    read = "random" if definition.kind == "speed" else f"{short_name(corpus)} in {outcome.unit}"
+    text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
     if not scale.is_published and definition.kind not in ("speed", "command"):
@@ -121,9 +120,8 @@ def _name(row: Row) -> str:
 
 
 def _caption(outcome: Outcome) -> str:
-    if outcome.seeds == 1:
-        return "Here: one seed"
-    return f"Here: mean ± standard deviation over {seeds_text(outcome.seeds)}"
+    repeats = repeats_text(outcome)
+    return f"Here: {repeats}" if outcome.seeds == 1 else f"Here: mean ± standard deviation over {repeats}"
 
 
 def _trained(outcome: Outcome, shown: Sequence[RowResult]) -> list[int]:

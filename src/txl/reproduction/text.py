@@ -9,7 +9,7 @@ def markdown(outcome: Outcome) -> str:
     """The paper's numbers beside ours, and the claims."""
     definition = outcome.definition
     head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
-    lines = [f"{definition.title}, scale {outcome.scale.name}, {seeds_text(outcome.seeds)}", ""]
+    lines = [f"{definition.title}, scale {outcome.scale.name}, {repeats_text(outcome)}", ""]
     lines += [_line(head), _line(["---"] * len(head))]
     for result in outcome.rows:
         row = result.row
@@ -23,9 +23,10 @@ def markdown(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def seeds_text(seeds: int) -> str:
-    """1 seed, 3 seeds."""
-    return f"{seeds} seed{'' if seeds == 1 else 's'}"
+def repeats_text(outcome: Outcome) -> str:
+    """1 seed, 3 seeds; 3 measurements of what is not trained."""
+    word = "measurement" if outcome.definition.kind == "speed" else "seed"
+    return f"{outcome.seeds} {word}{'' if outcome.seeds == 1 else 's'}"
 
 
 def _line(fields: list[str]) -> str:
