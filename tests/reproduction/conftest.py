@@ -7,6 +7,9 @@ import dataclasses
 import pytest
 
 from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.reproduction.definitions import definitions
+from txl.reproduction.experiment import Experiment
+from txl.reproduction.outcome import gather
 from txl.reproduction.scales import TINY, Scale
 
 
@@ -49,3 +52,17 @@ def micro() -> Scale:
 @pytest.fixture
 def words(story) -> DataConfig:
     return DataConfig(corpus=str(story), unit="word")
+
+
+def experiment(name, scale, data, out, data_dir, seeds=2, **changes):
+    definition = dataclasses.replace(definitions()[name], **changes)
+    return Experiment(definition, scale, data, out, seeds, "cpu", str(data_dir), quiet=True)
+
+
+def gathered(it, rows):
+    return gather(it.definition, it.scale, it.seeds, it.data.corpus, it.data.unit, rows)
+
+
+def files(folder):
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {path: path.stat().st_mtime_ns for path in found}

@@ -86,6 +86,16 @@ def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
         assert run.train.loss == varied.train.loss
 
 
+def test_rows_that_are_trained_have_a_preset_but_those_of_one_billion_word():
+    without = {(table.name, row.key) for table in definitions().values() for row in table.rows if row.preset is None}
+    trained = {(table.name, row.key) for table in definitions().values() for row in table.rows if row.trained}
+    assert without & trained == {("table4", key) for key in ("lstm", "adaptive-input", "adaptive-input-large")}
+    for table in ("table1", "table2", "table3", "table5"):
+        used = {row.preset for row in definitions()[table].rows}
+        of_it = {name for name, each in presets().items() if re.match(rf"Tables? {table[-1]}\b", each.source)}
+        assert of_it <= used, table
+
+
 @pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
 def test_claims_are_about_rows_that_are_trained(definition):
     measures = ("quality", "attention", "training reach", "slower", "r = 0.1")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.reproduction.conftest import micro_run
+from tests.reproduction.conftest import experiment, files, gathered, micro_run
 
 import txl
 import txl.reproduction.experiment as experiment_module
@@ -23,7 +23,7 @@ from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
-from txl.reproduction.outcome import gather, spread_text
+from txl.reproduction.outcome import spread_text
 from txl.reproduction.record import write_outcome
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.text import markdown
@@ -31,20 +31,6 @@ from txl.run_directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}
-
-
-def experiment(name, scale, data, out, data_dir, seeds=2, **changes):
-    definition = dataclasses.replace(definitions()[name], **changes)
-    return Experiment(definition, scale, data, out, seeds, "cpu", str(data_dir), quiet=True)
-
-
-def gathered(it, rows):
-    return gather(it.definition, it.scale, it.seeds, it.data.unit, rows)
-
-
-def files(folder):
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
-    return {path: path.stat().st_mtime_ns for path in found}
 
 
 def test_attention_lengths_are_those_of_the_models_that_were_trained(micro, words, tmp_path, data_dir):
@@ -158,7 +144,7 @@ def test_figure4_is_another_page_of_the_same_results(micro, words, tmp_path, dat
     it = experiment("figure4", micro, words, out, data_dir, seeds=1, rows=rows)
     outcome = gathered(it, it.run())
     assert files(out) == before
-    write_outcome(outcome, words.corpus, out, ["txl"], CIRCUMSTANCES)
+    write_outcome(outcome, out, ["txl"], CIRCUMSTANCES)
     assert (out / "figure4.html").is_file()
 
 
@@ -278,7 +264,7 @@ def test_a_row_that_fails_is_reported_and_the_others_run(micro, words, tmp_path,
     outcome = gathered(it, it.run())
     assert [(each.row.key, each.reason) for each in outcome.failed] == [("no-recurrence", "seed 1: the sky fell")]
     assert len(outcome.values["xl"]["quality"]) == 2
-    write_outcome(outcome, words.corpus, it.out, ["txl"], CIRCUMSTANCES)
+    write_outcome(outcome, it.out, ["txl"], CIRCUMSTANCES)
     assert "no-recurrence failed: seed 1: the sky fell" in (it.out / "table7.html").read_text()
     monkeypatch.undo()
     assert gathered(it, it.run()).failed == []
@@ -338,14 +324,12 @@ def test_figures_of_a_command_that_is_not_there_are_flagged(micro, words, tmp_pa
 
 
 def test_figures_are_made_by_a_command_of_the_trained_model(micro, words, tmp_path, data_dir):
-    command = ("export", "{run}", "--format", "safetensors", "--out", "{out}")
-    definition = dataclasses.replace(definitions()["figure5"], command=command)
-    it = Experiment(definition, micro, words, tmp_path / "out", 1, "cpu", None, quiet=True)
+    it = Experiment(definitions()["figure5"], micro, words, tmp_path / "out", 1, "cpu", None, quiet=True)
     outcome = gathered(it, it.run())
     assert outcome.failed == []
     (made,) = outcome.rows[0].by_seed.values()
-    assert any(name.endswith(".safetensors") for name in made["files"])
-    record = write_outcome(outcome, words.corpus, it.out, ["txl"], CIRCUMSTANCES)
+    assert any(name.endswith("figure5.svg") for name in made["files"])
+    record = write_outcome(outcome, it.out, ["txl"], CIRCUMSTANCES)
     assert record["rows"][0]["seeds"]["1"]["files"] == made["files"]
     assert f'href="{made["files"][0]}"' in (it.out / "figure5.html").read_text()
 
@@ -359,7 +343,7 @@ def test_figures_of_attention_share_what_their_command_made_and_show_their_own(
         outcome = gathered(it, it.run())
         assert outcome.failed == []
         assert capsys.readouterr().out == ""  # what the command prints is not the table's
-        write_outcome(outcome, words.corpus, out, ["txl"], CIRCUMSTANCES)
+        write_outcome(outcome, out, ["txl"], CIRCUMSTANCES)
         text = (out / f"{name}.html").read_text()
         assert 1 <= text.count('<img src="data:image/svg+xml;base64,') <= pictures
         assert "mean ± standard deviation" not in text
@@ -374,7 +358,7 @@ def test_the_page_and_the_record_hold_papers_numbers_ours_and_the_claims(name, m
     outcome = gathered(it, it.run())
     assert outcome.failed == []
     command = ["txl", "reproduce", name]
-    record = write_outcome(outcome, data.corpus, it.out, command, CIRCUMSTANCES)
+    record = write_outcome(outcome, it.out, command, CIRCUMSTANCES)
     assert json.loads((it.out / f"{name}.json").read_text()) == json.loads(json.dumps(record))
     text = (it.out / f"{name}.html").read_text()
     assert "{" not in text.split("</style>")[1]  # placeholders of overrides are filled in
@@ -402,7 +386,7 @@ def test_parameters_and_budgets_are_said_by_row(micro, words, tmp_path, data_dir
     outcome = gathered(it, it.run())
     model, _ = txl.load(tmp_path / "out" / "runs" / "xl-seed1")
     assert outcome.rows[0].parameters == sum(each.numel() for each in model.parameters())
-    write_outcome(outcome, words.corpus, it.out, ["txl"], CIRCUMSTANCES)
+    write_outcome(outcome, it.out, ["txl"], CIRCUMSTANCES)
     text = (it.out / "table7.html").read_text()
     assert "Budgets" in text
     assert f"{6 * 2 * 8:,}" in text

@@ -181,7 +181,7 @@ def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespac
     Raises:
         UserError: if they are not told.
     """
-    if config_options(arguments):
+    if "data.corpus" in config_options(arguments):
         return
     trained_on: dict[str, RunDirectory] = {}
     for directory in directories:

@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.out or f"runs/reproduce/{definition.experiment_name}-{scale.name}{_budget(scale)}-{_label(data)}"
     )
     rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet).run()
-    outcome = gather(definition, scale, seeds, data.unit, rows)
-    record = write_outcome(outcome, data.corpus, out, ["txl", *sys.argv[1:]], circumstances(device))
+    outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
+    record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(device))
     if arguments.json:
         print_json(record)
     else:

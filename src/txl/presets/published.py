@@ -81,7 +81,7 @@ def vanilla(corpus: str, n_layer: int) -> RunConfig:
             layer_losses=True,
             n_target=2,
         ),
-        data=_characters(corpus),
+        data=DataConfig(corpus=corpus, unit="byte"),
         train=TrainConfig(
             steps=4_000_000,
             batch_size=16,

@@ -13,24 +13,25 @@ What is finished is not done again, and a run that was stopped goes on from its 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from txl.config import DataConfig, RunConfig
 from txl.data.corpora import Corpus, open_corpus
+from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import is_finite, least_tokens, measure
+from txl.reproduction.products import cache_words, command_words, least_tokens_of, require_command, run_command
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.speed import measure_speed
@@ -38,6 +39,7 @@ from txl.run_directory import RunDirectory, write_whole
 from txl.training.budget import longest_segment, peak_bytes
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.trainer import Trainer
+from txl.training.validation import check_validation_split
 
 
 @dataclass
@@ -85,13 +87,14 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
-        is_new = self._check_folder()
+        self._check_folder()
         if self.definition.kind == "speed":
-            self._claim_folder(is_new)
+            self._claim_folder({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
-        self._claim_folder(is_new)  # only now: a corpus that cannot be opened leaves nothing behind
+        # Only now: a corpus that cannot be opened leaves nothing behind.
+        self._claim_folder({"text": corpus.info()["identity"]})
         data, corpus = self._trained_on(corpus)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
         self._refuse_what_cannot_be(rows, corpus)
@@ -107,7 +110,11 @@ class Experiment:
         failed = [result for result in rows if result.status == "failed"]
         if failed and not any(result.status == "done" for result in rows):
             raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
-        for split, least in least_tokens(self.definition.kind, self.scale).items():
+        needed = least_tokens(self.definition.kind, self.scale)
+        for result in rows:
+            if self.definition.kind == "command" and result.config is not None:
+                needed = least_tokens_of(self._words(Path("run"), 1), RunConfig.from_dict(result.config))
+        for split, least in needed.items():
             if len(corpus.tokens(split)) < least:
                 raise UserError(
                     f"the {split} split of {corpus.name} has {len(corpus.tokens(split)):,} tokens, but at scale "
@@ -124,7 +131,9 @@ class Experiment:
             return
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
-        changed = _changes(RunConfig.from_dict(stored["config"]).to_dict(), configured.to_dict())
+        before = RunConfig.from_dict(stored["config"])
+        before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
+        changed = _changes(before.to_dict(), configured.to_dict())
         if changed:
             raise UserError(
                 f"{path} is of another configuration: {', '.join(changed)}; give another --out, or delete it and its "
@@ -185,24 +194,26 @@ class Experiment:
 
     def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
         """What a continuous cache makes of another row's model, by `txl cache`."""
-        directory = self.out / "runs" / f"{row.cache_over}-seed{seed}"
-        if not directory.exists():
-            raise UserError(f"{row.cache_over} has no model of that seed to put a cache around")
-        words = [*cache_words(self.scale, str(directory)), "--device", self.device, "--json"]
-        if self.data_dir is not None:
-            words += ["--data-dir", self.data_dir]
+        assert row.cache_over is not None
+        base = self.definition.row(row.cache_over)
+        directory = self.out / "runs" / f"{base.key}-seed{seed}"
+        if not self._result_path(base, seed).exists():  # a run that failed has left checkpoints too
+            raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
+        words = [*cache_words(self.scale, str(directory)), *self._where(), "--json"]
         self._say(f"$ txl {shlex.join(words)}")
         found = json.loads(run_command(words))
         model, _ = RunDirectory(directory).load()
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        run = RunDirectory(directory).config()
+        run.name = f"{self.definition.experiment_name}-{row.key}"  # as this row is configured
         figures = {"quality": quality(found["with"]["nll"], found["with"]["unit"]), "parameters": parameters}
-        return figures | {"cache": found, "command": words}
+        return figures | {"config": run.to_dict(), "cache": found, "command": words}
 
     def _command(self, directory: Path, seed: int) -> dict[str, Any]:
         """What a command of ours makes of a trained model."""
         words = self._words(directory, seed)
         self._say(f"$ txl {shlex.join(words)}")
-        run_command(words)
+        run_command([*words, "--json"] if self.quiet else words)  # with --json there is no progress
         made = self._made(seed)
         files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
         model, _ = RunDirectory(directory).load(device=self.device)
@@ -214,7 +225,11 @@ class Experiment:
 
     def _words(self, directory: Path, seed: int) -> list[str]:
         words = command_words(self.definition, self.scale, str(directory), str(self._made(seed)))
-        return words if self.data_dir is None else [*words, "--data-dir", self.data_dir]
+        return [*words, *self._where()]
+
+    def _where(self) -> list[str]:
+        """Options of a command of ours that this experiment was given too."""
+        return ["--device", self.device, *(() if self.data_dir is None else ("--data-dir", self.data_dir))]
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
         """A row with its configuration, or the reason why it has none."""
@@ -224,6 +239,7 @@ class Experiment:
             if row.cache_over is not None:
                 require_command(cache_words(self.scale, "run"))
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
+            _check_training(run, corpus)
         except NotTrained as why:
             return RowResult(row, why.status, str(why))
         except UserError as error:
@@ -255,74 +271,72 @@ class Experiment:
 
     @property
     def _record(self) -> dict[str, Any]:
-        """What the folder must be about."""
+        """What the folder must be about, as far as it is known before the corpus is opened."""
         return {
             "experiment": self.definition.experiment_name,
             "scale": self.scale.to_dict(),
             "data": RunConfig(data=self.data).to_dict()["data"],
         }
 
-    def _check_folder(self) -> bool:
-        """Whether the folder is new.
+    def _check_folder(self) -> None:
+        """Refuse a folder that is known to be something else's before the corpus is opened.
 
         Raises:
-            UserError: if it is something else's.
+            UserError: if it is.
         """
         there = _read(self.out / "experiment.json")
-        if there is None:
-            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-                raise UserError(f"--out {self.out}: not empty and not a reproduction; give another directory")
-            return True
-        changed = _changes(there, self._record)
-        if changed:
-            raise UserError(f"--out {self.out} holds another reproduction: {', '.join(changed)}; give another --out")
-        return False
+        if there is not None:
+            self._compare_folder(there, self._record)
+        elif self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise UserError(f"--out {self.out}: not empty and not a reproduction; give another directory")
 
-    def _claim_folder(self, is_new: bool) -> None:
-        if is_new:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_whole(self.out / "experiment.json", json.dumps(self._record, indent=1) + "\n")
+    def _claim_folder(self, found: dict[str, Any]) -> None:
+        """Make the folder this experiment's.
+
+        Args:
+            found: what the folder must be about too: the identity of its text, or the machine whose times it holds.
+
+        Raises:
+            UserError: if it is another's.
+        """
+        path, record = self.out / "experiment.json", self._record | found
+        there = _read(path)
+        if there is not None and self._compare_folder(there, record):
+            return
+        for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
+            shutil.rmtree(self.out / leftover, ignore_errors=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(record, indent=1) + "\n")
+
+    def _compare_folder(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
+        """Whether the folder is of what is asked for; of something else it may be while nothing was trained in it.
+
+        Raises:
+            UserError: if it is another's.
+        """
+        changed = _changes({name: there.get(name) for name in asked}, asked)
+        if changed and any((self.out / name).exists() for name in ("runs", "results")):
+            raise UserError(f"--out {self.out} holds another reproduction: {', '.join(changed)}; give another --out")
+        return not changed
 
     def _say(self, text: str) -> None:
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
 
-def command_words(definition: Definition, scale: Scale, run: str, out: str) -> list[str]:
-    """The command of a definition of kind "command", as a user would type it after `txl`."""
-    tokens = "all" if scale.eval_tokens is None else str(scale.eval_tokens)
-    return [word.format(run=run, out=out, tokens=tokens) for word in definition.command]
-
-
-def cache_words(scale: Scale, run: str) -> list[str]:
-    """The command that tunes and measures a continuous cache, as a user would type it after `txl`."""
-    limit = [] if scale.eval_tokens is None else ["--max-tokens", str(scale.eval_tokens)]
-    return ["cache", run, "--batch", "1", *limit]  # a lane remembers nothing of the others
-
-
-def run_command(words: list[str]) -> str:
-    """Run a command of `txl` as a user would; what it prints is returned, since standard output is the caller's."""
-    from txl.cli import build_parser
-
-    printed = io.StringIO()
-    arguments = build_parser().parse_args(words)
-    with redirect_stdout(printed):
-        arguments.run(arguments)
-    return printed.getvalue()
-
-
-def require_command(words: list[str]) -> None:
-    """Nothing, if this version has a command.
+def _check_training(run: RunConfig, corpus: Corpus) -> None:
+    """Refuse splits that a configuration cannot be trained on.
 
     Raises:
-        NotTrained: if it does not.
+        UserError: if one is too short.
     """
-    from txl.cli import build_parser
+    training_stream(corpus.tokens("train"), run.train.batch_size, run.train.segment)
+    check_validation_split(run, corpus)
 
-    try:
-        build_parser().parse_args(words)
-    except UserError as error:
-        raise NotTrained("not in this version", f"txl {words[0]}: {str(error).partition(' (')[0]}") from None
+
+def _comparable_hardware(device: str) -> dict[str, Any]:
+    """What times depend on."""
+    return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
 
 
 def circumstances(device: str) -> dict[str, Any]:

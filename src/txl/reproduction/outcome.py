@@ -38,6 +38,8 @@ class Outcome:
     definition: Definition
     scale: Scale
     seeds: int
+    corpus: str
+    """Name or path of the corpus here."""
     unit: str
     rows: list[RowResult]
     values: dict[str, dict[str, list[float]]]
@@ -53,20 +55,24 @@ class Outcome:
         """The rows that did not come to an end."""
         return [row for row in self.rows if row.status == "failed"]
 
+    @property
+    def is_the_papers(self) -> bool:
+        """Whether published models were trained on the paper's corpus, so that its numbers compare."""
+        return self.scale.is_published and self.corpus == self.definition.corpus
+
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """Every claim of the table, judged if the scale is one to judge by."""
         if not self.scale.judged:
             verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
             return [(claim, verdict) for claim in self.definition.claims]
         full = Verdict("not judged", "a claim about the published model on the paper's corpus")
-        whole = self.scale.is_published
         return [
-            (claim, full if claim.at_full_size and not whole else claim.judge(self.values, self.grids))
+            (claim, full if claim.at_full_size and not self.is_the_papers else claim.judge(self.values, self.grids))
             for claim in self.definition.claims
         ]
 
 
-def gather(definition: Definition, scale: Scale, seeds: int, unit: str, rows: list[RowResult]) -> Outcome:
+def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: str, rows: list[RowResult]) -> Outcome:
     """Put a table's measurements together."""
     values: dict[str, dict[str, list[float]]] = {}
     curves: dict[str, dict[int, list[float]]] = {}
@@ -90,7 +96,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, unit: str, rows: li
         grids["attention"] = lengths
     if definition.kind == "context":
         grids = {f"r = {r:.1f}": lengths for r in FRACTIONS}
-    return Outcome(definition, scale, seeds, unit, rows, values, curves, gains, grids)
+    return Outcome(definition, scale, seeds, corpus, unit, rows, values, curves, gains, grids)
 
 
 def _effective_contexts(

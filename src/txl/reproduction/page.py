@@ -22,21 +22,18 @@ _COLUMNS = 6
 """Of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
-def outcome_page(
-    outcome: Outcome, corpus: str, out: Path, command: Sequence[str], circumstances: dict[str, Any]
-) -> str:
+def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> str:
     """The page as HTML.
 
     Args:
         outcome: what came of the table.
-        corpus: name or path of the corpus here.
         out: the folder of the page, which holds the figures that are shown on it.
         command: the words of the command that made it.
         circumstances: hardware and software.
     """
     definition = outcome.definition
     body = [
-        _header(outcome, corpus),
+        _header(outcome),
         _claims(outcome),
         _comparison(outcome),
         *_figures(outcome),
@@ -48,13 +45,13 @@ def outcome_page(
     return page(f"{definition.title}, scale {outcome.scale.name}", [part for part in body if part])
 
 
-def _header(outcome: Outcome, corpus: str) -> str:
+def _header(outcome: Outcome) -> str:
     definition, scale = outcome.definition, outcome.scale
-    read = "random" if definition.kind == "speed" else f"{short_name(corpus)} in {outcome.unit}"
+    read = "random" if definition.kind == "speed" else f"{short_name(outcome.corpus)} in {outcome.unit}"
     text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
-    if not scale.is_published and definition.kind not in ("speed", "command"):
+    if not outcome.is_the_papers and definition.kind not in ("speed", "command"):
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"

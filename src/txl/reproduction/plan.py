@@ -11,7 +11,7 @@ from txl.errors import UserError
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.experiment import cache_words, command_words, require_command
+from txl.reproduction.products import cache_words, command_words, require_command
 from txl.reproduction.scales import Scale
 from txl.reproduction.speed import speed_length
 

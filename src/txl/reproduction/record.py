@@ -13,9 +13,7 @@ from txl.reproduction.page import outcome_page
 from txl.run_directory import write_whole
 
 
-def write_outcome(
-    outcome: Outcome, corpus: str, out: Path, command: Sequence[str], circumstances: dict[str, Any]
-) -> dict[str, Any]:
+def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
     """Write NAME.json and NAME.html into a folder.
 
     Returns:
@@ -24,16 +22,14 @@ def write_outcome(
     Raises:
         UserError: if they cannot be written.
     """
-    record = outcome_record(outcome, corpus, command, circumstances)
+    record = outcome_record(outcome, command, circumstances)
     name = outcome.definition.name
     write_whole(out / f"{name}.json", json.dumps(record, ensure_ascii=False, indent=1) + "\n")
-    write_whole(out / f"{name}.html", outcome_page(outcome, corpus, out, command, circumstances))
+    write_whole(out / f"{name}.html", outcome_page(outcome, out, command, circumstances))
     return record
 
 
-def outcome_record(
-    outcome: Outcome, corpus: str, command: Sequence[str], circumstances: dict[str, Any]
-) -> dict[str, Any]:
+def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
     """Everything that the page says, ready for JSON."""
     definition = outcome.definition
     return {
@@ -41,7 +37,7 @@ def outcome_record(
         "title": definition.title,
         "paper": {"corpus": definition.corpus, "metric": definition.metric},
         "scale": outcome.scale.to_dict(),
-        "corpus": corpus,
+        "corpus": outcome.corpus,
         "unit": outcome.unit,
         "seeds": outcome.seeds,
         "claims": [
