@@ -133,9 +133,10 @@ class QRNNLayer(nn.Module):
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
             forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
         cells = linear_recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
-        # Copies: views would keep the whole segment's tensors as long as the state lives.
+        # Copies: views would keep the whole segment's tensors as long as the state lives. Contiguous, even of no
+        # inputs: a compiled layer is compiled anew for other strides, and a view's depend on the segment's length.
         last = read[:, read.shape[1] - self.kernel_size + 1 :]
-        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone())
+        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
 
     def extra_repr(self) -> str:
         """The rates, for printing."""

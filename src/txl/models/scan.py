@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+@torch.compiler.disable  # a trace would unroll the positions: a graph for every length
 def linear_recurrence(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int | None = None) -> Tensor:
     """c_t = f_t c_{t-1} + b_t for all t, element by element; the f*-pooling of Bradbury et al. 2016, Section 2.
 
