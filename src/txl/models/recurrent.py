@@ -30,6 +30,13 @@ from txl.models.scan import linear_recurrence
 LayerState = tuple[Tensor, ...]
 """What a layer carries, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
 
+AUTOCAST_IS_FLOAT16 = ("cuda",)
+"""Devices where autocast, of bfloat16 too, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
+
+A loss that is not scaled has gradients below float16's range, so LSTMs leave autocast there, and compute in the
+precision of their weights.
+"""
+
 
 @dataclass(frozen=True)
 class RecurrentState:
@@ -87,6 +94,11 @@ class LSTMLayer(nn.Module):
 
     def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """[B,T,I] -> h [B,T,H], and the state after the last token."""
+        kind = inputs.device.type
+        if kind in AUTOCAST_IS_FLOAT16 and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
+                return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
         before = (state[0][None], state[1][None])
         if self.training and self.weight_drop > 0:
             weights = cast(list[Tensor], list(self.lstm._flat_weights))
