@@ -156,7 +156,7 @@ def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, mo
     assert all(torch.equal(after_one[name], weights[name]) for name in late)
     copy_of(after_one, {name: tensor.clone() for name, tensor in optimizer_tensors(optimiser, model).items()})
     copy_of(after_one, {})
-    whole, gone_on, begun = (step(*each, [1, 7, 3, 10]) for each in runs)
+    whole, gone_on, begun = (step(model, optimiser, [1, 7, 3, 10]) for model, optimiser in runs)
     assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
     for name in late:
         assert not torch.equal(whole[name], after_one[name])

@@ -47,12 +47,10 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         UserError: naming the fields that differ.
     """
     theirs, ours = source.config().model, run.model
-    fields = list(WEIGHTS_DEPEND_ON)
-    if theirs.encoding == ours.encoding in LENGTH_OF:
-        fields.append(LENGTH_OF[ours.encoding])
+    length = (LENGTH_OF[ours.encoding],) if theirs.encoding == ours.encoding in LENGTH_OF else ()
     changed = [
         f"model.{name} {_value(theirs, name)} -> {_value(ours, name)}"
-        for name in fields
+        for name in (*WEIGHTS_DEPEND_ON, *length)
         if _value(theirs, name) != _value(ours, name)
     ]
     if changed:
