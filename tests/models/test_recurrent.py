@@ -14,7 +14,7 @@ import txl
 from txl.cli import main
 from txl.config import ModelConfig, validate, with_options
 from txl.errors import UserError
-from txl.models import build_model
+from txl.models import build_model, recurrent
 from txl.models.recurrent import LSTMLayer, QRNNLayer, RecurrentModel
 
 V, B, T = 17, 3, 11
@@ -224,6 +224,40 @@ def test_bfloat16_is_near():
             again, _ = model.nll(text(), text(), state)
         assert near.dtype == again.dtype == torch.float32
         torch.testing.assert_close(near, exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("weight_drop", [0.0, 0.4])
+def test_an_lstm_leaves_autocast_where_that_would_be_float16(weight_drop, monkeypatch):
+    layer = LSTMLayer(4, 6, weight_drop).train()
+    inputs, state = torch.randn(2, 5, 4), (torch.randn(2, 6).bfloat16(), torch.randn(2, 6).bfloat16())
+
+    def run(*state):
+        torch.manual_seed(3)
+        outputs, after = layer(inputs, state)
+        return [outputs, *after, *torch.autograd.grad(outputs.float().sum(), list(layer.parameters()))]
+
+    expected = run(*(each.float() for each in state))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(run(*state)[0].float(), expected[0])  # a CPU's autocast is bfloat16, as asked
+        monkeypatch.setattr(recurrent, "AUTOCAST_IS_FLOAT16", ("cpu",))
+        found = run(*state)
+        assert torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("weight_drop", [0.0, 0.4])
+def test_an_lstm_on_cuda_keeps_gradients_that_float16_cannot_hold(weight_drop):
+    layer = LSTMLayer(4, 6, weight_drop).cuda().train()
+    inputs = torch.randn(2, 5, 4, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs, _ = layer(inputs, layer.empty(2, inputs))
+    (1e-12 * outputs.float().sum()).backward()
+    assert outputs.dtype == torch.float32
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("lengths", [{"mem_len": 1}, {"window": 4}, {"clamp_len": 2}])

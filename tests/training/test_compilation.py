@@ -13,11 +13,17 @@ import torch
 from safetensors.torch import load_file
 from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, stream
+from torch import nn
 
 from txl.cli import main
+from txl.config import ModelConfig
+from txl.models import build_model
+from txl.training import compilation
 from txl.training import trainer as trainer_module
 from txl.training.compilation import compile_layers
 from txl.training.trainer import Trainer
+
+QRNN = ModelConfig(kind="qrnn", n_layer=4, d_model=8, d_hidden=12, kernel_sizes=(2, 1), mem_len=0, dropout=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +98,49 @@ def test_the_bench_tells_what_compiling_gains(compiler, capsys):
     assert "times as fast as eager ones in float32" in capsys.readouterr().out
     assert main([*words, "--train.compile"]) == 2
     assert "use --compile" in capsys.readouterr().err
+
+
+def test_a_qrnn_of_random_lengths_stays_compiled(monkeypatch):
+    """The recurrence's loop used to be traced: a graph for every length, and after 8 of them none at all."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    real = nn.Module.compile
+    monkeypatch.setattr(compilation, "_compiler_missing", lambda device: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend=counting, **options))
+    torch._dynamo.reset()
+    # The presets' shape: a first layer that reads two tokens, inner ones, and a last one of another width.
+    model = build_model(QRNN, 11).train()
+    assert compile_layers(model, "cpu") is None
+    state, made = model.init_state(2), []
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for length in (13, 7, 9, 11, 17, 8, 12, 19, 5, 23, 14):
+            tokens = torch.randint(11, (2, length))
+            loss, state = model.training_loss(tokens, tokens, state)
+            loss.backward()
+            made.append(len(graphs))
+        with torch.no_grad():
+            model.eval()
+            for length in (16, 3):
+                tokens = torch.randint(11, (3, length))
+                model.nll(tokens, tokens, model.init_state(3))
+    assert made == [made[0]] * len(made)  # the first segment's graphs serve them all
+
+
+def test_a_compiled_qrnn_has_the_same_losses_and_gradients(compiler):
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(4)
+        model = build_model(dataclasses.replace(QRNN, n_layer=1, kernel_sizes=(2,)), 11).double().train()
+        if compiled:
+            assert compile_layers(model, "cpu") is None
+        tokens = torch.randint(11, (2, 16), generator=torch.Generator().manual_seed(5))
+        state, losses = model.init_state(2), []
+        for start, end in ((0, 7), (7, 16)):
+            loss, state = model.training_loss(tokens[:, start:end], tokens[:, start:end], state)
+            losses.append(loss)
+        results.append([torch.stack(losses), *torch.autograd.grad(losses[0] + losses[1], list(model.parameters()))])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)

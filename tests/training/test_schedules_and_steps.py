@@ -9,6 +9,7 @@ import torch
 import txl
 from txl.config import ModelConfig, TrainConfig, validate, with_options
 from txl.errors import UserError
+from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
     build_optimizer,
@@ -123,6 +124,43 @@ def test_an_optimiser_s_state_of_another_model_is_refused():
     for changed in ({"foreign/exp_avg": torch.zeros(1)}, {"softmax.bias/exp_avg": torch.zeros(3)}):
         with pytest.raises(UserError, match="belongs to another model"):
             load_optimizer_tensors(optimizer, model, saved | changed)
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.0)])
+def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, momentum):
+    """A tail cluster has no gradient until a target is in it; its moments begin then, and go on exactly."""
+    shape = ModelConfig(kind="lstm", n_layer=1, d_model=8, mem_len=0, dropout=0.0)
+    shape = dataclasses.replace(shape, cutoffs=(5,), div_val=2, tie_projections="none", tie_embeddings=False)
+    train = TrainConfig(optimizer=optimizer, momentum=momentum, learning_rate=0.1, weight_decay=0.01, clip=0)
+    late = ("softmax.own_projections.1", "softmax.own_tables.1")
+    runs = []
+
+    def copy_of(weights, moments):
+        torch.manual_seed(0)
+        model = build_model(shape, 11).train()
+        if weights:
+            model.load_state_dict(weights)
+        optimiser = build_optimizer(model, train)
+        load_optimizer_tensors(optimiser, model, moments)
+        runs.append((model, optimiser))
+
+    def step(model, optimiser, targets):
+        tokens = torch.arange(4)[None]
+        training_step(model, optimiser, tokens, torch.tensor([targets]), [model.init_state(1)], train)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    copy_of({}, {})
+    model, optimiser = runs[0]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    after_one = step(model, optimiser, [1, 2, 3, 4])
+    assert all(torch.equal(after_one[name], weights[name]) for name in late)
+    copy_of(after_one, {name: tensor.clone() for name, tensor in optimizer_tensors(optimiser, model).items()})
+    copy_of(after_one, {})
+    whole, gone_on, begun = (step(model, optimiser, [1, 7, 3, 10]) for model, optimiser in runs)
+    assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
+    for name in late:
+        assert not torch.equal(whole[name], after_one[name])
+        torch.testing.assert_close(whole[name], begun[name], rtol=1e-6, atol=0)  # as the first step of all
 
 
 def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,61 @@ def test_weights_of_another_model_are_refused_by_name(options, named, trained, s
     with pytest.raises(UserError, match=f"--init-from {trained}: its weights are of another model: {named};"):
         train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)
     assert not (tmp_path / "run").exists()
+
+
+VANILLA = {"model.encoding": "learned", "model.max_segment": "8", "model.mem_len": "0", "train.steps": "2"}
+VANILLA |= {"eval.mem_len": "0", "eval.window": "none", "train.warmup_steps": "0"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "changed", "named"),
+    [
+        ("learned", {"model.max_segment": "16"}, r"model\.max_segment 8 -> 16;"),
+        ("sinusoid", {"model.max_segment": "16"}, None),
+        ("shaw", {"model.max_distance": "5"}, r"model\.max_distance 7 -> 5;"),
+        ("shaw", {"model.encoding": "learned"}, r"another model: model\.encoding shaw -> learned; set"),
+    ],
+)
+def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, named, story, data_dir, tmp_path):
+    options = VANILLA | {"model.encoding": encoding} | ({"model.max_distance": "7"} if encoding == "shaw" else {})
+    train(small_run(str(story), **options), tmp_path / "first", data_dir)
+    second = small_run(str(story), **(VANILLA if "model.encoding" in changed else options) | changed)
+    with nullcontext() if named is None else pytest.raises(UserError, match=named):
+        train(second, tmp_path / "second", data_dir, init_from=tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        # Two layers with two targets each: three classifiers, for the last layer's first target is the model's own.
+        ({"layer_losses": "true", "n_target": "2"}, {}, "3 classifiers of auxiliary losses left out"),
+        ({}, {"layer_losses": "true", "n_target": "2"}, "3 classifiers of auxiliary losses begun anew"),
+        (
+            {"layer_losses": "true"},
+            {"n_target": "2"},
+            "1 classifier of auxiliary losses left out, 1 classifier of auxiliary losses begun anew",
+        ),
+        ({"layer_losses": "true"}, {"layer_losses": "true"}, None),
+    ],
+)
+def test_classifiers_of_auxiliary_losses_are_no_part_of_the_weights(
+    theirs, ours, said, story, data_dir, tmp_path, capsys
+):
+    first, second = (VANILLA | {f"model.{name}": value for name, value in each.items()} for each in (theirs, ours))
+    train(small_run(str(story), **first), tmp_path / "first", data_dir)
+    run = small_run(str(story), **second | {"train.learning_rate": "1e-30"})
+    out = tmp_path / "second"
+    Trainer(run, out, data_dir=data_dir, init_from=tmp_path / "first").fit()
+    note = "" if said is None else f" ({said})"
+    assert f"starting from {tmp_path / 'first'}{note}\n" in capsys.readouterr().err
+    assert next(iter(RunDirectory(out).events()))["init_note"] == said
+    before, after = (txl.load(each)[0].state_dict() for each in (tmp_path / "first", out))
+    common = before.keys() & after.keys()
+    assert common >= {name for name in before if not name.startswith("auxiliary.")}
+    for name in common:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-12)
+    fresh = [tensor for name, tensor in after.items() if name not in before and name.endswith("weight")]
+    assert all(tensor.std() > 0.01 for tensor in fresh)
 
 
 def test_lengths_and_dropout_may_differ_from_those_the_weights_were_trained_with(trained, story, data_dir, tmp_path):

@@ -30,6 +30,13 @@ from txl.models.scan import linear_recurrence
 LayerState = tuple[Tensor, ...]
 """What a layer carries, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
 
+AUTOCAST_IS_FLOAT16 = ("cuda",)
+"""Devices where autocast, of bfloat16 too, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
+
+A loss that is not scaled has gradients below float16's range, so LSTMs leave autocast there, and compute in the
+precision of their weights.
+"""
+
 
 @dataclass(frozen=True)
 class RecurrentState:
@@ -87,6 +94,11 @@ class LSTMLayer(nn.Module):
 
     def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """[B,T,I] -> h [B,T,H], and the state after the last token."""
+        kind = inputs.device.type
+        if kind in AUTOCAST_IS_FLOAT16 and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
+                return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
         before = (state[0][None], state[1][None])
         if self.training and self.weight_drop > 0:
             weights = cast(list[Tensor], list(self.lstm._flat_weights))
@@ -133,9 +145,10 @@ class QRNNLayer(nn.Module):
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
             forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
         cells = linear_recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
-        # Copies: views would keep the whole segment's tensors as long as the state lives.
+        # Copies: views would keep the whole segment's tensors as long as the state lives. Contiguous, even of no
+        # inputs: a compiled layer is compiled anew for other strides, and a view's depend on the segment's length.
         last = read[:, read.shape[1] - self.kernel_size + 1 :]
-        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone())
+        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
 
     def extra_repr(self) -> str:
         """The rates, for printing."""

@@ -31,6 +31,11 @@ def linear_recurrence(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int 
     Returns:
         c, [B,T,H]; its gradients to all three can be taken once (no second derivatives).
     """
+    return _apply(decay, drive, initial, chunk)  # pyright: ignore (PyTorch's decorator loses the arguments' types)
+
+
+@torch.compiler.disable  # a trace would unroll the positions: a graph for every length
+def _apply(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int | None) -> Tensor:
     n_position = decay.shape[1]
     if chunk is None:
         chunk = n_position if decay.device.type == "cpu" else math.isqrt(n_position - 1) + 1

@@ -10,7 +10,9 @@ from txl.training.estimate import parameters_by_part
 from txl.training.loop import TrainingLoop
 
 
-def announce(loop: TrainingLoop, event: str, *, compiled: bool, init_from: str | None) -> None:
+def announce(
+    loop: TrainingLoop, event: str, *, compiled: bool, init_from: str | None, init_note: str | None = None
+) -> None:
     """Say and record what runs here, if this is the process that talks.
 
     Args:
@@ -18,6 +20,7 @@ def announce(loop: TrainingLoop, event: str, *, compiled: bool, init_from: str |
         event: "start" or "resume".
         compiled: whether its layers are.
         init_from: the directory that the weights came from, if they did.
+        init_note: what of the two models' weights was not taken over, if anything.
 
     Raises:
         UserError: if the log cannot be written.
@@ -40,13 +43,15 @@ def announce(loop: TrainingLoop, event: str, *, compiled: bool, init_from: str |
         software=describe_software(),
         command=sys.argv,
         init_from=init_from,
+        init_note=init_note,
         processes=processes.count,
         run=directory.run_id() or uuid.uuid4().hex,
     )
     if event == "resume":
         start = f", going on from step {loop.progress.step}"
     else:
-        start = "" if init_from is None else f", starting from {init_from}"
+        note = "" if init_note is None else f" ({init_note})"
+        start = "" if init_from is None else f", starting from {init_from}{note}"
     attention = loop.model.attention_name + (" attention, compiled layers" if compiled else " attention")
     count, engine = processes.count, run.train.parallel.upper()
     together = f" in {count} processes ({engine})" if count > 1 else ""

@@ -15,15 +15,20 @@ def compile_layers(model: Decoder[Any], device: str) -> str | None:
     """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. What Transformer-XL
-    reads without gradients goes another way and is not compiled.
+    reads without gradients goes another way and is not compiled. A QRNN's graphs, one for each shape of a layer's
+    weights, are for segments of any length from the first; its recurrence is not part of them (`models.scan`).
 
     Returns:
         Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
     """
     reason = _compiler_missing(device)
     if reason is None:
+        # A QRNN's segments have random lengths as a rule, and its first, inner and last layers different shapes, each
+        # with gradients and without: graphs for the first length beside those for all others would be more than PyTorch
+        # keeps of one function, 8, and whatever comes after them runs eagerly.
+        dynamic = True if model.config.kind == "qrnn" else None
         for layer in model.get_submodule("layers").children():
-            layer.compile()
+            layer.compile(dynamic=dynamic)
     return reason
 
 

@@ -33,6 +33,12 @@ WEIGHTS_DEPEND_ON = (
 )
 """Fields of the model without which weights mean something else; lengths and dropout may change."""
 
+LENGTH_OF = {"learned": "max_segment", "shaw": "max_distance"}
+"""Encodings with weights for every position or distance, and the field that is their number."""
+
+_AUXILIARY = "auxiliary."
+"""How the names of the weights begin that auxiliary losses alone need (`txl.models.auxiliary`)."""
+
 
 def check_same_model(source: RunDirectory, run: RunConfig) -> None:
     """Refuse weights that would mean something else in this configuration.
@@ -41,9 +47,10 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         UserError: naming the fields that differ.
     """
     theirs, ours = source.config().model, run.model
+    length = (LENGTH_OF[ours.encoding],) if theirs.encoding == ours.encoding in LENGTH_OF else ()
     changed = [
         f"model.{name} {_value(theirs, name)} -> {_value(ours, name)}"
-        for name in WEIGHTS_DEPEND_ON
+        for name in (*WEIGHTS_DEPEND_ON, *length)
         if _value(theirs, name) != _value(ours, name)
     ]
     if changed:
@@ -53,11 +60,17 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         )
 
 
-def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> None:
+def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> str | None:
     """Start from another run's best checkpoint, else its latest.
 
+    Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those
+    that the weights lack stay as they began.
+
+    Returns:
+        What became of such classifiers, in a few words; None if both models have the same.
+
     Raises:
-        UserError: if there is none, it is damaged, or its vocabulary has another size than the corpus's.
+        UserError: if there is no checkpoint, it is damaged, or its vocabulary has another size than the corpus's.
     """
     weights = read_tensors(source.checkpoint(), MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))
@@ -66,7 +79,19 @@ def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> No
             f"--init-from {source.path}: its model has {size} tokens, {corpus.name} in {corpus.unit} "
             f"tokens has {model.vocab_size}; expected the same"
         )
-    load_weights(model, weights, str(source.path))
+    ours = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(_AUXILIARY)}
+    theirs = {name for name in weights if name.startswith(_AUXILIARY)}
+    left_out, fresh = theirs - ours.keys(), ours.keys() - theirs
+    weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
+    load_weights(model, weights | {name: ours[name] for name in fresh}, str(source.path))
+    said = [f"{_classifiers(left_out)} left out"] if left_out else []
+    said += [f"{_classifiers(fresh)} begun anew"] if fresh else []
+    return ", ".join(said) or None
+
+
+def _classifiers(names: set[str]) -> str:
+    count = len({name.rpartition(".")[0] for name in names})
+    return f"{count} classifier{'s' if count > 1 else ''} of auxiliary losses"
 
 
 def _value(model: Any, name: str) -> Any:

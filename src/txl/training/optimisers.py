@@ -31,7 +31,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
             lr=config.learning_rate,
             momentum=momentum,
             nesterov=momentum > 0,
-            fused=not is_sharded,  # PyTorch has no fused update of shards for this one
+            # PyTorch has no fused update of shards for this one, and none with momentum once a parameter has its first
+            # gradient later than others (a tail cluster that no target was in). None: the best of its other ways.
+            fused=(momentum == 0 and not is_sharded) or None,
         )
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(

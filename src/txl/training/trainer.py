@@ -68,6 +68,7 @@ class Trainer:
         if run.model.kind == "transformer" and not has_absolute_positions(run.model):
             attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
         self._compiled = False
+        self._init_note: str | None = None
         self.processes = Processes()
 
     def fit(self) -> dict[str, Any]:
@@ -182,8 +183,7 @@ class Trainer:
         model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
-        if source is not None:
-            load_initial_weights(source, model, corpus)
+        self._init_note = None if source is None else load_initial_weights(source, model, corpus)
         if train.compile:
             reason = compile_layers(model, self.device)
             self._compiled = reason is None
@@ -249,7 +249,7 @@ class Trainer:
 
     def _announce(self, loop: TrainingLoop, event: str) -> None:
         source = None if self.init_from is None else str(self.init_from)
-        announce(loop, event, compiled=self._compiled, init_from=source)
+        announce(loop, event, compiled=self._compiled, init_from=source, init_note=self._init_note)
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
