@@ -190,6 +190,13 @@ def test_samples_are_shown_as_they_are_and_do_no_harm(html):
     assert f"greedy, {settings}" in page.text
 
 
+@pytest.mark.parametrize("window", [None, "none"])
+def test_a_sample_without_a_window_is_shown_whichever_way_it_was_logged(tmp_path, window):
+    run = begun(tmp_path / "run")
+    run.sample("It was", " the river", window=window)
+    assert "memory 256, window none, at most 400 tokens" in shown(run).text
+
+
 def test_no_text_of_the_users_becomes_markup(tmp_path):
     evil = "</title></style></pre><script>alert('x')</script>\"'&\x00\udcff`$title"
     run = FakeRun(tmp_path / "run", corpus=evil, options={"train.steps": "100"})

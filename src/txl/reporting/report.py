@@ -175,7 +175,8 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 
 def _window(row: dict[str, Any]) -> str:
-    return "none" if row["window"] is None else f"{row['window']:,}"
+    window = row["window"]  # samples have been logged with the word, too
+    return "none" if window in (None, "none") else f"{window:,}"
 
 
 def _attention(run_directory: RunDirectory) -> str:
