@@ -16,6 +16,7 @@ from txl.config import ModelConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model, recurrent
 from txl.models.recurrent import LSTMLayer, QRNNLayer, RecurrentModel
+from txl.run_directory import RunDirectory
 
 V, B, T = 17, 3, 11
 LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=3, d_model=6, d_hidden=10, dropout=0.2)
@@ -349,6 +350,9 @@ def test_it_trains_goes_on_evaluates_and_generates_by_the_same_commands(kind, st
     assert "its state carried" in page
     assert "Quality against memory length" not in page
     assert main(["generate", out, "--prompt", "It was", "--max-tokens", "30"]) == 0
+    assert RunDirectory(out).events()[-1]["window"] is None
+    assert main(["report", out]) == 0, capsys.readouterr().err
+    assert "memory 0, window none, at most 30 tokens" in (tmp_path / "run" / "report.html").read_text()
     recl = ["recl", out, "--step", "4", "--longest", "12", "--targets", "20", *data]
     assert main(recl) == 0, capsys.readouterr().err
     capsys.readouterr()

@@ -254,6 +254,8 @@ def test_it_trains_evaluates_and_generates_by_the_same_commands(story, data_dir,
     for each in (["eval", out], ["eval", out, "--sliding", "20", "--max-tokens", "200"], ["report", out]):
         assert main([*each, *(data if each[0] == "eval" else [])]) == 0, capsys.readouterr().err
     assert main(["generate", out, "--prompt", "It was", "--max-tokens", "30"]) == 0
+    assert main(["report", out]) == 0, capsys.readouterr().err
+    assert "memory 0, window none, at most 30 tokens" in (tmp_path / "run" / "report.html").read_text()
     capsys.readouterr()
     for each in (["eval", out, "--mem-len", "8", *data], ["export", out, "--out", str(tmp_path / "exported")]):
         assert main(each) == 2

@@ -15,6 +15,7 @@ from txl.reporting.compression import SETTINGS
 from txl.run_directory import RunDirectory
 
 LENGTHS = (0, 32, 64, 128, 256)
+CACHE = {"cache_size": 2000, "cache_theta": 0.6, "cache_lambda": 0.05}
 BYTES_PER_TOKEN = {"byte": 1.0, "char": 1.02, "word": 5.4, "bpe": 3.7}
 COMMAND = ("/usr/bin/txl", "train", "stdlib-tiny", "--out", "runs/my demo")
 START = 1_790_000_000.0
@@ -65,6 +66,11 @@ def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) 
         "batch_size": 10,
         "exhaustive": False,
         "dtype": "float32",
+        "temperature": 1.0,
+        "sliding": False,
+        "cache_size": None,
+        "cache_theta": None,
+        "cache_lambda": None,
         "ppl": math.exp(nll),
         "bpc": bpc,
         "bits_per_byte": bpc / BYTES_PER_TOKEN[unit],

@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from tests.reporting.fake_run import FakeRun, evaluation
+from tests.reporting.fake_run import CACHE, FakeRun, evaluation
 
 from txl.reporting.findings import Findings, findings, scored_bytes
 
@@ -71,6 +71,7 @@ def test_without_the_test_settings_the_longest_memory_is_the_result(run):
     [
         {"checkpoint": "step-00000100"}, {"tokens": 5000}, {"dropped": 3}, {"segment": 64}, {"batch_size": 1},
         {"corpus": "other.txt"}, {"split": "valid"}, {"clamp_len": 40}, {"dtype": "bfloat16"},
+        CACHE, {"temperature": 1.5}, {"sliding": True}, {"exhaustive": True},
     ],
 )  # fmt: skip
 def test_what_was_measured_otherwise_is_no_pair(run, change):
@@ -79,6 +80,66 @@ def test_what_was_measured_otherwise_is_no_pair(run, change):
     found = read(run)
     assert found.without_memory is None
     assert len(found.others) == 1
+
+
+def test_the_result_has_the_window_of_the_test_settings_even_if_another_is_newer(run):
+    for nll, window in ((1.4, 256), (1.3, None)):
+        run.log("eval", 100, **evaluation(nll, 256, window=window))
+    found = read(run)
+    assert found.result is not None
+    assert (found.result["window"], [row["window"] for row in found.others]) == (256, [None])
+
+
+WAYS = [{"temperature": 1.5}, {"sliding": True, "exhaustive": True, "mem_len": 0}, {"exhaustive": True}]
+
+
+@pytest.mark.parametrize("change", [*WAYS, CACHE])
+def test_what_was_measured_in_another_way_does_not_replace_the_result(run, change):
+    plain, other = evaluation(1.4, 256), evaluation(1.3, 256) | change
+    for row in (plain, other):
+        run.log("eval", 100, **row)
+    found = read(run)
+    assert found.result is not None
+    assert found.result["nll"] == 1.4
+    assert [row["nll"] for row in found.others] == [1.3]
+
+
+def test_a_temperature_of_the_run_s_own_makes_the_result(tmp_path):
+    run = FakeRun(tmp_path / "run", options={"eval.temperature": "1.08"})
+    run.start()
+    for nll, temperature in ((1.3, 1.08), (1.4, 1.0)):
+        run.log("eval", 100, **evaluation(nll, 256, temperature=temperature))
+    found = read(run)
+    assert found.result is not None
+    assert (found.result["temperature"], [row["temperature"] for row in found.others]) == (1.08, [1.0])
+
+
+@pytest.mark.parametrize("change", WAYS)
+def test_a_run_that_was_only_measured_in_another_way_reports_that(run, change):
+    run.log("eval", 100, **(evaluation(1.3, 256) | change))
+    found = read(run)
+    assert found.result is not None
+    assert (found.result["nll"], found.others) == (1.3, [])
+
+
+def test_the_curve_is_the_run_s_own_way_and_never_a_cache_s(run):
+    run.sweep((0, 64), **CACHE)
+    found = read(run)
+    assert (found.result, found.curve, len(found.others)) == (None, [], 2)
+    run.sweep((0, 64), temperature=1.5)
+    assert [row["temperature"] for row in read(run).curve] == [1.5, 1.5]
+    run.sweep((0, 128))
+    run.sweep((0, 256), temperature=2.0)
+    assert [(row["mem_len"], row["temperature"]) for row in read(run).curve] == [(0, 1.0), (128, 1.0)]
+
+
+def test_a_log_from_before_there_were_temperatures_holds_plain_evaluations(run):
+    row = evaluation(1.5, 256)
+    run.log("eval", 100, **{name: row[name] for name in row if name not in ("temperature", "sliding", *CACHE)})
+    run.log("eval", 100, **evaluation(1.4, 256))
+    found = read(run)
+    assert found.result is not None
+    assert (found.result["nll"], found.others) == (1.4, [])  # the same measurement, newer
 
 
 def test_the_newest_of_equal_measurements_counts(run):

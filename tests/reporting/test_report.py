@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.reporting.fake_run import PARTS, FakeRun, evaluation, whole_run
+from tests.reporting.fake_run import CACHE, PARTS, FakeRun, evaluation, whole_run
 
 import txl.reporting.comparison as comparison
 import txl.run_directory
@@ -190,6 +190,13 @@ def test_samples_are_shown_as_they_are_and_do_no_harm(html):
     assert f"greedy, {settings}" in page.text
 
 
+@pytest.mark.parametrize("window", [None, "none"])
+def test_a_sample_without_a_window_is_shown_whichever_way_it_was_logged(tmp_path, window):
+    run = begun(tmp_path / "run")
+    run.sample("It was", " the river", window=window)
+    assert "memory 256, window none, at most 400 tokens" in shown(run).text
+
+
 def test_no_text_of_the_users_becomes_markup(tmp_path):
     evil = "</title></style></pre><script>alert('x')</script>\"'&\x00\udcff`$title"
     run = FakeRun(tmp_path / "run", corpus=evil, options={"train.steps": "100"})
@@ -239,8 +246,55 @@ def test_other_evaluations_are_listed(tmp_path):
         row = evaluation(2.0, 256, split="valid", tokens=61_200 + number, dropped=9, checkpoint="step-00000050")
         run.log("eval", 50, **row)
     text = shown(run).text
-    assert "stdlib valid 50 61,213 256 256 128 2.0000 2.885 bpc stdlib valid 50 61,212" in text
+    how = "memory 256, window 256, segments of 128 in 10 lanes"
+    assert f"stdlib valid 50 61,213 {how} 2.0000 2.885 bpc stdlib valid 50 61,212 {how}" in text
     assert "Newest first; 2 more in log.jsonl" in text
+
+
+def test_other_evaluations_say_how_they_were_made(tmp_path):
+    run = begun(tmp_path / "run")
+    run.log("eval", 100, **evaluation(1.5, 256))
+    run.log("eval", 100, **evaluation(1.4, 256, batch_size=1, **CACHE))
+    run.log("eval", 100, **evaluation(1.3, 256, temperature=1.5))
+    run.log("eval", 100, **evaluation(1.2, 0, sliding=True, exhaustive=True, segment=20, dtype="bfloat16"))
+    run.log("eval", 100, **evaluation(1.1, 256, exhaustive=True, clamp_len=40))
+    text = shown(run).text
+    assert "2.164 bits per byte, memory 256 Measured on" in text  # 1.5 nats
+    assert "128 in 1 lane, continuous cache of 2,000 tokens (theta 0.6, lambda 0.05) 1.4000 2.020 bpc" in text
+    assert "128 in 10 lanes, temperature 1.5 1.3000 1.876 bpc" in text
+    assert "4000 640,400 sliding window of 20 tokens, computed in bfloat16 1.2000 1.731 bpc" in text
+    assert "128 in 10 lanes, exhaustive, distances clamped at 40 1.1000 1.587 bpc" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "label", "settings"),
+    [
+        (
+            {"temperature": 1.5},
+            "memory 256, temperature 1.5",
+            "segments of 128 in 10 lanes; temperature 1.5; checkpoint",
+        ),
+        (
+            {"sliding": True, "exhaustive": True, "mem_len": 0},
+            "sliding window of 128 tokens",
+            "each scored once; sliding window of 128 tokens; checkpoint",
+        ),
+        ({"exhaustive": True}, "memory 256, exhaustive", "segments of 128 in 10 lanes; exhaustive; checkpoint"),
+    ],
+)
+def test_a_result_that_was_not_measured_as_usual_says_so(tmp_path, change, label, settings):
+    run = begun(tmp_path / "run")
+    run.log("eval", 100, **(evaluation(1.5, 256, dropped=0) | change))
+    text = shown(run).text
+    assert f"2.164 bits per byte, {label} Measured on" in text
+    assert settings in text
+
+
+def test_a_curve_at_another_temperature_says_so(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep((0, 64), temperature=1.5)
+    caption = "segments of 128 in 10 lanes; temperature 1.5; checkpoint step-00004000."
+    assert shown(run).text.count(caption) == 2  # of the result and of the curve
 
 
 def test_a_long_path_is_not_the_title(tmp_path):
@@ -286,7 +340,7 @@ def test_a_loss_that_is_no_number_is_listed_but_is_neither_result_nor_drawn(tmp_
     run.log("eval", 100, **bad)
     page = shown(run)
     assert "bits per byte, memory 256" in page.text
-    assert "512 512 128 nan nan bpc" in page.text
+    assert "memory 512, window 512, segments of 128 in 10 lanes nan nan bpc" in page.text
     run.log("sweep", 100, **{name: bad[name] for name in ("split", "corpus", "unit", "checkpoint")}, rows=[bad, bad])
     assert "bits per byte, memory 256" in shown(run).text
 

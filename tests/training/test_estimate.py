@@ -9,11 +9,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from txl.config import RunConfig, with_options
 from txl.models import build_model
 from txl.presets import presets
 from txl.training.estimate import estimate, parameters_by_part
+from txl.training.optimisers import build_optimizer, optimizer_tensors
 
 # Run in a process of its own: the most memory it ever held, over what it held once everything was loaded.
 MEASURE = """
@@ -42,7 +44,8 @@ def train(run, steps, vocab_size=256):
 
 torch.set_num_threads(1)
 run = with_options(RunConfig(), json.loads(sys.argv[1]))
-small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4", "model.mem_len": "4"}
+small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4"}
+small["model.mem_len"] = str(min(4, run.model.mem_len))
 if run.model.kind != "transformer":
     small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
 train(with_options(run, small), 2)
@@ -77,6 +80,14 @@ CASES = {
     },
     "dropout of queries, keys and values": {"model.dropout_qkv": "0.1", "train.batch_size": "8"},
     "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
+    "vanilla, dropout inside the feed-forward alone": {
+        "model.encoding": "learned",
+        "model.mem_len": "0",
+        "model.d_inner": "1024",
+        "model.dropout": "0",
+        "model.dropout_inner": "0.5",
+        "train.batch_size": "16",
+    },
 }
 RECURRENT = {
     "model.mem_len": "0",
@@ -90,6 +101,13 @@ RECURRENT_CASES = {
     "awd-lstm": {"model.kind": "lstm", "model.weight_drop": "0.5", "model.locked_dropout": "true"},
     "mixture": {"model.kind": "lstm", "model.n_softmax": "4", "model.d_last": "192"},
     "qrnn, wide kernels": {"model.kind": "qrnn", "model.kernel_sizes": "4", "model.weight_drop": "0.1"},
+    "plain SGD": {
+        "model.kind": "lstm", "model.d_hidden": "1024", "train.batch_size": "4", "train.optimizer": "sgd",
+    },
+    "SGD with momentum": {
+        "model.kind": "lstm", "model.d_hidden": "1024", "train.batch_size": "4", "train.optimizer": "sgd",
+        "train.momentum": "0.9",
+    },
 }  # fmt: skip
 TOLERANCE = 0.15
 
@@ -107,6 +125,55 @@ def test_memory_is_what_a_run_takes(case):
     )  # fmt: skip
     estimated = estimate(with_options(RunConfig(), options), vocab_size).total_bytes
     assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train.optimizer": "adam"},
+        {"train.optimizer": "adamw"},
+        {"train.optimizer": "sgd"},
+        {"train.optimizer": "sgd", "train.momentum": "0.9"},
+    ],
+)
+def test_the_optimiser_keeps_what_its_kind_keeps(options):
+    run = with_options(RunConfig(), SHAPE | options)
+    model = build_model(run.model, 256)
+    optimizer = build_optimizer(model, run.train)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = optimizer_tensors(optimizer, model)
+    kept = [value for name, value in tensors.items() if not name.endswith("/step")]
+    assert estimate(run, 256).memory_bytes["optimiser"] == sum(each.nbytes for each in kept)
+
+
+LANES, N_TOKEN, N_LAYER, WIDTH, INNER = 3, 5, 2, 14, 11
+DROPOUTS = {
+    # Kept beside what is kept without dropout: a mask, and where the next step needs it what came out.
+    "dropout_inner": (2 * N_LAYER * INNER, N_LAYER * INNER),
+    "dropout_embed": (WIDTH, 0),
+    "dropout_out": (WIDTH, 0),
+    "dropout_latent": (2 * 7 * WIDTH, 7 * WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+@pytest.mark.parametrize("locked", [False, True])
+def test_each_dropout_counts_by_its_own_rate(name, locked):
+    options = {
+        "model.n_layer": str(N_LAYER), "model.d_model": str(WIDTH), "model.d_inner": str(INNER), "model.n_softmax": "7",
+        "train.batch_size": str(2 * LANES), "train.micro_batches": "2", "train.segment": str(N_TOKEN),
+        "model.locked_dropout": str(locked).lower(),
+    }  # fmt: skip
+
+    def activations(general: str, own: str) -> int:
+        rates = {f"model.{each}": general for each in ("dropout", *DROPOUTS)} | {f"model.{name}": own}
+        return estimate(with_options(RunConfig(), options | rates), 17).memory_bytes["activations"]
+
+    expected = 4 * LANES * N_TOKEN * DROPOUTS[name][locked]
+    assert activations("0", "0.5") - activations("0", "0") == expected
+    assert activations("0.5", "none") - activations("0.5", "0") == expected  # none: the general rate
 
 
 @pytest.mark.parametrize("name", ["enwik8-12L", "enwik8-24L"])

@@ -144,7 +144,7 @@ def record_sample(
     run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: dict[str, Any]
 ) -> None:
     """Add a text (the beginning of a long one) to the run's log, where the report finds it."""
-    names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len", "window")
+    names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
         run_directory,
         "sample",
@@ -153,6 +153,7 @@ def record_sample(
         text=text[:KEPT],
         checkpoint=checkpoint.name,
         **{name: settings[name] for name in names},
+        window=None if settings["window"] == "none" else settings["window"],  # as evaluations are logged
     )
 
 

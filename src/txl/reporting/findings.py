@@ -29,7 +29,7 @@ class Findings:
     without_memory: Row | None
     """The same targets under the same settings, with memory 0."""
     curve: list[Row]
-    """The newest sweep over memory lengths, by memory length."""
+    """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
     others: list[Row]
     """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
     samples: list[Event]
@@ -78,7 +78,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
     if not stretches:
         return None
     start = stretches[-1]
-    rows, curve = _evaluations(events)
+    rows, curve = _evaluations(events, start)
     result, without = _result(rows, start)
     if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
         curve = []
@@ -116,10 +116,13 @@ def tokens_read(row: Row) -> int:
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[Event]) -> tuple[list[Row], list[Row]]:
-    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split."""
+def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list[Row]]:
+    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split.
+
+    The sweep is one without a cache, and made the run's own way if there is such a one.
+    """
     newest: dict[tuple[Any, ...], Row] = {}
-    curve: list[Row] = []
+    curves: list[list[Row]] = []
     for event in events:
         rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
         for row in rows:
@@ -127,36 +130,63 @@ def _evaluations(events: Sequence[Event]) -> tuple[list[Row], list[Row]]:
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
         if event["event"] == "sweep" and event["split"] == "test":
-            finite = [row for row in rows if math.isfinite(row["nll"])]
+            finite = [row for row in rows if math.isfinite(row["nll"]) and row.get("cache_size") is None]
             if len({row["mem_len"] for row in finite}) > 1:
-                curve = sorted(finite, key=lambda row: row["mem_len"])
-    return list(newest.values()), curve
+                curves.append(sorted(finite, key=lambda row: row["mem_len"]))
+    curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
+    return list(newest.values()), curves[-1] if curves else []
 
 
 def _targets(row: Row) -> tuple[Any, ...]:
     """What two evaluations must share for their difference to be the memory's."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda")
-    return tuple(row.get(name) for name in names)
+    return (*(row.get(name) for name in names), temperature(row), is_sliding(row), is_exhaustive(row))
+
+
+def temperature(row: Row) -> float:
+    """Of the softmax. Logs from before there was one lack it, and what the next two say."""
+    return row.get("temperature", 1.0)
+
+
+def is_sliding(row: Row) -> bool:
+    """Whether each target was predicted from a window of its own, of `segment` tokens."""
+    return row.get("sliding", False)
+
+
+def is_exhaustive(row: Row) -> bool:
+    """Whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
+    return row.get("exhaustive", False)
+
+
+def _own_way(row: Row, start: Event) -> bool:
+    """Whether an evaluation was made as the run's configuration says, if nothing else is asked for.
+
+    A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
+    """
+    own = start["config"]["eval"].get("temperature", 1.0)
+    return temperature(row) == own and not is_sliding(row) and not is_exhaustive(row)
 
 
 def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     """The result and its pair without memory.
 
-    The result is of the test split, of the corpus that the run was trained on if there is such an evaluation, and of
-    the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the configuration's test
-    settings, else the longest: never the one that happened to come out best.
+    The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
+    such evaluations, and of the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the
+    configuration's test settings, else the longest: never the one that happened to come out best.
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     rows = [row for row in rows if row.get("cache_size") is None]  # a cache is no part of the model
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
+    rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:
         return None, None
     same = [row for row in rows if _targets(row) == _targets(rows[-1])]
-    wanted = start["config"]["eval"]["mem_len"]
-    result = next((row for row in reversed(same) if row["mem_len"] == wanted), None) or max(
-        same, key=lambda row: row["mem_len"]
-    )
+    wanted = start["config"]["eval"]
+    lengths = {row["mem_len"] for row in same}
+    length = wanted["mem_len"] if wanted["mem_len"] in lengths else max(lengths)
+    of_length = [row for row in same if row["mem_len"] == length]
+    result = next((row for row in reversed(of_length) if row["window"] == wanted["window"]), of_length[-1])
     without = next((row for row in reversed(same) if row["mem_len"] == 0), None)
     return result, None if result["mem_len"] == 0 else without
 

@@ -12,13 +12,15 @@ from txl.errors import UserError
 from txl.presets import preset, presets
 from txl.reporting.attention import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import measure_compression
-from txl.reporting.findings import Findings, findings
+from txl.reporting.findings import Findings, findings, is_sliding
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
 from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, result_section
 from txl.reporting.wording import (
+    arithmetic_words,
     counted,
     duration_text,
+    manner_words,
     quality,
     quality_text,
     settings_text,
@@ -175,7 +177,8 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 
 def _window(row: dict[str, Any]) -> str:
-    return "none" if row["window"] is None else f"{row['window']:,}"
+    window = row["window"]  # samples have been logged with the word, too
+    return "none" if window in (None, "none") else f"{window:,}"
 
 
 def _attention(run_directory: RunDirectory) -> str:
@@ -231,9 +234,7 @@ def _other_evaluations(found: Findings) -> str:
             row["split"],
             row["checkpoint"].removeprefix("step-").lstrip("0") or "0",
             f"{row['tokens']:,}",
-            f"{row['mem_len']:,}",
-            _window(row),
-            f"{row['segment']:,}",
+            _manner(row),
             f"{row['nll']:.4f}",
             f"{quality_text(row['nll'], row['unit'])} {_measure(row['unit'])}",
         ]
@@ -241,8 +242,15 @@ def _other_evaluations(found: Findings) -> str:
     ]
     left_out = len(found.others) - len(shown)
     caption = "Newest first" + (f"; {left_out:,} more in log.jsonl" if left_out else "")
-    headings = ("corpus", "split", "step", "targets", "memory", "window", "segment", "nats per token", "quality")
-    return section("Other evaluations", table(caption, headings, rows, numbers=range(2, 9)))
+    headings = ("corpus", "split", "step", "targets", "how", "nats per token", "quality")
+    return section("Other evaluations", table(caption, headings, rows, numbers=(2, 3, 5, 6)))
+
+
+def _manner(row: dict[str, Any]) -> str:
+    """How an evaluation was made: two that share this measured the same, but for the targets."""
+    lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
+    lanes += counted(row["batch_size"], "lane")
+    return ", ".join([*([] if is_sliding(row) else [lanes]), *manner_words(row), *arithmetic_words(row)])
 
 
 def _corpus(found: Findings) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from txl.reporting.findings import Findings, tokens_read
+from txl.reporting.findings import Findings, is_sliding, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
 from txl.reporting.wording import (
     change_text,
     is_character_unit,
+    manner_words,
     ppl_text,
     quality_label,
     quality_text,
@@ -91,9 +92,11 @@ def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | 
 
 
 def _memory_name(found: Findings, row: dict[str, Any]) -> str:
-    if is_recurrent(found):
-        return "its state carried"
-    return f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
+    """What a model has of earlier text, and what makes the evaluation another than the plain one."""
+    if is_sliding(row):
+        return ", ".join(manner_words(row))
+    memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
+    return ", ".join(["its state carried" if is_recurrent(found) else memory, *manner_words(row)])
 
 
 def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:

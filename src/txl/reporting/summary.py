@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.reporting.findings import Findings, findings
-from txl.reporting.wording import change_text, is_character_unit, quality_text
+from txl.reporting.wording import change_text, is_character_unit, manner_words, quality_text
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
@@ -43,7 +43,7 @@ def _result_line(found: Findings) -> str:
 
     measure = "bits per byte" if in_bytes else "bpc" if is_character_unit(result["unit"]) else "ppl"
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
-    line += f"{figure(result)} {measure} with memory {result['mem_len']:,}"
+    line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
     if without is not None:
         line += f", {figure(without)} without (memory: {change_text(result['nll'], without['nll'])})"
     if found.compression is not None and in_bytes:

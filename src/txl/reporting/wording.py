@@ -6,7 +6,7 @@ import math
 from typing import Any
 from unicodedata import category
 
-from txl.reporting.findings import tokens_read
+from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
 
 
 def plain(text: str) -> str:
@@ -85,8 +85,32 @@ def window_text(row: dict[str, Any]) -> str:
     return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
+def manner_words(row: dict[str, Any]) -> list[str]:
+    """What makes an evaluation another than the plain one: continuous cache, temperature, sliding window, all targets.
+
+    Nothing for a plain one.
+    """
+    words = []
+    if is_sliding(row):
+        words.append(f"sliding window of {counted(row['segment'], 'token')}")
+    elif is_exhaustive(row):
+        words.append("exhaustive")
+    if temperature(row) != 1:
+        words.append(f"temperature {temperature(row):g}")
+    if row.get("cache_size") is not None:
+        shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
+        words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
+    return words
+
+
+def arithmetic_words(row: dict[str, Any]) -> list[str]:
+    """The clamp and the precision of an evaluation, where they are not the usual ones."""
+    words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
+    return words if row.get("dtype", "float32") == "float32" else [*words, f"computed in {row['dtype']}"]
+
+
 def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memory: bool = True) -> str:
-    """Split, targets, memory, window and segment of an evaluation.
+    """Split, targets, memory, window and segment of an evaluation, and what else is not as in a plain one.
 
     Args:
         row: the evaluation.
@@ -98,13 +122,14 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
     if split is not None and read < split["tokens"]:
         part = f"the first {read:,} of the {split['tokens']:,} tokens of "
     not_scored = f" ({row['dropped']:,} not scored: first token of each lane, and remainder)" if row["dropped"] else ""
+    lanes = [f"memory {row['mem_len']:,}, {window_text(row)}"] if memory else []
+    lanes.append(f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}")
     words = [
         f"{part}the {row['split']} split of {row['corpus']}",
         f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
-        f"memory {row['mem_len']:,}, {window_text(row)}" if memory else "",
-        f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}",
-        "" if row["clamp_len"] is None else f"distances clamped at {row['clamp_len']:,}",
-        "" if row.get("dtype", "float32") == "float32" else f"computed in {row['dtype']}",
+        *([] if is_sliding(row) else lanes),
+        *manner_words(row),
+        *arithmetic_words(row),
         f"checkpoint {row['checkpoint']}",
     ]
-    return "; ".join(word for word in words if word)
+    return "; ".join(words)

@@ -1,7 +1,6 @@
 """What a configuration costs before it is run: parameters by part, tokens a step, memory.
 
-Letters: N layers, B lanes of one micro-batch, T tokens, M positions of memory that a window leaves in use, S = M + T
-keys, E d_model, F d_inner, A = n_head * d_head, H heads, V vocabulary.
+Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl.config import RunConfig, has_absolute_positions, has_auxiliary_losses
+from txl.config import RunConfig, TrainConfig, has_auxiliary_losses
 from txl.models import build_model
 from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.objective import Objective
+from txl.training.estimate_layers import dropout_copies
 from txl.training.estimate_recurrent import recurrent_costs
+from txl.training.estimate_transformer import transformer_costs
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,13 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 def estimate(run: RunConfig, vocab_size: int) -> Costs:
     """Parameters, tokens a step, and bytes of all tensors that live at once while training.
 
-    With f = 4 bytes, w = 4 (2 for bfloat16), P parameters, d = 1 if there is dropout, else 0, and m = d, but 0 for
-    locked dropout, whose masks are small:
+    With P parameters:
 
-    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P for
-      averaged weights,
-    - memory: 2 * f*N*(all lanes)*max(M,T)*E, the states that go into a step and those that come out (which keep their
-      layer's whole input alive),
-    - activations, kept for the backward pass of one micro-batch:
-      N*B * [ (f*S + (2*m*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
-              + w * (3*T + 2*S) * A                 q+u, q+v and what attention gives; k and v
-              + w * m * (T + 2*S) * A               masks of queries, keys and values, if they have dropout
-              + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
-              + w * (1 + d + m) * T*F ]             after the ReLU; its dropout mask and the product
-      + f*B*T * ((2*m + 2)*E + 3*V)                 embedding; logits, log-probabilities, their gradient
-      with auxiliary losses, f*B*T*V more for every classifier; with half or last losses T of the logits is what counts
-      where pre-norm adds N*B * (f*S - w*T) * E, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
-      `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it,
-    - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
-
-    With K softmaxes 3*B*T*V is K times as much, and f*B*T*K*(2 + 2*m)*E more. The layers of recurrent models are
-    counted in `txl.training.estimate_recurrent`.
+    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P
+      (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
+    - memory, activations and scratch of the layers: `txl.training.estimate_transformer`, or for recurrent models, where
+      the memory is a state, `txl.training.estimate_recurrent`,
+    - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
     allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
@@ -101,54 +88,64 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     with torch.device("meta"):
         model = build_model(run.model, vocab_size)
     parameters = parameters_by_part(model)
-    total = sum(parameters.values())
-    shape, train = run.model, run.train
-    carried = shape.mem_len if shape.window is None else min(shape.mem_len, shape.window - 1)
-    lanes, n_query, n_key = train.batch_size // train.micro_batches, train.segment, carried + train.segment
-    memory = 2 * 4 * shape.n_layer * train.batch_size * max(carried, n_query) * shape.d_model
-    full, low = 4, 2 if train.dtype == "bfloat16" else 4
-    dropped = 1 if shape.dropout > 0 else 0
-    masked = 0 if shape.locked_dropout else dropped
-    with_memory = not has_absolute_positions(shape)  # without, the fused attention keeps no probabilities
-    scores = shape.n_head * n_query * n_key if with_memory or shape.dropatt > 0 else 0
-    layer = (
-        (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * shape.d_model
-        + low * (3 * n_query + 2 * n_key) * shape.n_head * shape.d_head
-        + low * scores * (3 if shape.dropatt > 0 else 1)
-        + low * (1 + dropped + masked) * n_query * shape.d_inner
-    )
-    if shape.dropout_qkv > 0 and not shape.locked_dropout:
-        layer += low * (n_query + 2 * n_key) * shape.n_head * shape.d_head
-    if shape.pre_norm:  # the LayerNorm before the attention sees memory and segment
-        layer += (full * n_key - low * n_query) * shape.d_model
-    head = shape.cutoffs[0] if shape.cutoffs else vocab_size
-    n_counted = Objective(train.loss).counted(n_query)
-    n_logit = 3 * lanes * n_counted * head * shape.n_softmax
-    if n_logit > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
-        n_logit = 2 * max(MAX_LOGITS, head)
-    if has_auxiliary_losses(shape):  # log-probabilities of every classifier
-        n_head = (shape.n_layer if shape.layer_losses else 1) * shape.n_target - 1
-        n_logit += n_head * lanes * n_counted * head
-    widths = (1 + (shape.n_softmax if shape.n_softmax > 1 else 0)) * shape.d_model
-    ends = full * (lanes * n_query * (2 * masked + 2) * widths + n_logit)
-    layers, scratch = shape.n_layer * lanes * layer, low * lanes * max(3 * scores, 2 * n_query * shape.d_inner)
-    if shape.kind != "transformer":
-        recurrent = recurrent_costs(shape, lanes, train.batch_size, n_query)
-        # The softmax is done with before the layers' backward pass begins.
-        ends, scratch = ends - full * n_logit, max(full * n_logit, recurrent.scratch)
-        layers, memory = recurrent.activations, recurrent.state
+    total, train = sum(parameters.values()), run.train
+    ends, logits = _states_at_ends(run), _logits(run, vocab_size)
+    if run.model.kind == "transformer":
+        layers = transformer_costs(run.model, train)
+        ends, scratch = ends + logits, layers.scratch
+    else:
+        layers = recurrent_costs(run.model, train)
+        scratch = max(logits, layers.scratch)  # the softmax is done with before the layers' backward pass begins
     averaged = train.average_from is not None or train.average_patience is not None
     return Costs(
         parameters,
-        train.batch_size * n_query,
-        train.batch_size * n_counted,
+        train.batch_size * train.segment,
+        train.batch_size * Objective(train.loss).counted(train.segment),
         {
-            "weights": (full + (2 if low == 2 else 0)) * total,
-            "gradients": full * total,
-            "optimiser": 2 * full * total,
-            **({"averaged weights": full * total} if averaged else {}),
-            **({"memory": memory} if with_memory or shape.kind != "transformer" else {}),
-            "activations": layers + ends,
+            "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
+            "gradients": 4 * total,
+            "optimiser": _optimiser_copies(train) * 4 * total,
+            **({"averaged weights": 4 * total} if averaged else {}),
+            **({"memory": layers.state} if layers.state else {}),
+            "activations": layers.activations + ends,
             "scratch": scratch,
         },
     )
+
+
+def _optimiser_copies(train: TrainConfig) -> int:
+    """Tensors of its size that the optimiser keeps for each weight."""
+    if train.optimizer != "sgd":
+        return 2
+    return 1 if train.momentum > 0 else 0
+
+
+def _states_at_ends(run: RunConfig) -> int:
+    """Bytes of the hidden states before and after the layers.
+
+    f*B*T*(2 + m + m')*E, where m and m' are the masks of the embedding's and the last states' dropout, and
+    f*B*T*K*(2 + d + m'')*E for a mixture's states, whose dropout keeps d products and m'' masks (`dropout_copies`).
+    """
+    model, train = run.model, run.train
+    copies = 2 + sum(dropout_copies(model, rate)[1] for rate in (model.dropout_embed, model.dropout_out))
+    if model.n_softmax > 1:
+        copies += model.n_softmax * (2 + sum(dropout_copies(model, model.dropout_latent)))
+    return 4 * (train.batch_size // train.micro_batches) * train.segment * copies * model.d_model
+
+
+def _logits(run: RunConfig, vocab_size: int) -> int:
+    """Bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for a mixture.
+
+    With half or last losses T is the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
+    `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every
+    classifier.
+    """
+    model, train = run.model, run.train
+    tokens = train.batch_size // train.micro_batches * Objective(train.loss).counted(train.segment)
+    head = model.cutoffs[0] if model.cutoffs else vocab_size
+    number = 3 * tokens * head * model.n_softmax
+    if number > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
+        number = 2 * max(MAX_LOGITS, head)
+    if has_auxiliary_losses(model):  # log-probabilities of every classifier
+        number += ((model.n_layer if model.layer_losses else 1) * model.n_target - 1) * tokens * head
+    return 4 * number
