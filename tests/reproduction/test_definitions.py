@@ -8,6 +8,7 @@ import torch
 from tests.reproduction.printed import PRINTED
 
 from txl.config import DataConfig, validate, with_options
+from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import presets
 from txl.reproduction.configuring import (
@@ -165,6 +166,33 @@ def test_a_width_is_fitted_to_a_number_of_parameters():
     assert count_parameters(found, 1000) == narrow
     between = narrow + 10  # less than one step of the width
     assert count_parameters(fitted(run, "model.d_inner", 1000, between), 1000) == narrow
+
+
+def test_a_number_of_parameters_out_of_reach_is_refused():
+    table = definitions()["table1"]
+    data = DataConfig(corpus="stdlib", unit="word")
+    run = configure(table, table.row("lstm"), TINY, data, 4000, estimated_segment)
+    assert 4000 * run.model.d_model > 100_000  # the embeddings alone
+    with pytest.raises(
+        UserError, match=r"no model.d_hidden gives about 100,000 parameters; the nearest has 26\d,\d\d\d"
+    ):
+        fitted(run, "model.d_hidden", 4000, 100_000)
+
+
+@pytest.mark.parametrize(("scale", "vocab_size"), [(TINY, 2000), (TINY, 4000), (SMALL, 10_000), (SMALL, 33_278)])
+@pytest.mark.parametrize("table", definitions().values(), ids=definitions())
+def test_rows_of_equal_parameters_have_them_and_a_width_to_speak_of(table, scale, vocab_size):
+    for row in table.rows:
+        if row.fit is not None:
+            _, key = row.fit
+            run, other = (
+                configure(table, each, scale, DataConfig(), vocab_size, estimated_segment)
+                for each in (row, table.row(key))
+            )
+            found, asked = (count_parameters(each, vocab_size) for each in (run, other))
+            assert found == pytest.approx(asked, rel=0.01), row.key
+            assert run.model.d_hidden is not None
+            assert run.model.d_hidden >= run.model.d_model // 2, row.key
 
 
 def test_equal_memory_gives_the_longest_segment_and_equal_tokens():

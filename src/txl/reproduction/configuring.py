@@ -22,6 +22,8 @@ from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 
 _LARGEST_WIDTH = 1 << 14
+_CLOSE = 0.1
+"""Rows with as many parameters differ by no more than this fraction."""
 
 FitSegment = Callable[[RunConfig, RunConfig, int], int]
 """The longest segment with which the first configuration trains in no more memory than the second one takes, for a
@@ -146,7 +148,11 @@ def count_parameters(run: RunConfig, vocab_size: int) -> int:
 
 
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
-    """The configuration with one width set, in steps of 2, to come nearest to a number of parameters."""
+    """The configuration with one width set, in steps of 2, to come nearest to a number of parameters.
+
+    Raises:
+        UserError: if none comes near, since what the width does not change has more.
+    """
 
     def at(width: int) -> tuple[RunConfig, int]:
         candidate = with_options(run, {field: str(width)})
@@ -157,7 +163,10 @@ def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfi
         middle = (low + high) // 2
         low, high = (low, middle) if at(2 * middle)[1] >= target else (middle + 1, high)
     candidates = [at(2 * width) for width in (low - 1, low) if width > 0]
-    return min(candidates, key=lambda candidate: abs(candidate[1] - target))[0]
+    nearest, found = min(candidates, key=lambda candidate: abs(candidate[1] - target))
+    if abs(found - target) > _CLOSE * target:
+        raise UserError(f"{run.name}: no {field} gives about {target:,} parameters; the nearest has {found:,}")
+    return nearest
 
 
 def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
