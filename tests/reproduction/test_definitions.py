@@ -174,7 +174,7 @@ def test_a_number_of_parameters_out_of_reach_is_refused():
     run = configure(table, table.row("lstm"), TINY, data, 4000, estimated_segment)
     assert 4000 * run.model.d_model > 100_000  # the embeddings alone
     with pytest.raises(
-        UserError, match=r"no model.d_hidden gives about 100,000 parameters; the nearest has 26\d,\d\d\d"
+        UserError, match=r"no model.d_hidden gives about 100,000 parameters; the nearest has 27\d,\d\d\d"
     ):
         fitted(run, "model.d_hidden", 4000, 100_000)
 
