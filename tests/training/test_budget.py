@@ -83,6 +83,7 @@ def test_what_ought_to_take_more_does():
     assert peak_bytes(a_run(**NO_MEMORY), V) < base
     assert peak_bytes(a_run(**{"train.loss": "half"}), V) < base
     assert peak_bytes(a_run(**{"train.average_from": "0"}), V) > base
+    assert peak_bytes(a_run(**{"train.dtype": "float64"}), V) > 1.8 * base
 
 
 @pytest.mark.parametrize("changes", [NO_MEMORY, NO_MEMORY | {"train.loss": "half"}, LEARNED], ids=["a", "b", "c"])

@@ -33,6 +33,8 @@ def kilobytes(name):
 def train(run, steps, vocab_size=256):
     torch.manual_seed(0)
     model, train = build_model(run.model, vocab_size).train(), run.train
+    if train.dtype == "float64":
+        model.double()
     optimizer = build_optimizer(model, train)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
     average = None if train.average_from is None else WeightAverage(model)
@@ -72,6 +74,7 @@ CASES = {
         "model.dropout": "0",
     },
     "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
+    "float64": {"model.d_inner": "512", "train.batch_size": "8", "train.dtype": "float64"},
     "locked dropout": {
         "model.d_inner": "1024",
         "model.locked_dropout": "true",

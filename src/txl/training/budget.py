@@ -92,6 +92,8 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
 def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     train = run.train
     model = build_model(run.model, vocab_size).to(device).train()
+    if train.dtype == "float64":
+        model.double()
     optimizer = build_optimizer(model, train)
     average = None
     if train.average_from is not None or train.average_patience is not None:

@@ -1,6 +1,7 @@
 """What a configuration costs before it is run: parameters by part, tokens a step, memory.
 
-Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes.
+Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
+`train.dtype float64` doubles.
 """
 
 from __future__ import annotations
@@ -97,19 +98,21 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
         layers = recurrent_costs(run.model, train)
         scratch = max(logits, layers.scratch)  # the softmax is done with before the layers' backward pass begins
     averaged = train.average_from is not None or train.average_patience is not None
+    memory = {
+        "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
+        "gradients": 4 * total,
+        "optimiser": _optimiser_copies(train) * 4 * total,
+        **({"averaged weights": 4 * total} if averaged else {}),
+        **({"memory": layers.state} if layers.state else {}),
+        "activations": layers.activations + ends,
+        "scratch": scratch,
+    }
+    width = 2 if train.dtype == "float64" else 1
     return Costs(
         parameters,
         train.batch_size * train.segment,
         train.batch_size * Objective(train.loss).counted(train.segment),
-        {
-            "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
-            "gradients": 4 * total,
-            "optimiser": _optimiser_copies(train) * 4 * total,
-            **({"averaged weights": 4 * total} if averaged else {}),
-            **({"memory": layers.state} if layers.state else {}),
-            "activations": layers.activations + ends,
-            "scratch": scratch,
-        },
+        {part: width * number for part, number in memory.items()},
     )
 
 
