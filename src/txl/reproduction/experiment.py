@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
+from txl.reproduction.folder import Folder, changes, read_json
 from txl.reproduction.measuring import is_finite, least_tokens, measure
 from txl.reproduction.products import cache_words, command_words, least_tokens_of, require_command, run_command
 from txl.reproduction.scales import Scale
@@ -87,14 +87,14 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
-        self._check_folder()
+        self._folder.check()
         if self.definition.kind == "speed":
-            self._claim_folder({"hardware": _comparable_hardware(self.device)})
+            self._folder.claim({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         # Only now: a corpus that cannot be opened leaves nothing behind.
-        self._claim_folder({"text": corpus.info()["identity"]})
+        self._folder.claim({"text": corpus.info()["identity"]})
         data, corpus = self._trained_on(corpus)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
         self._refuse_what_cannot_be(rows, corpus)
@@ -126,14 +126,14 @@ class Experiment:
 
     def _check_result(self, result: RowResult, seed: int) -> None:
         path = self._result_path(result.row, seed)
-        stored = _read(path)
+        stored = read_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
         before = RunConfig.from_dict(stored["config"])
         before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
-        changed = _changes(before.to_dict(), configured.to_dict())
+        changed = changes(before.to_dict(), configured.to_dict())
         if changed:
             raise UserError(
                 f"{path} is of another configuration: {', '.join(changed)}; give another --out, or delete it and its "
@@ -155,7 +155,7 @@ class Experiment:
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
         path = self._result_path(result.row, seed)
-        stored = _read(path)
+        stored = read_json(path)
         if stored is None:
             self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
             try:
@@ -171,7 +171,7 @@ class Experiment:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
-            stored = _read(path)  # the same values as when it is found there
+            stored = read_json(path)  # the same values as when it is found there
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
@@ -252,7 +252,7 @@ class Experiment:
         All seeds have the same, also where the folder goes on with another device, which would measure another.
         """
         path = self.out / "memory" / f"{run.name}.json"
-        stored = _read(path)
+        stored = read_json(path)
         if stored is None:
             self._say(f"{run.name}: seeking the longest segment that trains in the memory of {other.name}")
             budget = peak_bytes(other, vocab_size, self.device)
@@ -270,54 +270,10 @@ class Experiment:
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
     @property
-    def _record(self) -> dict[str, Any]:
-        """What the folder must be about, as far as it is known before the corpus is opened."""
-        return {
-            "experiment": self.definition.experiment_name,
-            "scale": self.scale.to_dict(),
-            "data": RunConfig(data=self.data).to_dict()["data"],
-        }
-
-    def _check_folder(self) -> None:
-        """Refuse a folder that is known to be something else's before the corpus is opened.
-
-        Raises:
-            UserError: if it is.
-        """
-        there = _read(self.out / "experiment.json")
-        if there is not None:
-            self._compare_folder(there, self._record)
-        elif self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise UserError(f"--out {self.out}: not empty and not a reproduction; give another directory")
-
-    def _claim_folder(self, found: dict[str, Any]) -> None:
-        """Make the folder this experiment's.
-
-        Args:
-            found: what the folder must be about too: the identity of its text, or the machine whose times it holds.
-
-        Raises:
-            UserError: if it is another's.
-        """
-        path, record = self.out / "experiment.json", self._record | found
-        there = _read(path)
-        if there is not None and self._compare_folder(there, record):
-            return
-        for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
-            shutil.rmtree(self.out / leftover, ignore_errors=True)
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(record, indent=1) + "\n")
-
-    def _compare_folder(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
-        """Whether the folder is of what is asked for; of something else it may be while nothing was trained in it.
-
-        Raises:
-            UserError: if it is another's.
-        """
-        changed = _changes({name: there.get(name) for name in asked}, asked)
-        if changed and any((self.out / name).exists() for name in ("runs", "results")):
-            raise UserError(f"--out {self.out} holds another reproduction: {', '.join(changed)}; give another --out")
-        return not changed
+    def _folder(self) -> Folder:
+        data = RunConfig(data=self.data).to_dict()["data"]
+        about = {"experiment": self.definition.experiment_name, "scale": self.scale.to_dict(), "data": data}
+        return Folder(self.out, about)
 
     def _say(self, text: str) -> None:
         if not self.quiet:
@@ -342,29 +298,3 @@ def _comparable_hardware(device: str) -> dict[str, Any]:
 def circumstances(device: str) -> dict[str, Any]:
     """Where an experiment was run."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
-
-
-def _read(path: Path) -> Any:
-    """A JSON file's content; None if there is none.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The entries in which two records differ, as "data.corpus stdlib -> ptb"."""
-    changed = []
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changed += _changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            changed.append(f"{prefix}{name} {before} -> {after}")
-    return changed
