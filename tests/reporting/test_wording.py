@@ -2,7 +2,18 @@ import math
 
 import pytest
 
-from txl.reporting.wording import change_text, counted, duration_text, plain, ppl_text, quality_text, short_name
+import txl
+from txl.reporting.wording import (
+    change_text,
+    counted,
+    duration_text,
+    layer_width,
+    model_name,
+    plain,
+    ppl_text,
+    quality_text,
+    short_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +53,21 @@ def test_only_what_cannot_be_shown_is_escaped():
     fine = "naïve — «שלום» 日本語 é\n\t<&\u00a0\U0001f600"
     assert plain(fine) == fine
     assert plain("a\x00\x1b\r\u202e\u200b\ue000\udcffb") == r"a\x00\x1b\r\u202e\u200b\ue000\udcffb"
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "width"),
+    [
+        ("stdlib-tiny", "Transformer-XL", 128),
+        ("wt103-ablation-no-memory", "Transformer-XL without memory", 380),
+        ("wt103-ablation-shaw-no-memory", "Transformer with Shaw et al.'s encoding without memory", 380),
+        ("enwik8-vanilla-small", "Vanilla Transformer", 256),
+        ("wt103-adaptive", "Transformer with sinusoids at its input", 1024),
+        ("wt103-lstm", "LSTM", 1760),
+        ("ptb-awd-lstm", "AWD-LSTM", 1150),
+        ("ptb-qrnn", "QRNN", 1550),
+    ],
+)
+def test_a_model_is_called_what_it_is(preset, name, width):
+    model = txl.preset(preset).model
+    assert (model_name(model), layer_width(model)) == (name, width)

@@ -20,7 +20,9 @@ from txl.reporting.wording import (
     arithmetic_words,
     counted,
     duration_text,
+    layer_width,
     manner_words,
+    model_name,
     quality,
     quality_text,
     settings_text,
@@ -85,8 +87,8 @@ def _header(config: RunConfig, found: Findings) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
     title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
-        f"Transformer-XL, {found.start['total_parameters']:,} parameters in "
-        f"{counted(config.model.n_layer, 'layer')} of width {config.model.d_model}, reading "
+        f"{model_name(config.model)}, {found.start['total_parameters']:,} parameters in "
+        f"{counted(config.model.n_layer, 'layer')} of width {layer_width(config.model)}, reading "
         f"{token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
         f"{duration_text(last['elapsed'])}, begun {_day(found.stretches[0]['time'])}."
     )
