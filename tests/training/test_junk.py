@@ -178,7 +178,8 @@ def test_a_training_state_of_another_shape_is_refused(name, shape, trained, stor
     tensors = load_file(folder / "training_state.safetensors")
     stored = tensors.pop(name)
     if shape is not None:
-        assume(torch.Size(shape) != stored.shape or stored.any())
+        # Zeros of the right shape are a state like any other, but for limits, which the configuration gives.
+        assume(torch.Size(shape) != stored.shape or name == "memory.limits")
         tensors[name] = torch.zeros(shape, dtype=stored.dtype)
     save_file(tensors, folder / "training_state.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
