@@ -62,7 +62,8 @@ def test_the_factorised_form_says_what_it_cannot_do(name, changes, reason):
 
 
 def test_dropout_elsewhere_is_no_reason_to_refuse():
-    build_model(dataclasses.replace(PLAIN, dropout=0.1, dropout_r=0.0, attention="factorised"), 7)
+    model = build_model(dataclasses.replace(PLAIN, dropout=0.1, dropout_r=0.0, attention="factorised"), 7)
+    assert model.attention_name == "factorised"
 
 
 def test_flex_attention_trains_on_a_gpu_alone_but_is_read_everywhere():

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -293,121 +292,6 @@ def test_a_changed_text_is_refused_on_continuing(story, data_dir, tmp_path, monk
     text.write_bytes(story.read_bytes().replace(b"river", b"brook"))
     with pytest.raises(UserError, match="is not the text that .* was trained on"):
         train(small_run(str(text)), tmp_path / "run", data_dir)
-
-
-def test_a_new_run_can_start_from_another_s_weights(trained, story, data_dir, tmp_path):
-    run = small_run(str(story), **{"train.learning_rate": "1e-30", "train.warmup_steps": "0"})
-    train(run, tmp_path / "run", data_dir, init_from=trained)
-    ours, _ = txl.load(tmp_path / "run", checkpoint="latest")
-    theirs, _ = txl.load(trained)
-    for ours_tensor, theirs_tensor in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours_tensor, theirs_tensor, rtol=0, atol=1e-12)
-
-
-def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
-    first = small_run(str(story), **{"data.unit": "char"})
-    train(first, tmp_path / "first", data_dir)
-    other = tmp_path / "other.txt"
-    other.write_text("Another text, with characters such as Ω that the first lacks.\n" * 80, encoding="utf-8")
-    second = small_run(str(other), **{"data.unit": "char"})
-    train(second, tmp_path / "second", data_dir, init_from=tmp_path / "first")
-    assert RunDirectory(tmp_path / "second").vocabulary() == RunDirectory(tmp_path / "first").vocabulary()
-    with pytest.raises(UserError, match="data.unit is word, but .* reads char tokens"):
-        third = small_run(str(other), **{"data.unit": "word"})
-        train(third, tmp_path / "third", data_dir, init_from=tmp_path / "first")
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"model.n_layer": "3"}, "model.n_layer 2 -> 3"),
-        # The same shapes everywhere but in u and v; with pre-norm the same shapes everywhere.
-        ({"model.n_head": "4", "model.d_head": "4"}, "model.n_head 2 -> 4, model.d_head 8 -> 4"),
-        ({"model.pre_norm": "true"}, "model.pre_norm False -> True"),
-        ({"model.d_embed": "12"}, "model.d_embed 16 -> 12"),
-    ],
-)
-def test_weights_of_another_model_are_refused_by_name(options, named, trained, story, data_dir, tmp_path):
-    with pytest.raises(UserError, match=f"--init-from {trained}: its weights are of another model: {named};"):
-        train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)
-    assert not (tmp_path / "run").exists()
-
-
-VANILLA = {"model.encoding": "learned", "model.max_segment": "8", "model.mem_len": "0", "train.steps": "2"}
-VANILLA |= {"eval.mem_len": "0", "eval.window": "none", "train.warmup_steps": "0"}
-
-
-@pytest.mark.parametrize(
-    ("encoding", "changed", "named"),
-    [
-        ("learned", {"model.max_segment": "16"}, r"model\.max_segment 8 -> 16;"),
-        ("sinusoid", {"model.max_segment": "16"}, None),
-        ("shaw", {"model.max_distance": "5"}, r"model\.max_distance 7 -> 5;"),
-        ("shaw", {"model.encoding": "learned"}, r"another model: model\.encoding shaw -> learned; set"),
-    ],
-)
-def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, named, story, data_dir, tmp_path):
-    options = VANILLA | {"model.encoding": encoding} | ({"model.max_distance": "7"} if encoding == "shaw" else {})
-    train(small_run(str(story), **options), tmp_path / "first", data_dir)
-    second = small_run(str(story), **(VANILLA if "model.encoding" in changed else options) | changed)
-    with nullcontext() if named is None else pytest.raises(UserError, match=named):
-        train(second, tmp_path / "second", data_dir, init_from=tmp_path / "first")
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "said"),
-    [
-        # Two layers with two targets each: three classifiers, for the last layer's first target is the model's own.
-        ({"layer_losses": "true", "n_target": "2"}, {}, "3 classifiers of auxiliary losses left out"),
-        ({}, {"layer_losses": "true", "n_target": "2"}, "3 classifiers of auxiliary losses begun anew"),
-        (
-            {"layer_losses": "true"},
-            {"n_target": "2"},
-            "1 classifier of auxiliary losses left out, 1 classifier of auxiliary losses begun anew",
-        ),
-        ({"layer_losses": "true"}, {"layer_losses": "true"}, None),
-    ],
-)
-def test_classifiers_of_auxiliary_losses_are_no_part_of_the_weights(
-    theirs, ours, said, story, data_dir, tmp_path, capsys
-):
-    first, second = (VANILLA | {f"model.{name}": value for name, value in each.items()} for each in (theirs, ours))
-    train(small_run(str(story), **first), tmp_path / "first", data_dir)
-    run = small_run(str(story), **second | {"train.learning_rate": "1e-30"})
-    out = tmp_path / "second"
-    Trainer(run, out, data_dir=data_dir, init_from=tmp_path / "first").fit()
-    note = "" if said is None else f" ({said})"
-    assert f"starting from {tmp_path / 'first'}{note}\n" in capsys.readouterr().err
-    assert next(iter(RunDirectory(out).events()))["init_note"] == said
-    before, after = (txl.load(each)[0].state_dict() for each in (tmp_path / "first", out))
-    common = before.keys() & after.keys()
-    assert common >= {name for name in before if not name.startswith("auxiliary.")}
-    for name in common:
-        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-12)
-    fresh = [tensor for name, tensor in after.items() if name not in before and name.endswith("weight")]
-    assert all(tensor.std() > 0.01 for tensor in fresh)
-
-
-def test_lengths_and_dropout_may_differ_from_those_the_weights_were_trained_with(trained, story, data_dir, tmp_path):
-    options = {"model.mem_len": "5", "model.dropout": "0.2", "model.d_embed": "16", "train.steps": "2"}
-    assert train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)["step"] == 2
-
-
-def test_a_run_no_longer_needs_the_weights_it_started_from(trained, story, data_dir, tmp_path, monkeypatch):
-    source = tmp_path / "source"
-    shutil.copytree(trained, source)
-    run = small_run(str(story))
-    train(run, tmp_path / "whole", data_dir, init_from=source)
-
-    def killed(*args):
-        raise MemoryError  # stands for whatever ends a process before its first checkpoint
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(loop_module, "training_step", killed)
-        train(run, tmp_path / "run", data_dir, init_from=source)
-    shutil.rmtree(source)
-    train(run, tmp_path / "run", data_dir, init_from=source)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(trained, story, data_dir, tmp_path, monkeypatch):
