@@ -17,10 +17,8 @@ from txl.reproduction.configuring import (
     count_parameters,
     estimated_segment,
     fitted,
-    unknown_to_this_version,
     with_equal_tokens,
 )
-from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
 from txl.reproduction.scales import PAPER, SMALL, TINY
 from txl.training.estimate import estimate
@@ -113,10 +111,8 @@ def test_every_row_is_valid_or_flagged(definition, row, scale):
         return
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
     size = presets()[row.preset].vocab_size if scale.is_published and row.preset in presets() else 10_000
-    reason = unknown_to_this_version(row)
     flagged = {
         "published only": not row.trained,
-        "not in this version": reason is not None or (scale.is_published and row.preset not in presets()),
         "not at this scale": scale.is_published and row.preset is None,
     }
     if any(flagged.values()):
@@ -136,18 +132,10 @@ def test_models_of_a_table_have_equal_budgets(definition):
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
     budgets = set()
     for row in definition.rows:
-        if row.trained and unknown_to_this_version(row) is None and row.equal_memory_with is None:
+        if row.trained and row.equal_memory_with is None:
             train = configure(definition, row, SMALL, data, 10_000, estimated_segment).train
             budgets.add((train.steps, train.batch_size, train.segment, train.learning_rate))
     assert len(budgets) == 1
-
-
-def test_a_row_of_another_version_is_named_by_what_is_not_known():
-    assert unknown_to_this_version(Row("a", "A", {}, {"model.telepathy": "true"})) == "unknown option --model.telepathy"
-    reason = unknown_to_this_version(Row("a", "A", {}, {"model.encoding": "telepathic"}))
-    assert reason is not None
-    assert "telepathic" in reason
-    assert unknown_to_this_version(Row("a", "A", {}, {"model.max_segment": "{segment}"})) is None
 
 
 def test_published_rows_are_the_presets():

@@ -18,7 +18,6 @@ from txl.config import DataConfig, RunConfig
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
-from txl.reproduction.configuring import unknown_to_this_version
 from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
@@ -38,8 +37,7 @@ def test_attention_lengths_are_those_of_the_models_that_were_trained(micro, word
     rows = {result.row.key: result for result in it.run()}
     for key, result in rows.items():
         row = it.definition.row(key)
-        known = "not in this version" if unknown_to_this_version(row) else "done"
-        assert result.status == (known if row.trained else "published only")
+        assert result.status == ("done" if row.trained else "published only")
     for key in ("xl", "no-recurrence"):
         found = rows[key].by_seed[1]
         model, _ = txl.load(tmp_path / "out" / "runs" / f"{key}-seed1")
@@ -317,13 +315,7 @@ def test_speed_is_measured_without_training(micro, tmp_path, data_dir):
     assert all(len(each["slower"]) == 2 and min(each["slower"]) > 0 for each in outcome.values.values())
 
 
-def test_figures_of_a_command_that_is_not_there_are_flagged(micro, words, tmp_path, data_dir):
-    it = experiment("figure5", micro, words, tmp_path / "out", data_dir, seeds=1, command=("levitate", "{run}"))
-    (result,) = it.run()
-    assert (result.status, "levitate" in result.reason) == ("not in this version", True)
-
-
-def test_figures_are_made_by_a_command_of_the_trained_model(micro, words, tmp_path, data_dir):
+def test_figures_are_made_of_the_trained_model(micro, words, tmp_path, data_dir):
     it = Experiment(definitions()["figure5"], micro, words, tmp_path / "out", 1, "cpu", None, quiet=True)
     outcome = gathered(it, it.run())
     assert outcome.failed == []
@@ -334,15 +326,13 @@ def test_figures_are_made_by_a_command_of_the_trained_model(micro, words, tmp_pa
     assert f'href="{made["files"][0]}"' in (it.out / "figure5.html").read_text()
 
 
-def test_figures_of_attention_share_what_their_command_made_and_show_their_own(
-    micro, words, tmp_path, data_dir, capsys
-):
+def test_figures_of_attention_share_their_files_and_show_their_own(micro, words, tmp_path, data_dir, capsys):
     out, made = tmp_path / "out", {}
     for name, pictures in (("figure5", 1), ("figure6", 3), ("figure7", 1)):
         it = experiment(name, micro, words, out, data_dir, seeds=1)
         outcome = gathered(it, it.run())
         assert outcome.failed == []
-        assert capsys.readouterr().out == ""  # what the command prints is not the table's
+        assert capsys.readouterr().out == ""  # standard output is the table's
         write_outcome(outcome, out, ["txl"], CIRCUMSTANCES)
         text = (out / f"{name}.html").read_text()
         assert 1 <= text.count('<img src="data:image/svg+xml;base64,') <= pictures
@@ -370,7 +360,7 @@ def test_the_page_and_the_record_hold_papers_numbers_ours_and_the_claims(name, m
         for figure in row["paper"].values():
             assert figure in text
             assert figure in shown
-        if row["seeds"] and outcome.definition.kind != "command":
+        if row["seeds"] and outcome.definition.kind != "product":
             assert row["shown"][next(iter(row["shown"]))] in text
     for claim in record["claims"]:
         assert claim["claim"] in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from tests.reproduction.conftest import experiment, files, gathered
@@ -89,7 +90,8 @@ def test_too_few_tokens_for_a_full_memory_are_refused_before_training(micro, wor
     it = experiment("figure5", enough, words, tmp_path / "out", data_dir, seeds=1)
     outcome = gathered(it, it.run())
     assert outcome.failed == []
-    assert outcome.rows[0].by_seed[1]["command"][-4:] == ["--device", "cpu", "--data-dir", str(data_dir)]
+    (name,) = (name for name in outcome.rows[0].by_seed[1]["files"] if name.endswith("attention.json"))
+    assert json.loads((it.out / name).read_text())["settings"]["split"] == "valid"
 
 
 def test_a_training_split_too_short_for_the_lanes_is_refused(micro, tmp_path, data_dir):

@@ -1,19 +1,132 @@
-"""What was found about a model's attention, as plain JSON values: what the figures, the page and the report show."""
+"""A model's attention on a split of a corpus, as plain JSON values: what the figures, the page and the report show."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from txl.analysis.attention import AttentionAverages, Close, mean_distance, share_beyond
+from txl.analysis.attention import AttentionAverages, Close, average_attention, mean_distance, reach, share_beyond
+from txl.analysis.observation import attentions
+from txl.data.prepared import Corpus
 from txl.data.vocabulary import Vocabulary
+from txl.errors import UserError
+from txl.evaluation.perplexity import Progress, resolved_lengths
+from txl.models.decoder import Decoder
 
 FORMAT = 2
 TOP = 0.2
 """Share of the tokens in reach that are marked in the text: "top 20%" in the paper."""
+
+
+def analyse_attention(
+    model: Decoder[Any],
+    vocabulary: Vocabulary,
+    corpus: Corpus,
+    *,
+    split: str,
+    checkpoint: str,
+    lengths: dict[str, Any],
+    segment: int,
+    batch_size: int | None = None,
+    most_lanes: int = 10,
+    max_tokens: int | None = None,
+    min_keys: int | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+    positions: Sequence[int] | None = None,
+    rows: int = 16,
+    seed: int = 1,
+    far: int | None = None,
+    terms: bool | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Average a model's attention over a split, and return the record that figures and page are drawn from.
+
+    Args:
+        model, vocabulary: of a run.
+        corpus: the text, in that vocabulary.
+        split: its split.
+        checkpoint: name of the checkpoint, for the record.
+        lengths: `mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`.
+        segment: tokens of a lane in one step.
+        batch_size: lanes; None: at most `most_lanes`, so few that memory is full in three quarters of each.
+        max_tokens: tokens to read; None: all.
+        min_keys, terms, progress: as in `average_attention`.
+        layers: numbers from 0; None: all.
+        heads: (layer, head), both from 0, to show in the text; None: those that look farthest.
+        positions: tokens to show them at; None: one that `seed` draws, where memory is full.
+        rows: tokens shown up to each position.
+        seed: of that draw.
+        far: distance from which on attention counts as far; None: half of what a token sees.
+
+    Raises:
+        UserError: for heads, layers or distances that the model does not have, or too few tokens.
+    """
+    found_attentions = attentions(model)
+    _check_heads(heads, layers, len(found_attentions), found_attentions[0].n_head)
+    tokens = corpus.tokens(split)
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"--tokens is {max_tokens}; expected 2 or more, or all")
+    span = reach(resolved_lengths(model.init_state(1, **lengths)), segment)
+    far = max(1, span // 2) if far is None else far
+    if not 1 <= far < max(2, span):
+        raise UserError(f"--far is {far}; expected 1 to {span - 1}: no token sees farther")
+    n_read = min(len(tokens), max_tokens or len(tokens))
+    lanes = _lanes(n_read, lengths, most_lanes) if batch_size is None else batch_size
+    found = average_attention(
+        model,
+        tokens,
+        **lengths,
+        segment=segment,
+        batch_size=lanes,
+        max_tokens=max_tokens,
+        min_keys=min_keys,
+        terms=terms,
+        layers=layers,
+        positions=[_drawn(n_read, lanes, rows, seed)] if positions is None else positions,
+        rows=rows,
+        progress=progress,
+    )
+    described = {"corpus": corpus.name, "split": split, "unit": corpus.unit, "checkpoint": checkpoint}
+    return attention_record(
+        found, far=far, heads=heads or found.farthest(), tokens=tokens, vocabulary=vocabulary, described=described
+    )
+
+
+def _check_heads(
+    heads: Sequence[tuple[int, int]] | None, layers: Sequence[int] | None, n_layer: int, n_head: int
+) -> None:
+    for layer, head in heads or ():
+        if not (0 <= layer < n_layer and 0 <= head < n_head):
+            raise UserError(
+                f"there is no head {layer + 1}:{head + 1}: this model has layers 1 to {n_layer} of {n_head} heads each"
+            )
+        if layers is not None and layer not in layers:
+            raise UserError(f"--heads has {layer + 1}:{head + 1}, but layer {layer + 1} is not among --layers")
+
+
+def _lanes(n_token: int, lengths: dict[str, Any], most: int) -> int:
+    """Return the number of lanes with which memory is full in three quarters of each, at most `most`."""
+    keys = lengths["window"] if isinstance(lengths["window"], int) else lengths["mem_len"] + 1
+    return max(1, min(most, n_token // (4 * keys)))
+
+
+def _drawn(n_token: int, batch_size: int, rows: int, seed: int) -> int:
+    """Draw a position of the second half of a lane, where memory is as full as it gets."""
+    batch_size = max(1, batch_size)
+    length = n_token // batch_size
+    low = max(length // 2, rows - 1)
+    if low > length - 2:
+        raise UserError(
+            f"{n_token} tokens in {batch_size} lanes leave {length} a lane, too few for --rows {rows}; "
+            f"lower --batch or --rows, or read more tokens"
+        )
+    draw = random.Random(seed)
+    return draw.randrange(batch_size) * length + draw.randint(low, length - 2)
 
 
 def attention_record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from txl.commands.evaluate import (
     split_tokens,
 )
 from txl.commands.options import (
+    ProgressByPart,
     add_checkpoint,
     add_config_options,
     add_data_dir,
@@ -27,7 +29,6 @@ from txl.commands.options import (
     memory_settings,
     pick_device,
     print_json,
-    progress_bar,
 )
 from txl.errors import UserError
 
@@ -81,9 +82,7 @@ _fractions.__name__ = "list of numbers"  # argparse names a type by its function
 def run(arguments: argparse.Namespace) -> None:
     """Tune, measure, print, and add the results to the run's log."""
     from txl.allocator import keep_freed_memory
-    from txl.evaluation.cache_tuning import LAMBDAS, tune_cache
-    from txl.evaluation.perplexity import evaluate
-    from txl.models.cache import ContinuousCache
+    from txl.evaluation.cache_tuning import measure_cache
     from txl.run_directory import RunDirectory
 
     if arguments.split == arguments.tune_on:
@@ -105,13 +104,6 @@ def run(arguments: argparse.Namespace) -> None:
         "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
         **memory_settings(arguments, config),
     }
-    grid = {"size": arguments.size, "thetas": arguments.thetas, "lambdas": arguments.lambdas or LAMBDAS}
-    progress, move = progress_bar(f"tuning on the {arguments.tune_on} split", quiet=arguments.json)
-    with progress:
-        tuned = tune_cache(model, tune_on, **grid, **common, progress=move)
-    refuse_not_a_number([tuned.plain_nll], checkpoint)
-    progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
-    cached = ContinuousCache(model, tuned.size, tuned.theta, tuned.weight)
     described = {
         "split": arguments.split,
         "corpus": corpus.name,
@@ -119,9 +111,20 @@ def run(arguments: argparse.Namespace) -> None:
         "unknown": corpus.info()["splits"][arguments.split]["unknown"],
         "checkpoint": checkpoint.name,
     }
-    with progress:
-        results = [evaluate(each, measured, **common, progress=move) for each in (model, cached)]
-    refuse_not_a_number([result.nll for result in results], checkpoint)
+    with ProgressByPart(quiet=arguments.json) as progress:
+        found = measure_cache(
+            model,
+            tune_on,
+            measured,
+            size=arguments.size,
+            thetas=arguments.thetas,
+            lambdas=arguments.lambdas,
+            tuning_progress=functools.partial(progress, f"tuning on the {arguments.tune_on} split"),
+            progress=functools.partial(progress, f"{arguments.split} split"),
+            **common,
+        )
+    tuned, results = found.tuning, (found.without, found.with_cache)
+    refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
     rows = [described | result.to_dict() for result in results]
     step = checkpoint_step(checkpoint)
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}

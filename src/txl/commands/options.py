@@ -285,3 +285,28 @@ def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int
         progress.update(task, completed=done, total=total)
 
     return progress, move
+
+
+class ProgressByPart:
+    """Shows a bar for each part of the work, named by its first argument; a context manager."""
+
+    def __init__(self, quiet: bool):
+        self._quiet, self._what = quiet, ""
+        self._bar: Any = None
+        self._move: Any = None
+
+    def __enter__(self) -> ProgressByPart:
+        return self
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Move the bar of a part, which ends the bar of the part before it."""
+        if what != self._what:
+            self.__exit__()
+            self._what = what
+            self._bar, self._move = progress_bar(what, self._quiet)
+            self._bar.start()
+        self._move(done, total)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

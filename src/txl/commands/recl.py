@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     _check_corpora(directories, arguments)
     corpus = open_run_corpus(directories[0], vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
-    targets = _spread(len(tokens), lengths[-1], arguments)
+    targets = _targets(len(tokens), lengths[-1], arguments)
     keep_freed_memory()
     device = pick_device(arguments.device)
     clamps = _clamps(directories, arguments.clamp_len)
@@ -196,18 +195,17 @@ def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespac
 def _result(
     models: list[dict[str, Any]], losses: dict[str, dict[int, Any]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Everything that was found, ready for JSON."""
-    from txl.evaluation.effective_context import perplexity_gains, relative_effective_context_length, relative_gains
+    """Return everything that was found, ready for JSON."""
+    from txl.evaluation.effective_context import effective_context
 
-    lengths = sorted(losses[models[0]["name"]])
-    pairs = [(short, long) for short in lengths for long in lengths if long > short]
     longest = {each["name"]: each["longest_context"] for each in models}
-    found = {r: relative_effective_context_length(losses, r, arguments.threshold, longest) for r in arguments.r}
+    found = effective_context(losses, arguments.r, arguments.threshold, longest)
+    lengths = sorted(losses[models[0]["name"]])
 
-    def gains(function: Any, chosen: Any) -> dict[str, list[dict[str, Any]]]:
+    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[dict[str, Any]]]:
         return {
-            str(r): [{"short": short, "long": long, "gain": function(losses, short, long, r)} for short, long in chosen]
-            for r in arguments.r
+            str(r): [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()]
+            for r, by_pair in gains.items()
         }
 
     return {
@@ -218,13 +216,13 @@ def _result(
         "models": [
             {
                 **model,
-                "recl": {str(r): each[model["name"]] for r, each in found.items()},
+                "recl": {str(r): each[model["name"]] for r, each in found.recl.items()},
                 "ppl": {str(length): values.mean().exp().item() for length, values in losses[model["name"]].items()},
             }
             for model in models
         ],
-        "relative_gains": gains(relative_gains, list(pairwise(lengths))),
-        "perplexity_gains": gains(perplexity_gains, pairs),
+        "relative_gains": rows(found.relative_gains),
+        "perplexity_gains": rows(found.perplexity_gains),
     }
 
 
@@ -246,16 +244,16 @@ def _lengths(arguments: argparse.Namespace) -> range:
     return range(arguments.step, arguments.longest + 1, arguments.step)
 
 
-def _spread(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
-    """Targets at equal distances over the whole split, each with the longest context before it."""
-    room = n_token - longest
-    if room < arguments.targets:
+def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
+    """Return targets at equal distances over the whole split, each with the longest context before it."""
+    from txl.evaluation.effective_context import spread_targets
+
+    if n_token - longest < arguments.targets:
         raise UserError(
             f"{arguments.targets} targets behind {longest} tokens do not fit into the {n_token:,} tokens of the "
             f"{arguments.split} split; lower --targets or --longest"
         )
-    step = room // arguments.targets
-    return range(longest, longest + step * arguments.targets, step)
+    return spread_targets(n_token, longest, arguments.targets)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     scale = scale.with_dtype(arguments.dtype)
     seeds = arguments.seeds
     if seeds is None:
-        seeds = 1 if definition.kind == "command" else scale.seeds
+        seeds = 1 if definition.kind == "product" else scale.seeds
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     data = _data(arguments, definition, scale)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from txl.commands.options import (
+    ProgressByPart,
     add_checkpoint,
     add_config_options,
     add_data_dir,
@@ -21,7 +20,6 @@ from txl.commands.options import (
     memory_settings,
     pick_device,
     print_json,
-    progress_bar,
     writable_folder,
 )
 from txl.errors import UserError
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.analysis.samples import Plan, make_samples
     from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.generation import Sampling
-    from txl.reporting.samples_page import About
+    from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
     from txl.run_directory import RunDirectory
 
     sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
@@ -77,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     assert vocabulary is not None  # open_run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling, lengths)
-    with _Progress(quiet=arguments.json) as progress:
+    with ProgressByPart(quiet=arguments.json) as progress:
         samples = make_samples(
             model,
             vocabulary,
@@ -95,49 +93,12 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.split,
         corpus.unit,
         tokenised_as,
-        _settings_text(plan),
+        settings_text(plan),
         len(training),
     )
-    record = {
-        "run": about.run,
-        "checkpoint": about.checkpoint,
-        "corpus": about.corpus,
-        "split": about.split,
-        "unit": about.unit,
-        "detokenise": tokenised_as,
-        "count": plan.count,
-        "context": plan.context,
-        "max_tokens": plan.max_tokens,
-        "seed": plan.seed,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "temperature": sampling.temperature,
-        **lengths,
-        "training_tokens": len(training),
-    }
-    _write_and_print(out, samples, about, record, as_json=arguments.json)
-
-
-def _write_and_print(out: Path, samples: list[Any], about: Any, record: dict[str, Any], as_json: bool) -> None:
-    from txl.analysis.samples import pooled
-    from txl.reporting.samples_page import HEADINGS, samples_markdown, samples_page, summary_rows
-    from txl.run_directory import write_whole
-
-    record["measures"] = {
-        "generation": pooled([each.generation_measures for each in samples]),
-        "reference": pooled([each.reference_measures for each in samples]),
-    }
-    whole = json.dumps(record | {"samples": [each.to_dict() for each in samples]}, ensure_ascii=False, indent=1)
-    texts = {
-        "samples.json": whole + "\n",
-        "samples.md": samples_markdown(samples, about),
-        "samples.html": samples_page(samples, about),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_whole(out / name, text)
-    if as_json:
-        print_json(record | {"files": [str(out / name) for name in texts]})
+    record, paths = write_samples(samples, about, plan, out)
+    if arguments.json:
+        print_json(record | {"files": [str(path) for path in paths]})
         return
     from rich.console import Console
     from rich.table import Table
@@ -148,38 +109,5 @@ def _write_and_print(out: Path, samples: list[Any], about: Any, record: dict[str
     for row in summary_rows(samples, about.unit):
         table.add_row(*row)
     Console().print(table)
-    for name in texts:
-        print(out / name)
-
-
-def _settings_text(plan: Any) -> str:
-    sampling, lengths = plan.sampling, plan.lengths
-    drawn = ["greedy"] if sampling.temperature == 0 else [f"temperature {sampling.temperature:g}"]
-    if sampling.temperature:
-        drawn += [f"top-k {sampling.top_k}"] if sampling.top_k is not None else []
-        drawn += [f"top-p {sampling.top_p:g}"] if sampling.top_p is not None else []
-    return ", ".join([*drawn, f"memory {lengths['mem_len']:,}, window {lengths['window']}"])
-
-
-class _Progress:
-    """One bar a part of the work."""
-
-    def __init__(self, quiet: bool):
-        self._quiet, self._what = quiet, ""
-        self._bar: Any = None
-        self._move: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._what:
-            self.__exit__()
-            self._what = what
-            self._bar, self._move = progress_bar(what, self._quiet)
-            self._bar.start()
-        self._move(done, total)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    for path in paths:
+        print(path)

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, check_ids, checked_ids, evaluation_mode, same_length
+from txl.evaluation.perplexity import (
+    EvaluationResult,
+    Lanes,
+    Progress,
+    check_ids,
+    checked_ids,
+    evaluate,
+    evaluation_mode,
+    same_length,
+)
 from txl.models.cache import ContinuousCache, check_cache
 from txl.models.decoder import Decoder
 from txl.models.language_model import Limit
@@ -55,6 +64,48 @@ class CacheTuning:
         if len(lambdas) > 1 and self.weight in (lambdas[0], lambdas[-1]):
             found.append("lambda")
         return found
+
+
+@dataclass(frozen=True)
+class CacheGain:
+    """A cache tuned on one split, and what it brings on another."""
+
+    tuning: CacheTuning
+    without: EvaluationResult
+    with_cache: EvaluationResult
+
+
+def measure_cache(
+    model: Decoder[Any],
+    tune_on: Any,
+    measured: Any,
+    *,
+    size: int = 2000,
+    thetas: Sequence[float] | None = None,
+    lambdas: Sequence[float] | None = None,
+    tuning_progress: Progress | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> CacheGain:
+    """Find theta and lambda of a continuous cache on one split, and evaluate another with and without it.
+
+    Args:
+        model: any model of this project.
+        tune_on: tokens of the validation split.
+        measured: tokens of the split that is reported.
+        size, thetas, lambdas: as in `tune_cache`.
+        tuning_progress, progress: told how far each part is.
+        settings: of `txl.evaluate`, the same for all three passes.
+
+    Raises:
+        UserError: for settings out of their ranges, too few tokens, or losses that are not numbers.
+    """
+    tuned = tune_cache(
+        model, tune_on, size=size, thetas=thetas, lambdas=lambdas or LAMBDAS, **settings, progress=tuning_progress
+    )
+    cached = ContinuousCache(model, tuned.size, tuned.theta, tuned.weight)
+    without, with_cache = (evaluate(each, measured, **settings, progress=progress) for each in (model, cached))
+    return CacheGain(tuned, without, with_cache)
 
 
 def tune_cache(

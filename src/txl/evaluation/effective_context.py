@@ -7,7 +7,8 @@ g_i(c,c') its relative gain in perplexity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
@@ -53,6 +54,48 @@ def relative_effective_context_length(
                 found[name] = short
     limits = {name: limit for name, limit in (longest or {}).items() if limit is not None}
     return {name: min(length, limits.get(name, length)) for name, length in found.items()}
+
+
+@dataclass(frozen=True)
+class EffectiveContext:
+    """The relative effective context length of every model of a group, and the gains that it rests on."""
+
+    recl: dict[float, dict[str, int]]
+    """By r and model."""
+    relative_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
+    """g_i(c,c') by r, neighbouring lengths (c,c') and model."""
+    perplexity_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
+    """exp f_i(c,c) - exp f_i(c,c') by r, all pairs of lengths c < c', and model (Figure 3)."""
+
+
+def effective_context(
+    losses: Losses,
+    fractions: Sequence[float],
+    threshold: float = 0.01,
+    longest: Mapping[str, int | None] | None = None,
+) -> EffectiveContext:
+    """Measure a group at every fraction r of the hardest targets; arguments as in `relative_effective_context_length`.
+
+    Raises:
+        UserError: if the losses are not those of a group, or a number is out of its range.
+    """
+    recl = {r: relative_effective_context_length(losses, r, threshold, longest) for r in fractions}
+    lengths = _checked(losses)
+    pairs = [(short, long) for short in lengths for long in lengths if long > short]
+    return EffectiveContext(
+        recl,
+        {r: {pair: relative_gains(losses, *pair, r) for pair in pairwise(lengths)} for r in fractions},
+        {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions},
+    )
+
+
+def spread_targets(n_token: int, longest: int, count: int) -> range:
+    """Return `count` targets at equal distances over a stream, each with `longest` tokens before it.
+
+    A stream of fewer tokens gives fewer targets.
+    """
+    step = max(1, (n_token - longest) // count)
+    return range(longest, min(n_token, longest + step * count), step)
 
 
 def check_fractions(r: float, threshold: float) -> None:

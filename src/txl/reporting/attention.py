@@ -17,6 +17,7 @@ from txl.errors import UserError
 from txl.reporting.page import escape, figure, note, page, section, table, visible
 from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
+from txl.run_directory import write_whole
 
 FOLDER, RECORD = "attention", "attention.json"
 """Where `txl attention` puts what it finds, in the run's directory."""
@@ -49,6 +50,29 @@ def read_record(path: Path) -> dict[str, Any]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: damaged ({type(error).__name__}); run txl attention again") from None
+
+
+def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
+    """Write figures, page and record of a model's attention into a folder, and return their paths.
+
+    The record comes last, so that it never speaks of figures that are not there.
+
+    Args:
+        record: of `txl.analysis.attention_record.analyse_attention`.
+        out: the folder; made if it is missing.
+        name: the run's, for the page.
+
+    Raises:
+        UserError: if something cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths = save_figures(record, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
+    write_whole(out / "attention.html", attention_page(record, name))
+    write_whole(out / RECORD, json.dumps(record, ensure_ascii=False) + "\n")
+    return [*paths, out / "attention.html", out / RECORD]
 
 
 def attention_page(record: dict[str, Any], name: str) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from txl.analysis.consistency import KINDS
-from txl.analysis.samples import Measures, Sample, Text, pooled
+from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
 from txl.reporting.page import escape, note, page, section, table, visible
 from txl.reporting.wording import counted, short_name, token_name
+from txl.run_directory import write_whole
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,59 @@ class About:
     settings: str
     """How they were drawn, in words."""
     training_tokens: int
+
+
+def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Write samples.json, samples.md and samples.html into a folder.
+
+    Returns:
+        What the JSON holds but for the texts, and the paths.
+
+    Raises:
+        UserError: if they cannot be written.
+    """
+    sampling = plan.sampling
+    record: dict[str, Any] = {
+        "run": about.run,
+        "checkpoint": about.checkpoint,
+        "corpus": about.corpus,
+        "split": about.split,
+        "unit": about.unit,
+        "detokenise": about.convention,
+        "count": plan.count,
+        "context": plan.context,
+        "max_tokens": plan.max_tokens,
+        "seed": plan.seed,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "temperature": sampling.temperature,
+        **plan.lengths,
+        "training_tokens": about.training_tokens,
+        "measures": {
+            "generation": pooled([each.generation_measures for each in samples]),
+            "reference": pooled([each.reference_measures for each in samples]),
+        },
+    }
+    whole = json.dumps(record | {"samples": [each.to_dict() for each in samples]}, ensure_ascii=False, indent=1)
+    texts = {
+        "samples.json": whole + "\n",
+        "samples.md": samples_markdown(samples, about),
+        "samples.html": samples_page(samples, about),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_whole(out / name, text)
+    return record, [out / name for name in texts]
+
+
+def settings_text(plan: Plan) -> str:
+    """Say in words how samples are drawn."""
+    sampling, lengths = plan.sampling, plan.lengths
+    drawn = ["greedy"] if sampling.temperature == 0 else [f"temperature {sampling.temperature:g}"]
+    if sampling.temperature:
+        drawn += [f"top-k {sampling.top_k}"] if sampling.top_k is not None else []
+        drawn += [f"top-p {sampling.top_p:g}"] if sampling.top_p is not None else []
+    return ", ".join([*drawn, f"memory {lengths['mem_len']:,}, window {lengths['window']}"])
 
 
 def samples_page(samples: Sequence[Sample], about: About) -> str:

@@ -1,14 +1,13 @@
-"""Figures 5 to 7 and the samples of Appendix E: what commands of `txl` make of one trained Transformer-XL."""
+"""Figures 5 to 7 and the samples of Appendix E: files made of one trained Transformer-XL."""
 
 from __future__ import annotations
 
-from txl.reproduction.definition import Definition, Row
+from txl.reproduction.definition import Definition, Product, Row
 
-_ATTENTION = ("attention", "{run}", "--split", "valid", "--tokens", "{tokens}", "--out", "{out}")
 _MODEL = (Row("xl", "Transformer-XL", {}, {}, preset="wt103-base"),)
 
 
-def _figure(name: str, title: str, caption: str, *command: str, pictures: str = "") -> Definition:
+def _figure(name: str, title: str, caption: str, product: Product, pictures: str = "") -> Definition:
     return Definition(
         name=name,
         title=title,
@@ -16,11 +15,11 @@ def _figure(name: str, title: str, caption: str, *command: str, pictures: str = 
         corpus="wikitext-103",
         metric="to be looked at",
         unit="word",
-        kind="command",
+        kind="product",
         columns=(),
         rows=_MODEL,
         experiment="one-model",
-        command=command,
+        product=product,
         pictures=pictures,
         notes=("The paper prints this without numbers, and no claim of C1 to C7 rests on it.",),
     )
@@ -31,7 +30,7 @@ FIGURE5 = _figure(
     "Figure 5: average attention of every head",
     "Average attention over the previous tokens, where each row corresponds to an attention head and each column "
     "corresponds to a relative location.",
-    *_ATTENTION,
+    "attention",
     pictures="figure5.svg",
 )
 FIGURE6 = _figure(
@@ -39,20 +38,20 @@ FIGURE6 = _figure(
     "Figure 6: three heads with a wide attention range",
     "Each row corresponds to a target token and each column to a context token. Tokens in the memory that have top 20% "
     "attention values are marked.",
-    *_ATTENTION,
+    "attention",
     pictures="figure6-*.svg",
 )
 FIGURE7 = _figure(
     "figure7",
     "Figure 7: the terms of attention apart",
     "Visualization of the terms (a), (b) and (d) of the attention score, each softmaxed.",
-    *_ATTENTION,
+    "attention",
     pictures="figure7.svg",
 )
 SAMPLES = _figure(
     "samples",
     "Tables 11 to 13: generated text",
     "Text continued from contexts of the test split, beside what follows there.",
-    *("samples", "{run}", "--out", "{out}"),
+    "samples",
 )
 TABLES = (FIGURE5, FIGURE6, FIGURE7, SAMPLES)

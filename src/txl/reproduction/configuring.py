@@ -1,8 +1,4 @@
-"""The configuration of a row at a scale, or the reason why there is none.
-
-A row's overrides are checked against the configuration that this version has: a row with a field or a value that it
-does not know is listed as not in this version, and comes alive once it does.
-"""
+"""The configuration of a row at a scale, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from txl.config import DataConfig, ModelConfig, RunConfig, validate, with_option
 from txl.config.kinds import RECURRENT, has_field
 from txl.errors import UserError
 from txl.models import build_model
-from txl.presets import preset, presets
+from txl.presets import preset
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.scales import Scale
 from txl.training.budget import with_segment
@@ -34,22 +30,13 @@ class NotTrained(Exception):
     """A row that is listed and not trained; the message says why.
 
     Args:
-        status: "published only", "not in this version" or "not at this scale".
+        status: "published only" or "not at this scale".
         reason: in words.
     """
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
         self.status = status
-
-
-def unknown_to_this_version(row: Row) -> str | None:
-    """The first field or value of a row's overrides that this version does not know; None if it knows all."""
-    try:
-        with_options(RunConfig(), row.options(segment=2, mem_len=2, longest=2))
-    except UserError as error:
-        return str(error).partition(";")[0]
-    return None
 
 
 def configure(
@@ -71,13 +58,8 @@ def configure(
     """
     if not row.trained:
         raise NotTrained("published only", "")
-    unknown = unknown_to_this_version(row)
-    if unknown is not None:
-        raise NotTrained("not in this version", unknown)
     if scale.is_published and row.preset is None:
         raise NotTrained("not at this scale", "there is no published preset of it")
-    if scale.is_published and row.preset not in presets():
-        raise NotTrained("not in this version", f"no preset {row.preset}")
     run = _varied(definition, row, scale, data, vocab_size)
     run.name = f"{definition.experiment_name}-{row.key}"
     if row.fit is not None and not scale.is_published:

@@ -11,13 +11,17 @@ from typing import Literal
 
 from txl.reproduction.claims import Claim
 
-Kind = Literal["quality", "attention", "context", "speed", "command"]
+Kind = Literal["quality", "attention", "context", "speed", "product"]
 """What is measured of each model.
 
 quality: loss on the test split. attention: the same at many attention lengths, of which the validation split chooses
-one. context: loss at exact context lengths (Appendix C). speed: Table 9. command: what a command of `txl` makes of one
-trained model.
+one. context: loss at exact context lengths (Appendix C). speed: Table 9. product: nothing; files are
+made of one trained model.
 """
+
+
+Product = Literal["attention", "samples"]
+"""Files made of one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +105,11 @@ class Definition:
     """Definitions of the same experiment share their runs and results; empty: the name."""
     separate_sentences: bool = False
     """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
-    command: tuple[str, ...] = ()
-    """Kind "command": the words after `txl`; {run}, {out} and {tokens}, of a split, are filled in."""
+    product: Product | None = None
+    """Kind "product": what is made; definitions of one product share its files."""
     pictures: str = ""
-    """Of what the command makes, the names of the figures that the page shows, as a pattern."""
+    """Of the files that are made, the names of the figures that the page shows, as a pattern."""
     notes: tuple[str, ...] = ()
-
-    @property
-    def product(self) -> str:
-        """What a command makes, by which it is kept: definitions of the same command share it. Empty: no command."""
-        return self.command[0] if self.command else ""
 
     @property
     def experiment_name(self) -> str:

@@ -4,7 +4,7 @@
     memory/ROW.json              the longest segment of equal memory, measured once (Table 10)
     runs/ROW-seedN/              run directories, as `txl train` writes them
     results/ROW-seedN.json       what was measured of each
-    made/                        what commands made of them (Figures 5 to 7, samples)
+    made/                        files made of them (Figures 5 to 7, samples)
     NAME.html  NAME.json         the page, and everything on it
 
 What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -26,12 +25,13 @@ from txl.config import DataConfig, RunConfig
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
+from txl.evaluation.cache_tuning import measure_cache
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.folder import Folder, changes, read_json
 from txl.reproduction.measuring import is_finite, least_tokens, measure
-from txl.reproduction.products import cache_words, command_words, least_tokens_of, require_command, run_command
+from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.speed import measure_speed
@@ -48,7 +48,7 @@ class RowResult:
 
     row: Row
     status: str
-    """done, failed, published only, not in this version, not at this scale."""
+    """done, failed, published only, not at this scale."""
     reason: str = ""
     config: dict[str, Any] | None = None
     parameters: int | None = None
@@ -112,8 +112,9 @@ class Experiment:
             raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
         needed = least_tokens(self.definition.kind, self.scale)
         for result in rows:
-            if self.definition.kind == "command" and result.config is not None:
-                needed = least_tokens_of(self._words(Path("run"), 1), RunConfig.from_dict(result.config))
+            if self.definition.product is not None and result.config is not None:
+                run = RunConfig.from_dict(result.config)
+                needed = least_tokens_of(self.definition.product, run, self.scale)
         for split, least in needed.items():
             if len(corpus.tokens(split)) < least:
                 raise UserError(
@@ -141,7 +142,7 @@ class Experiment:
             )
 
     def _result_path(self, row: Row, seed: int) -> Path:
-        # What a command makes has results of its own; tables of one experiment share theirs.
+        # A product has results of its own; tables of one experiment share theirs.
         own = self.definition.product or "."
         return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
@@ -177,67 +178,71 @@ class Experiment:
 
     def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> dict[str, Any]:
         if result.row.cache_over is not None:
-            return self._with_cache(result.row, seed)
+            return self._with_cache(result.row, seed, corpus)
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
         run.train.seed = seed
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
         outcome = Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
         found = {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
-        if self.definition.kind == "command":
-            return found | self._command(directory, seed)
-        model, _ = RunDirectory(directory).load(device=self.device)
+        model, vocabulary = RunDirectory(directory).load(device=self.device)
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        if self.definition.product is not None:
+            assert vocabulary is not None  # a run that was trained here has one
+            self._say(f"making {self.definition.product}")
+            paths = make_product(
+                self.definition.product,
+                model,
+                vocabulary,
+                run,
+                corpus,
+                self.scale,
+                directory,
+                RunDirectory(directory).checkpoint().name,
+                self.out / "made" / self.definition.product / f"seed{seed}",
+            )
+            return found | {"files": sorted(str(path.relative_to(self.out)) for path in paths)}
         began = time.perf_counter()
         measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
 
-    def _with_cache(self, row: Row, seed: int) -> dict[str, Any]:
-        """What a continuous cache makes of another row's model, by `txl cache`."""
+    def _with_cache(self, row: Row, seed: int, corpus: Corpus) -> dict[str, Any]:
+        """Measure a continuous cache around another row's model, tuned on the validation split."""
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
         if not self._result_path(base, seed).exists():  # a run that failed has left checkpoints too
             raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
-        words = [*cache_words(self.scale, str(directory)), *self._where(), "--json"]
-        self._say(f"$ txl {shlex.join(words)}")
-        found = json.loads(run_command(words))
-        model, _ = RunDirectory(directory).load()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        run = RunDirectory(directory).config()
-        run.name = f"{self.definition.experiment_name}-{row.key}"  # as this row is configured
-        figures = {"quality": quality(found["with"]["nll"], found["with"]["unit"]), "parameters": parameters}
-        return figures | {"config": run.to_dict(), "cache": found, "command": words}
-
-    def _command(self, directory: Path, seed: int) -> dict[str, Any]:
-        """What a command of ours makes of a trained model."""
-        words = self._words(directory, seed)
-        self._say(f"$ txl {shlex.join(words)}")
-        run_command([*words, "--json"] if self.quiet else words)  # with --json there is no progress
-        made = self._made(seed)
-        files = sorted(str(path.relative_to(self.out)) for path in made.rglob("*") if path.is_file())
         model, _ = RunDirectory(directory).load(device=self.device)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        return {"command": words, "files": files, "parameters": parameters}
-
-    def _made(self, seed: int) -> Path:
-        return self.out / "made" / self.definition.product / f"seed{seed}"
-
-    def _words(self, directory: Path, seed: int) -> list[str]:
-        words = command_words(self.definition, self.scale, str(directory), str(self._made(seed)))
-        return [*words, *self._where()]
-
-    def _where(self) -> list[str]:
-        """Options of a command of ours that this experiment was given too."""
-        return ["--device", self.device, *(() if self.data_dir is None else ("--data-dir", self.data_dir))]
+        run = RunDirectory(directory).config()
+        self._say(f"tuning a continuous cache over {base.key}")
+        found = measure_cache(
+            model,
+            corpus.tokens("valid"),
+            corpus.tokens("test"),
+            segment=run.eval.segment,
+            mem_len=run.eval.mem_len,
+            window=run.eval.window or "none",
+            clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
+            temperature=run.eval.temperature,
+            batch_size=1,  # a lane remembers nothing of the others
+            max_tokens=self.scale.eval_tokens,
+        )
+        run.name = f"{self.definition.experiment_name}-{row.key}"  # as this row is configured
+        return {
+            "quality": quality(found.with_cache.nll, corpus.unit),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "config": run.to_dict(),
+            "cache": {
+                "tuning": dataclasses.asdict(found.tuning) | {"split": "valid", "at_edge": found.tuning.at_edge},
+                "without": found.without.to_dict(),
+                "with": found.with_cache.to_dict(),
+            },
+        }
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
         """A row with its configuration, or the reason why it has none."""
         try:
-            if self.definition.kind == "command":
-                require_command(self._words(Path("run"), 1))
-            if row.cache_over is not None:
-                require_command(cache_words(self.scale, "run"))
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
             _check_training(run, corpus)
         except NotTrained as why:

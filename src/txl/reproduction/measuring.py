@@ -8,6 +8,7 @@ from typing import Any
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
+from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
 from txl.reporting.wording import is_character_unit, quality
@@ -54,7 +55,7 @@ def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, 
     decimals of the paper's table (bits per character: three). The test split is read at the training's length and at
     the best one.
     """
-    longest = getattr(model, "context", None)
+    longest = model.context
     lengths = [length for length in attention_lengths(run, scale) if longest is None or length <= longest]
     curve = []
     for length in lengths:
@@ -82,8 +83,7 @@ def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
     """Losses of the same test targets at every context length (Appendix C)."""
     tokens = corpus.tokens("test")
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
-    step = max(1, (len(tokens) - lengths[-1]) // scale.targets)
-    targets = range(lengths[-1], min(len(tokens), lengths[-1] + step * scale.targets), step)
+    targets = spread_targets(len(tokens), lengths[-1], scale.targets)
     losses = losses_at_contexts(
         model,
         tokens,

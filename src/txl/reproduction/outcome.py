@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from txl.evaluation.effective_context import perplexity_gains, relative_effective_context_length
+from txl.evaluation.effective_context import effective_context
 from txl.reporting.wording import is_character_unit
 from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.definition import Definition
@@ -19,7 +19,7 @@ from txl.reproduction.scales import Scale
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
 _SCALARS = {"quality": ("quality",), "attention": ("quality", "init", "attention", "training length")}
-_SCALARS |= {"speed": ("slower",), "context": (), "command": ()}
+_SCALARS |= {"speed": ("slower",), "context": (), "product": ()}
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,16 @@ def _effective_contexts(
         for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
             losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
             longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}
-            for r in FRACTIONS:
-                for key, length in relative_effective_context_length(losses, r, longest=longest).items():
+            context = effective_context(losses, FRACTIONS, longest=longest)
+            for r, by_model in context.recl.items():
+                for key, length in by_model.items():
                     values[key].setdefault(f"r = {r:.1f}", []).append(length)
             for key, by_length in losses.items():
                 for length, each in by_length.items():
                     curves.setdefault(key, {}).setdefault(length, []).append(each.mean().item())
-            found.append(GroupGains(group, seed, _gains(losses)))
+            by_pair = context.perplexity_gains[FRACTIONS[0]]
+            gains = {key: {pair: each[key] for pair, each in by_pair.items()} for key in losses}
+            found.append(GroupGains(group, seed, gains))
     return found
 
 
@@ -129,17 +132,6 @@ def _losses(measured: dict[str, Any]) -> dict[int, torch.Tensor]:
     return {
         int(length): torch.tensor(values, dtype=torch.float64) for length, values in measured["losses"].items()
     }  # fmt: skip
-
-
-def _gains(losses: dict[str, dict[int, torch.Tensor]]) -> dict[str, dict[tuple[int, int], float]]:
-    lengths = sorted(next(iter(losses.values())))
-    gains: dict[str, dict[tuple[int, int], float]] = {key: {} for key in losses}
-    for short in lengths:
-        for long in lengths:
-            if long > short:
-                for key, gain in perplexity_gains(losses, short, long, FRACTIONS[0]).items():
-                    gains[key][short, long] = gain
-    return gains
 
 
 def headings(outcome: Outcome) -> tuple[str, ...]:

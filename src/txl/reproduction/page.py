@@ -51,7 +51,7 @@ def _header(outcome: Outcome) -> str:
     text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
-    if not outcome.is_the_papers and definition.kind not in ("speed", "command"):
+    if not outcome.is_the_papers and definition.kind not in ("speed", "product"):
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
@@ -75,10 +75,10 @@ def _claims(outcome: Outcome) -> str:
 
 def _comparison(outcome: Outcome) -> str:
     definition = outcome.definition
-    if definition.kind == "command":
+    if definition.kind == "product":
         return section("The paper", note(definition.caption, "lead"), *(note(text) for text in definition.notes))
     wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
-    missing = [each for each in outcome.rows if each.status in ("not in this version", "not at this scale")]
+    missing = [each for each in outcome.rows if each.status == "not at this scale"]
     return section(
         "The paper’s numbers and ours",
         note(definition.caption, "lead"),
@@ -165,7 +165,7 @@ def _figure(heading: str, drawn: Any, caption: str) -> str:
 
 
 def _pictures(outcome: Outcome, out: Path) -> list[str]:
-    """The figures that a command has made of each seed's model, within the page."""
+    """Figures made of each seed's model, within the page."""
     definition = outcome.definition
     parts = []
     for result in outcome.rows:
@@ -181,7 +181,7 @@ def _pictures(outcome: Outcome, out: Path) -> list[str]:
 
 
 def _made(outcome: Outcome) -> str:
-    """What a command has made, as links to the files beside the page."""
+    """Links to the files that were made, beside the page."""
     links = [
         f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
         for result in outcome.rows

@@ -11,7 +11,6 @@ from txl.errors import UserError
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.products import cache_words, command_words, require_command
 from txl.reproduction.scales import Scale
 from txl.reproduction.speed import speed_length
 
@@ -52,10 +51,6 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
     if size is None:
         size = presets()[row.preset].vocab_size if row.preset in presets() else 1
     try:
-        if definition.kind == "command":
-            require_command(command_words(definition, scale, "run", "out"))
-        if row.cache_over is not None:
-            require_command(cache_words(scale, "run"))
         run = configure(definition, row, scale, data, size, estimated_segment)
     except NotTrained as why:
         return PlannedRow(row.key, row.name, why.status, str(why))

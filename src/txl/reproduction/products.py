@@ -1,77 +1,103 @@
-"""What commands of `txl` make of a trained model: Figures 5 to 7, samples, a continuous cache."""
+"""Figures 5 to 7 and the samples of Appendix E: what is made of one trained model, beside tables of measurements."""
 
 from __future__ import annotations
 
-import argparse
-import io
-from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
 
+from txl.analysis.attention_record import analyse_attention
+from txl.analysis.samples import Plan, make_samples
 from txl.config import RunConfig
+from txl.data.detokenise import convention_of
+from txl.data.prepared import Corpus
+from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.reproduction.configuring import NotTrained
-from txl.reproduction.definition import Definition
+from txl.models.decoder import Decoder
+from txl.reporting.attention import write_attention
+from txl.reporting.samples_page import About, settings_text, write_samples
+from txl.reproduction.definition import Product
 from txl.reproduction.scales import Scale
 
-
-def command_words(definition: Definition, scale: Scale, run: str, out: str) -> list[str]:
-    """The command of a definition of kind "command", as a user would type it after `txl`."""
-    tokens = "all" if scale.eval_tokens is None else str(scale.eval_tokens)
-    return [word.format(run=run, out=out, tokens=tokens) for word in definition.command]
+_ATTENTION_SPLIT, _SAMPLES_SPLIT = "valid", "test"
 
 
-def cache_words(scale: Scale, run: str) -> list[str]:
-    """The command that tunes and measures a continuous cache, as a user would type it after `txl`."""
-    limit = [] if scale.eval_tokens is None else ["--max-tokens", str(scale.eval_tokens)]
-    return ["cache", run, "--batch", "1", *limit]  # a lane remembers nothing of the others
-
-
-def run_command(words: list[str]) -> str:
-    """Run a command of `txl` as a user would; what it prints is returned, since standard output is the caller's."""
-    printed = io.StringIO()
-    arguments = _parsed(words)
-    with redirect_stdout(printed):
-        arguments.run(arguments)
-    return printed.getvalue()
-
-
-def require_command(words: list[str]) -> None:
-    """Nothing, if this version has a command.
-
-    Raises:
-        NotTrained: if it does not.
-    """
-    try:
-        _parsed(words)
-    except UserError as error:
-        raise NotTrained("not in this version", f"txl {words[0]}: {str(error).partition(' (')[0]}") from None
-
-
-def least_tokens_of(words: list[str], run: RunConfig) -> dict[str, int]:
-    """By split, how many tokens a command must find to make anything.
+def make_product(
+    product: Product,
+    model: Decoder[Any],
+    vocabulary: Vocabulary,
+    run: RunConfig,
+    corpus: Corpus,
+    scale: Scale,
+    directory: Path,
+    checkpoint: str,
+    out: Path,
+) -> list[Path]:
+    """Make the figures of attention, or samples, of a trained model; return the files that were written.
 
     Args:
-        words: the command.
-        run: the configuration of the model that it is to be run on, whose test settings it has.
+        product: which of them.
+        model, vocabulary: of the run.
+        run: its configuration, whose test settings are used.
+        corpus: the text that it was trained on.
+        scale: how much of a split is read.
+        directory: of the run.
+        checkpoint: name of the checkpoint.
+        out: the folder for the files; made if it is missing.
 
     Raises:
-        UserError: if the command reads fewer by its own options.
+        UserError: if the split is too short, or a file cannot be written.
     """
-    arguments = _parsed(words)
-    if words[0] == "samples":
-        return {arguments.split: arguments.context + arguments.max_tokens + arguments.count - 1}
-    if words[0] == "attention":
-        # A token that sees all of the memory, and the one that it predicts.
-        least = (run.eval.window or run.eval.mem_len + 1) + 1
-        if arguments.tokens is not None and arguments.tokens < least:
-            raise UserError(
-                f"--eval-tokens is {arguments.tokens}, but only after {least:,} tokens does one see all of the memory; "
-                f"expected {least:,} or more"
-            )
-        return {arguments.split: least}
-    return {}
+    lengths = {
+        "mem_len": run.eval.mem_len,
+        "window": run.eval.window or "none",
+        "clamp_len": "none" if run.eval.clamp_len is None else run.eval.clamp_len,
+    }
+    if product == "attention":
+        record = analyse_attention(
+            model,
+            vocabulary,
+            corpus,
+            split=_ATTENTION_SPLIT,
+            checkpoint=checkpoint,
+            lengths=lengths,
+            segment=run.eval.segment,
+            most_lanes=run.eval.batch_size,
+            max_tokens=scale.eval_tokens,
+        )
+        return write_attention(record, out, str(directory))
+    plan = Plan(lengths=lengths)
+    training = corpus.tokens("train")
+    convention = convention_of(vocabulary)
+    samples = make_samples(
+        model, vocabulary, corpus.tokens(_SAMPLES_SPLIT), training, plan, convention=convention
+    )  # fmt: skip
+    about = About(
+        str(directory),
+        checkpoint,
+        corpus.name,
+        _SAMPLES_SPLIT,
+        corpus.unit,
+        convention,
+        settings_text(plan),
+        len(training),
+    )
+    return write_samples(samples, about, plan, out)[1]
 
 
-def _parsed(words: list[str]) -> argparse.Namespace:
-    from txl.cli import build_parser
+def least_tokens_of(product: Product, run: RunConfig, scale: Scale) -> dict[str, int]:
+    """Return by split how many tokens it must have for a product to be made.
 
-    return build_parser().parse_args(words)
+    Raises:
+        UserError: if the scale reads fewer.
+    """
+    if product == "samples":
+        plan = Plan()
+        return {_SAMPLES_SPLIT: plan.context + plan.max_tokens + plan.count - 1}
+    # A token that sees all of the memory, and the one that it predicts.
+    least = (run.eval.window or run.eval.mem_len + 1) + 1
+    if scale.eval_tokens is not None and scale.eval_tokens < least:
+        raise UserError(
+            f"--eval-tokens is {scale.eval_tokens}, but only after {least:,} tokens does one see all of the memory; "
+            f"expected {least:,} or more"
+        )
+    return {_ATTENTION_SPLIT: least}

@@ -19,7 +19,6 @@ def markdown(outcome: Outcome) -> str:
     for claim, verdict in outcome.verdicts():
         lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
     lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
-    lines += [f"{each.row.key}: {each.reason}" for each in outcome.rows if each.status == "not in this version"]
     return "\n".join(lines)
 
 
