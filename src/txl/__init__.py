@@ -6,12 +6,14 @@ The public names below are loaded when they are first used, so that importing th
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 # Not lazy, because it shares its name with its module: whoever imports the module first would hide the function.
 from txl.presets import preset, presets
 
+TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from txl.config import RunConfig
     from txl.data.corpora import open_corpus
     from txl.data.detokenise import detokenise

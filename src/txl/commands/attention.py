@@ -21,6 +21,7 @@ from txl.commands.options import (
     numbers,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
     say,
     writable_folder,
@@ -194,24 +195,23 @@ def _write(record: dict[str, Any], out: Path, name: str) -> list[Path]:
 
 
 def _print(record: dict[str, Any], out: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     settings = record["settings"]
-    table = Table(
-        title=f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split",
-        caption="even: a head that looked at all keys alike",
+    farthest = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]
+    even = {"layer": "even", "head": "", **record["even"]}
+    print_table(
+        f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split; even: a head that "
+        f"looked at all keys alike",
+        ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"),
+        [
+            (
+                str(row["layer"]),
+                str(row["head"]),
+                f"{row['mean_distance']:.1f}",
+                f"{row['share_beyond']:.1%}",
+                f"{row['effective_keys']:.1f}",
+            )
+            for row in (*farthest, even)
+        ],
     )
-    for column in ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"):
-        table.add_column(column, justify="right")
-    for row in sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]:
-        figures = (f"{row['mean_distance']:.1f}", f"{row['share_beyond']:.1%}", f"{row['effective_keys']:.1f}")
-        table.add_row(str(row["layer"]), str(row["head"]), *figures)
-    even = record["even"]
-    table.add_section()
-    table.add_row(
-        "even", "", f"{even['mean_distance']:.1f}", f"{even['share_beyond']:.1%}", f"{even['effective_keys']:.1f}"
-    )
-    Console().print(table)
     made = "figures 5 to 7" if record["terms"] else "figures 5 and 6"
     print(f"{out / 'attention.html'}: {made}, and the text with what is attended to marked")

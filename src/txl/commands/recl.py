@@ -19,6 +19,7 @@ from txl.commands.options import (
     limit,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
     say,
     writable_folder,
@@ -259,27 +260,22 @@ def _spread(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from txl.reporting.recl_page import held_notes
+    from txl.units import ppl_text
 
-    console, models = Console(), result["models"]
+    models = result["models"]
     heading = f"{result['split']} split, {result['targets']:,} targets"
-    table = Table(title=f"relative effective context length, {heading}")
-    table.add_column("model")
-    for column in ("parameters", *(f"r = {r}" for r in result["relative_gains"])):
-        table.add_column(column, justify="right")
-    for each in models:
-        table.add_row(each["name"], f"{each['parameters']:,}", *(f"{length:,}" for length in each["recl"].values()))
-    console.print(table)
-    table = Table(title="perplexity by context length")
-    table.add_column("context", justify="right")
-    for each in models:
-        table.add_column(each["name"], justify="right")
-    for length in result["context_lengths"]:
-        table.add_row(f"{length:,}", *(f"{each['ppl'][str(length)]:.3f}" for each in models))
-    console.print(table)
+    print_table(
+        f"relative effective context length, {heading}",
+        ("model", "parameters", *(f"r = {r}" for r in result["relative_gains"])),
+        [(each["name"], f"{each['parameters']:,}", *(f"{n:,}" for n in each["recl"].values())) for each in models],
+        text=("model",),
+    )
+    print_table(
+        "perplexity by context length",
+        ("context", *(each["name"] for each in models)),
+        [(f"{n:,}", *(ppl_text(each["ppl"][str(n)]) for each in models)) for n in result["context_lengths"]],
+    )
     for note in held_notes(result):
         print(note)
     print("Table 8 compares groups of the same parameter budget; the largest length means that gains never stopped")

@@ -21,6 +21,7 @@ from txl.commands.options import (
     memory_settings,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
     writable_folder,
 )
@@ -139,15 +140,7 @@ def _write_and_print(out: Path, samples: list[Any], about: Any, record: dict[str
     if as_json:
         print_json(record | {"files": [str(out / name) for name in texts]})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if column else "left")
-    for row in summary_rows(samples, about.unit):
-        table.add_row(*row)
-    Console().print(table)
+    print_table("measures of all samples", HEADINGS, summary_rows(samples, about.unit), text=HEADINGS[:1])
     for name in texts:
         print(out / name)
 
