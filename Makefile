@@ -30,7 +30,7 @@ oracle: .venv-oracle/.installed
 .venv-oracle/.installed: constraints-oracle.txt
 	$(PYTHON) -m venv .venv-oracle
 	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oracle.txt \
-		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs
+		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping
 	@touch $@
 
 # Checkpoints that TensorFlow wrote; not part of .ci/run, because of its size.
@@ -40,7 +40,7 @@ oracle-tensorflow: .venv-tensorflow/.installed
 .venv-tensorflow/.installed: constraints-tensorflow.txt
 	$(PYTHON) -m venv .venv-tensorflow
 	.venv-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-tensorflow.txt \
-		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs
+		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping
 	@touch $@
 
 # What `txl export` writes, driven through transformers 5.
@@ -50,7 +50,7 @@ huggingface: .venv-huggingface/.installed
 .venv-huggingface/.installed: constraints-huggingface.txt
 	$(PYTHON) -m venv .venv-huggingface
 	.venv-huggingface/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-huggingface.txt \
-		torch transformers safetensors tokenizers numpy pytest rich platformdirs zstandard pooch matplotlib
+		torch transformers safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping zstandard pooch matplotlib
 	@touch $@
 
 lint: $(STAMP)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -20,7 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import portalocker
 import torch
+from portalocker import LockFlags
 
 from txl.config import RunConfig
 from txl.data.vocabulary import Vocabulary
@@ -96,7 +97,7 @@ class RunDirectory:
         path = self.path / "log.jsonl"
         try:
             with open(path, "ab+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # `txl eval` may write while the run trains; closing lets go
+                portalocker.lock(file, LockFlags.EXCLUSIVE)  # `txl eval` may write while the run trains
                 # A crash may have torn the last line: the next event begins on a line of its own.
                 if file.tell() > 0:
                     file.seek(-1, os.SEEK_END)
@@ -220,10 +221,10 @@ class RunDirectory:
         """Whether somebody trains here now, on this machine."""
         try:
             with open(self.path / ".lock") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+                portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
+        except portalocker.AlreadyLocked:
             return True
-        except OSError:
+        except (OSError, portalocker.LockException):
             return False
         return False
 
@@ -237,35 +238,45 @@ class RunDirectory:
         path = self.path / ".lock"
         try:
             file = open(path, "w")  # noqa: SIM115 (closed below)
-            # The directory too: somebody may delete the file, which looks stale.
-            directory = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-        with file:
-            try:
-                self._lock(file.fileno(), f"{path}: no lock")
+        with file, _opened_directory(self.path) as directory:
+            self._lock(file.fileno(), f"{path}: no lock")
+            if directory is not None:  # the file alone looks stale to somebody, who may delete it
                 self._lock(directory, None)
-                yield
-            finally:
-                os.close(directory)
+            yield
 
     def _lock(self, descriptor: int, note: str | None) -> None:
-        """Lock a file until it is closed; where the file system has no such locks, say `note`.
+        """Lock an open file until it is closed; where the file system has no such locks, say `note`.
 
         Raises:
             UserError: if somebody else has locked it.
         """
         for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
                 return
-            except BlockingIOError:
+            except portalocker.AlreadyLocked:
                 time.sleep(0.05)
-            except OSError as error:  # some network file systems have no locks, at least of directories
+            except (OSError, portalocker.LockException) as error:  # some network file systems have no locks
                 if note is not None:
-                    print(f"note: {note} ({error.strerror}); start no second training here", file=sys.stderr)
+                    print(f"note: {note} ({error}); start no second training here", file=sys.stderr)
                 return
         raise UserError(f"{self.path}: another process is training here; wait for it or use another --out")
+
+
+@contextmanager
+def _opened_directory(path: Path) -> Iterator[int | None]:
+    """A descriptor of a directory; None where a system opens files alone (Windows)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def load(

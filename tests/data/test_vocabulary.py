@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.counting import word_vocabulary
-from txl.data.differences import vocabulary_difference
 from txl.data.vocabulary import (
     BpeVocabulary,
     ByteVocabulary,
@@ -135,43 +134,6 @@ def test_files_that_are_no_vocabulary_are_refused(content, message, tmp_path):
     with pytest.raises(UserError, match=message) as refusal:
         Vocabulary.load(path)
     assert str(path) in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "expected"),
-    [
-        (ALL["byte"], ByteVocabulary(), None),
-        (ALL["byte"], ALL["char"], "the corpus is read in byte tokens, the model in char tokens"),
-        (
-            WordVocabulary(["<eos>", "<unk>", "mill", "flood"]),
-            WordVocabulary(["<eos>", "<unk>", "clock"]),
-            "the corpus has 4 word tokens, the model 3: the model lacks 2 ('mill', 'flood') and the corpus lacks 1 "
-            "('clock')",
-        ),
-        (
-            WordVocabulary(["<eos>", "<unk>", "mill"]),
-            WordVocabulary(["<eos>", "mill", "<unk>"]),
-            "the corpus has 3 word tokens, the model 3: the same ones in another order (token 1 is '<unk>' and 'mill')",
-        ),
-        (
-            CharVocabulary("abcde"),
-            CharVocabulary("a", unknown=False),
-            "the corpus has 6 char tokens, the model 1: the model lacks 5 ('<unk>', 'b', 'c', ...)",
-        ),
-        (
-            WordVocabulary(["<S>", "<UNK>"], eos="<S>", unk="<UNK>", boundary="end"),
-            WordVocabulary(["<S>", "<UNK>"], eos="<S>", unk="<UNK>", boundary="both"),
-            "the corpus has 2 word tokens, the model 2: the same ones, with other boundaries",
-        ),
-        (
-            BPE,
-            BpeVocabulary.train(["another text"], 260),
-            f"the corpus has {len(BPE)} bpe tokens, the model 260: their byte pairs are not the same",
-        ),
-    ],
-)
-def test_how_two_vocabularies_differ(ours, theirs, expected):
-    assert vocabulary_difference(ours, theirs, "the corpus", "the model") == expected
 
 
 def test_vocabularies_of_some_bytes_and_of_a_closed_alphabet():

@@ -18,7 +18,7 @@ def describe_hardware(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": _memory_bytes(),
         "device": device,
     }
     if device.startswith("cuda"):
@@ -34,6 +34,13 @@ def describe_software() -> dict[str, str]:
         "txl": txl.__version__,
         "system": platform.platform(),
     }
+
+
+def _memory_bytes() -> int | None:
+    """Return the machine's memory; None on a system that does not tell (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu_name() -> str:
