@@ -9,8 +9,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 from txl.training.display import Display, Reading
 
 READING = Reading(

@@ -16,13 +16,13 @@ from txl.commands.options import (
     add_json,
     add_memory_options,
     bounded_int,
-    existing_run,
     memory_settings,
     numbers,
     pick_device,
     print_json,
     print_table,
     progress_bar,
+    run_to_read,
     say,
     writable_folder,
 )
@@ -76,18 +76,15 @@ _heads.__name__ = "list of LAYER:HEAD"
 
 def run(arguments: argparse.Namespace) -> None:
     """Average, write figures, page and record, and print which heads look farthest."""
+    run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention import average_attention, reach
     from txl.analysis.attention_record import attention_record
     from txl.analysis.observation import attentions, known_terms
     from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.evaluation.perplexity import resolved_lengths
-    from txl.run_directory import RunDirectory
 
     keep_freed_memory()
-    run_directory = RunDirectory(existing_run(arguments.directory))
-    config = run_directory.config()
-    checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     found_attentions = attentions(model)
     n_head, n_layer = found_attentions[0].n_head, len(found_attentions)

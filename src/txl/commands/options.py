@@ -19,6 +19,7 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
     from txl.data.vocabulary import Vocabulary
+    from txl.run_directory import RunDirectory
 
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
@@ -223,6 +224,34 @@ def existing_run(path: str) -> Path:
     return directory
 
 
+def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig, Path]:
+    """The run directory that a command names, its configuration and the checkpoint; nothing of it takes PyTorch.
+
+    Raises:
+        UserError: if one of them is missing or damaged, or --data.corpus names nothing.
+    """
+    from txl.run_directory import RunDirectory
+
+    directory = RunDirectory(existing_run(arguments.directory))
+    config, checkpoint = directory.config(), directory.checkpoint(arguments.checkpoint)
+    if "data.corpus" in config_options(arguments):
+        check_corpus(data_config(arguments, config.data).corpus)
+    return directory, config, checkpoint
+
+
+def check_corpus(name: str) -> None:
+    """Refuse a corpus that is not there, before anything that takes long.
+
+    Raises:
+        UserError: if it is neither a known name nor a file, folder or glob.
+    """
+    from txl.data.benchmarks import BENCHMARKS
+    from txl.data.corpora import STDLIB, own_files
+
+    if name and name != STDLIB and name not in BENCHMARKS:
+        own_files(name)
+
+
 def writable_folder(path: str | Path) -> Path:
     """A folder that results will go to, tried before they are computed; what had to be made for that is gone again.
 
@@ -267,8 +296,8 @@ def say(text: str) -> None:
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
     """A table on standard output, below its title; nothing in it is read as markup.
 
-    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or a
-    pipe, a row stays a line.
+    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
+    a pipe, a row stays a line.
 
     Args:
         title: a line; it may be long.

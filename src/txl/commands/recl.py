@@ -69,16 +69,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     Scoring takes hours where models are large: whatever can be refused is refused before it begins.
     """
-    from txl.allocator import keep_freed_memory
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.evaluation.sliding import losses_at_contexts
     from txl.run_directory import RunDirectory
 
-    lengths = _lengths(arguments)
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
+    lengths = _lengths(arguments)
     folder = None if arguments.out is None else writable_folder(arguments.out)
     directories = [RunDirectory(path) for path in paths]
     vocabulary = _shared_vocabulary(directories)
@@ -86,6 +84,9 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = open_run_corpus(directories[0], vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
     targets = _spread(len(tokens), lengths[-1], arguments)
+    from txl.allocator import keep_freed_memory
+    from txl.evaluation.sliding import losses_at_contexts
+
     keep_freed_memory()
     device = pick_device(arguments.device)
     clamps = _clamps(directories, arguments.clamp_len)
@@ -231,11 +232,11 @@ def _result(
 
 def _lengths(arguments: argparse.Namespace) -> range:
     """step, 2 * step, ... up to the longest, once all numbers are in their ranges."""
-    from txl.evaluation.effective_context import check_fractions
-
     for name in ("step", "longest", "targets", "batch"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")
+    from txl.evaluation.effective_context import check_fractions
+
     if arguments.longest < 2 * arguments.step:
         raise UserError(
             f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"

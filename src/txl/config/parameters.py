@@ -1,6 +1,7 @@
 """How many parameters a configuration's model has, by arithmetic: building it to count takes PyTorch, and its time.
 
-Letters: E d_model, D d_embed, F d_inner, A = n_head * d_head, V vocabulary, V_i and d_i tokens and features of cluster i.
+Letters: E d_model, D d_embed, F d_inner, A = n_head * d_head, V vocabulary, V_i and d_i tokens and features of
+cluster i.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _recurrent(model: ModelConfig) -> int:
 
 
 def _embedding_and_softmax(model: ModelConfig, vocab_size: int) -> int:
-    """Tables (V_i*d_i, twice if untied), projections (E*d_i), the output's own ones, biases, and D + 1 a tail cluster."""
+    """Tables (V_i*d_i, twice if untied), projections (E*d_i) and the output's own, biases; D + 1 a tail cluster."""
     d_embed = model.d_embed or model.d_model
     sizes = [end - first for first, end in pairwise((0, *model.cutoffs, vocab_size))]
     widths = [d_embed // model.div_val**cluster for cluster in range(len(sizes))]
