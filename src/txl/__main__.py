@@ -1,13 +1,27 @@
-"""`python -m txl` is the command `txl`, for torchrun too."""
+"""The command `txl`, which is `python -m txl` too, for torchrun.
+
+Importing PyTorch takes seconds, and a KeyboardInterrupt raised in the midst of it may be swallowed there, or end in
+another error. So Ctrl-C is taken care of here, before anything else is imported.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from txl.cli import main
+TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
+if TYPE_CHECKING:
+    from types import FrameType
 
-if __name__ == "__main__":
+
+def command() -> None:
+    """Run the command that the program was called with, and leave with its exit code: 130 if it was interrupted."""
+    # A shell's background job ignores Ctrl-C, and so it stays.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+    from txl.cli import main
+
     code = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads do not always survive the interpreter's end, and an abort then would look like a failed run.
@@ -15,3 +29,30 @@ if __name__ == "__main__":
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _interrupted(received: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt in a command at work, which has things to put away; elsewhere leave at once.
+
+    Elsewhere: while modules are imported, before the command has begun, after it has ended, and when asked again.
+    """
+    signal.signal(received, _leave)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            break
+        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == "txl.cli":
+            raise KeyboardInterrupt
+        frame = frame.f_back
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"txl: interrupted\n")  # not print: the signal may have come in the midst of one
+    _leave(received, frame)
+
+
+def _leave(received: int, frame: FrameType | None) -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # the cursor, which a progress bar hides
+    os._exit(128 + received)
+
+
+if __name__ == "__main__":
+    command()

@@ -98,6 +98,16 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("txl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """As `main`; what Ctrl-C raises in here, and only in here, is caught (`txl.__main__`)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # text that the terminal's encoding lacks must not end a command
@@ -133,9 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, MemoryError) and not re.search(_NO_ROOM, str(error)):
             raise
         return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")
-    except KeyboardInterrupt:
-        print("txl: interrupted", file=sys.stderr)
-        return 130
 
 
 def _refuse(message: str) -> int:

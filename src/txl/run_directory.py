@@ -17,18 +17,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import portalocker
-import torch
 from portalocker import LockFlags
 
 from txl.config import RunConfig
-from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.models import build_model
-from txl.models.decoder import Decoder
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
+
+if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
+    import torch
+
+    from txl.data.vocabulary import Vocabulary
+    from txl.models.decoder import Decoder
 
 _LOCK_ATTEMPTS = 10
 
@@ -84,6 +86,8 @@ class RunDirectory:
 
     def vocabulary(self) -> Vocabulary | None:
         """The run's vocabulary; None for an imported model that came without one."""
+        from txl.data.vocabulary import Vocabulary
+
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
@@ -199,6 +203,10 @@ class RunDirectory:
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
         """
+        import torch
+
+        from txl.models import build_model
+
         checkpoint = checkpoint or self.checkpoint()
         tensors = read_tensors(checkpoint, MODEL_FILE)
         config, vocabulary = self.config(), self.vocabulary()

@@ -9,29 +9,11 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
-from txl.training.display import Display, Reading, duration, metric
+from txl.training.display import Display, Reading
 
 READING = Reading(
     step=40, loss=math.log(2), tokens_per_second=12345.6, learning_rate=2.5e-4, grad_norm=0.5, seconds_left=3723.4
 )
-
-
-def test_bits_for_bytes_and_characters_perplexity_for_words_and_pieces():
-    assert metric("byte", math.log(2)) == metric("char", math.log(2)) == ("bpc", 1.0)
-    assert metric("word", math.log(50)) == ("ppl", pytest.approx(50))
-    assert metric("bpe", math.log(50)) == ("ppl", pytest.approx(50))
-
-
-def test_durations():
-    assert [duration(seconds) for seconds in (0, 59.6, 61, 3723.4, math.inf)] == [
-        "0:00",
-        "1:00",
-        "1:01",
-        "1:02:03",
-        "?",
-    ]
 
 
 def test_plain_lines_go_to_standard_error(capsys):

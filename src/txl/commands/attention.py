@@ -14,12 +14,13 @@ from txl.commands.options import (
     add_json,
     add_memory_options,
     bounded_int,
-    existing_run,
     memory_settings,
     numbers,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
+    run_to_read,
     say,
     writable_folder,
 )
@@ -72,17 +73,14 @@ _heads.__name__ = "list of LAYER:HEAD"
 
 def run(arguments: argparse.Namespace) -> None:
     """Average, write figures, page and record, and print which heads look farthest."""
+    run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.observation import known_terms
     from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.reporting.attention import write_attention
-    from txl.run_directory import RunDirectory
 
     keep_freed_memory()
-    run_directory = RunDirectory(existing_run(arguments.directory))
-    config = run_directory.config()
-    checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     corpus = open_run_corpus(run_directory, vocabulary, arguments)
     split_tokens(corpus, arguments.split)
@@ -121,24 +119,23 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print(record: dict[str, Any], out: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     settings = record["settings"]
-    table = Table(
-        title=f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split",
-        caption="even: a head that looked at all keys alike",
+    farthest = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]
+    even = {"layer": "even", "head": "", **record["even"]}
+    print_table(
+        f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split; even: a head that "
+        f"looked at all keys alike",
+        ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"),
+        [
+            (
+                str(row["layer"]),
+                str(row["head"]),
+                f"{row['mean_distance']:.1f}",
+                f"{row['share_beyond']:.1%}",
+                f"{row['effective_keys']:.1f}",
+            )
+            for row in (*farthest, even)
+        ],
     )
-    for column in ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"):
-        table.add_column(column, justify="right")
-    for row in sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]:
-        figures = (f"{row['mean_distance']:.1f}", f"{row['share_beyond']:.1%}", f"{row['effective_keys']:.1f}")
-        table.add_row(str(row["layer"]), str(row["head"]), *figures)
-    even = record["even"]
-    table.add_section()
-    table.add_row(
-        "even", "", f"{even['mean_distance']:.1f}", f"{even['share_beyond']:.1%}", f"{even['effective_keys']:.1f}"
-    )
-    Console().print(table)
     made = "figures 5 to 7" if record["terms"] else "figures 5 and 6"
     print(f"{out / 'attention.html'}: {made}, and the text with what is attended to marked")

@@ -61,8 +61,6 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    from txl.allocator import keep_freed_memory
-    from txl.benchmarking.workloads import bench_evaluation, bench_training
     from txl.presets import preset
 
     if arguments.steps < 1:
@@ -82,6 +80,9 @@ def run(arguments: argparse.Namespace) -> None:
         config.eval = dataclasses.replace(config.eval, batch_size=1)  # as a stream is read
     config = with_options(config, config_options(arguments))
     validate(config)
+    from txl.allocator import keep_freed_memory
+    from txl.benchmarking.workloads import bench_evaluation, bench_training
+
     device = pick_device(arguments.device)
     keep_freed_memory()
 
@@ -138,10 +139,7 @@ def _compare(results: list[Speed]) -> None:
 
 def run_table9(arguments: argparse.Namespace) -> None:
     """Measure and print a row a length."""
-    from txl.allocator import keep_freed_memory
-    from txl.benchmarking.table9 import slowdown
     from txl.presets import preset
-    from txl.training.environment import describe_hardware, describe_software
 
     for name, least in (("steps", 1), ("segment", 1), ("vocabulary", 1)):
         if getattr(arguments, name) < least:
@@ -152,6 +150,10 @@ def run_table9(arguments: argparse.Namespace) -> None:
     validate_model(config.model)
     if has_absolute_positions(config.model) or config.model.kind != "transformer":
         raise UserError(f"{config.name} is a baseline itself; give a preset of Transformer-XL")
+    from txl.allocator import keep_freed_memory
+    from txl.benchmarking.table9 import slowdown
+    from txl.training.environment import describe_hardware, describe_software
+
     device = pick_device(arguments.device)
     keep_freed_memory()
     rows = []

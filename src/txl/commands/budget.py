@@ -43,9 +43,6 @@ def add_workload(workloads: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    from txl.commands.train import vocabulary_size
-    from txl.training.budget import longest_segment, peak_bytes, with_segment
-
     if (arguments.like is None) == (arguments.bytes is None):
         raise UserError("expected one of --like REFERENCE and --bytes N: the memory that may be used")
     for name in ("bytes", "vocabulary", "at_most"):
@@ -54,6 +51,9 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     options = config_options(arguments)
     config = _configuration(arguments.preset, options)
+    from txl.commands.train import vocabulary_size
+    from txl.training.budget import longest_segment, peak_bytes, with_segment
+
     device = pick_device(arguments.device)
     vocab_size = arguments.vocabulary or vocabulary_size(config, arguments)
     reference: RunConfig | None = None

@@ -25,10 +25,10 @@ from txl.commands.options import (
     add_json,
     add_memory_options,
     config_options,
-    existing_run,
     memory_settings,
     pick_device,
     print_json,
+    run_to_read,
 )
 from txl.errors import UserError
 
@@ -81,18 +81,14 @@ _fractions.__name__ = "list of numbers"  # argparse names a type by its function
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune, measure, print, and add the results to the run's log."""
-    from txl.allocator import keep_freed_memory
-    from txl.evaluation.cache_tuning import measure_cache
-    from txl.run_directory import RunDirectory
-
     if arguments.split == arguments.tune_on:
         raise UserError(
             f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
         )
+    directory, config, checkpoint = run_to_read(arguments)
+    from txl.allocator import keep_freed_memory
+
     keep_freed_memory()
-    directory = RunDirectory(existing_run(arguments.directory))
-    config = directory.config()
-    checkpoint = directory.checkpoint(arguments.checkpoint)
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     corpus = open_run_corpus(directory, vocabulary, arguments)
     tune_on, measured = (split_tokens(corpus, name) for name in (arguments.tune_on, arguments.split))

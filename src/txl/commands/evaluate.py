@@ -17,12 +17,12 @@ from txl.commands.options import (
     add_memory_options,
     config_options,
     data_config,
-    existing_run,
     memory_settings,
     numbers,
     pick_device,
     print_json,
     progress_bar,
+    run_to_read,
     say,
 )
 from txl.errors import UserError
@@ -91,16 +91,13 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("mem_len", "mem_lens", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
-    from txl.run_directory import RunDirectory
 
     keep_freed_memory()
-    run_directory = RunDirectory(existing_run(arguments.directory))
-    config = run_directory.config()
     device = pick_device(arguments.device)
-    checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=device)
     model = with_cache(model, arguments)
     corpus = open_run_corpus(run_directory, vocabulary, arguments)

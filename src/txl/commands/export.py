@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import add_checkpoint, add_json, existing_run, print_json
+from txl.commands.options import add_checkpoint, add_json, print_json, run_to_read
 
 
 def add_parser(commands: Any) -> None:
@@ -22,10 +22,11 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export, and say what can be done with it."""
+    directory, _, _ = run_to_read(arguments)
     from txl.interop.export_run import export_run
 
     out = Path(arguments.out)
-    notes = export_run(existing_run(arguments.directory), out, arguments.format, arguments.checkpoint)
+    notes = export_run(directory.path, out, arguments.format, arguments.checkpoint)
     if arguments.json:
         print_json({"directory": str(out), "format": arguments.format, "notes": notes})
         return

@@ -18,10 +18,10 @@ from txl.commands.options import (
     add_memory_options,
     add_sampling_options,
     convention,
-    existing_run,
     memory_settings,
     pick_device,
     print_json,
+    run_to_read,
     say,
 )
 from txl.errors import UserError
@@ -62,27 +62,27 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print."""
     prompt = _prompt(arguments)
-    from txl.allocator import keep_freed_memory
-    from txl.data.detokenise import detokenise
-    from txl.generation import Sampling, generate, generate_samples
-    from txl.run_directory import RunDirectory
+    from txl.decoding.sampling import Sampling
 
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+    temperature = 0.0 if arguments.greedy else arguments.temperature
+    Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values
+    run_directory, config, checkpoint = run_to_read(arguments)
+    lengths = memory_settings(arguments, config)
     import torch
+
+    from txl.allocator import keep_freed_memory
+    from txl.data.detokenise import detokenise
+    from txl.generation import generate, generate_samples
 
     keep_freed_memory()
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log tells how to make the text again
-    run_directory = RunDirectory(existing_run(arguments.directory))
-    lengths = memory_settings(arguments, run_directory.config())
-    checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     _note_unknown_words(vocabulary, prompt)
     tokenised_as = convention(arguments.detokenise, vocabulary)
     shown = prompt if tokenised_as is None else detokenise(prompt, tokenised_as)
-    temperature = 0.0 if arguments.greedy else arguments.temperature
-    Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values before anything is printed
     common = {
         "max_tokens": arguments.max_tokens,
         "top_k": arguments.top_k,

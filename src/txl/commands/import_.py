@@ -36,8 +36,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Import, and show the configuration that was recovered."""
     from txl.config import RunConfig, with_options
     from txl.interop.hub import checkpoint_path
-    from txl.interop.import_run import import_run
-    from txl.interop.vocabularies import read_vocabulary
 
     options = config_options(arguments)
     base = RunConfig()
@@ -46,12 +44,16 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
     if stated.data.corpus:
         stated.data.corpus = absolute_path(stated.data.corpus)
-    vocabulary = None if arguments.vocabulary is None else read_vocabulary(Path(arguments.vocabulary))
     out = Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: not empty; give another directory")
+    path = checkpoint_path(arguments.path, quiet=arguments.json)
+    from txl.interop.import_run import import_run
+    from txl.interop.vocabularies import read_vocabulary
+
+    vocabulary = None if arguments.vocabulary is None else read_vocabulary(Path(arguments.vocabulary))
     config, notes = import_run(
-        checkpoint_path(arguments.path, quiet=arguments.json),
+        path,
         out,
         vocabulary=vocabulary,
         model_options={name: getattr(stated.model, name) for name in given},

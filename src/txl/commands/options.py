@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,6 +19,7 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
     from txl.data.vocabulary import Vocabulary
+    from txl.run_directory import RunDirectory
 
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
@@ -223,6 +224,34 @@ def existing_run(path: str) -> Path:
     return directory
 
 
+def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig, Path]:
+    """The run directory that a command names, its configuration and the checkpoint; nothing of it takes PyTorch.
+
+    Raises:
+        UserError: if one of them is missing or damaged, or --data.corpus names nothing.
+    """
+    from txl.run_directory import RunDirectory
+
+    directory = RunDirectory(existing_run(arguments.directory))
+    config, checkpoint = directory.config(), directory.checkpoint(arguments.checkpoint)
+    if "data.corpus" in config_options(arguments):
+        check_corpus(data_config(arguments, config.data).corpus)
+    return directory, config, checkpoint
+
+
+def check_corpus(name: str) -> None:
+    """Refuse a corpus that is not there, before anything that takes long.
+
+    Raises:
+        UserError: if it is neither a known name nor a file, folder or glob.
+    """
+    from txl.data.benchmarks import BENCHMARKS
+    from txl.data.corpora import STDLIB, own_files
+
+    if name and name != STDLIB and name not in BENCHMARKS:
+        own_files(name)
+
+
 def writable_folder(path: str | Path) -> Path:
     """A folder that results will go to, tried before they are computed; what had to be made for that is gone again.
 
@@ -264,6 +293,43 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
+    """A table on standard output, below its title; nothing in it is read as markup.
+
+    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
+    a pipe, a row stays a line.
+
+    Args:
+        title: a line; it may be long.
+        headings: of the columns.
+        rows: what stands below them.
+        text: the columns that hold text, not numbers.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = list(rows)
+    for place, heading in enumerate(headings):
+        if heading in text:
+            table.add_column(Text(heading), overflow="fold")
+        else:
+            words = [min(len(word), 12) for word in heading.split()]
+            least = max([*words, *(len(row[place]) for row in rows)], default=1)
+            table.add_column(Text(heading), justify="right", overflow="fold", min_width=least)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+    print(title)
+    sys.stdout.flush()
+    width = max(console.width, needed.minimum) if console.is_terminal else needed.maximum
+    Console(width=width).print(table)
+
+
 def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
     """A progress display on standard error (only on a terminal), and the function that moves it."""
     from rich.console import Console
@@ -271,7 +337,7 @@ def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int
 
     console = Console(stderr=True)
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),

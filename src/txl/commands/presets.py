@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from txl.commands.options import add_json, print_json
+from txl.commands.options import add_json, print_json, print_table
 
 
 def add_parser(commands: Any) -> None:
@@ -16,54 +16,43 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the presets with their sizes, published results and sources."""
-    import torch
+    """Print the presets with their sizes and published results; sources, vocabularies and widths with --json."""
+    from txl.config import parameter_count
+    from txl.presets.named import named_presets
 
-    from txl.models import build_model
-    from txl.presets import presets
-
-    rows = []
-    for each in presets().values():
-        config = each.make()
-        with torch.device("meta"):
-            model = build_model(config.model, each.vocab_size)
-        rows.append(
-            {
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for group, members in named_presets().items():
+        groups[group] = []
+        for each in members:
+            config = each.make()
+            row = {
                 "name": each.name,
                 "description": each.description,
                 "n_layer": config.model.n_layer,
                 "d_model": config.model.d_model,
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "parameters": parameter_count(config.model, each.vocab_size),
                 "vocabulary_size": each.vocab_size,
                 "train": f"{config.train.segment} / {config.model.mem_len}",
                 "test": f"{config.eval.segment} / {config.eval.mem_len}",
                 "published": each.published,
                 "source": each.source,
             }
-        )
+            groups[group].append(row)
     if arguments.json:
-        print_json({"presets": rows})
+        print_json({"presets": [row for rows in groups.values() for row in rows]})
         return
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Presets (segment / memory in tokens; parameters at the vocabulary size shown)")
-    for heading in ("preset", "layers", "width", "parameters", "vocabulary", "train", "test", "published", "source"):
-        right = heading in ("layers", "width", "parameters", "vocabulary")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=heading == "preset")
-    for row in rows:
-        table.add_row(
-            row["name"],
-            str(row["n_layer"]),
-            str(row["d_model"]),
-            f"{row['parameters']:,}",
-            f"{row['vocabulary_size']:,}",
-            row["train"],
-            row["test"],
-            row["published"],
-            row["source"],
-        )
-    console = Console()
-    # Into a file or a pipe, a row stays a line.
-    (console if console.is_terminal else Console(width=200)).print(table)
+    for group, rows in groups.items():
+        columns = {
+            "preset": [row["name"] for row in rows],
+            "layers": [str(row["n_layer"]) for row in rows],
+            "parameters": [f"{row['parameters']:,}" for row in rows],
+            "train": [row["train"].replace(" ", "") for row in rows],
+            "test": [row["test"].replace(" ", "") for row in rows],
+            "published": [row["published"] for row in rows],
+        }
+        if max(map(len, columns["preset"])) > 30:  # long names leave room for what tells the rows of an ablation apart
+            del columns["layers"], columns["test"]
+        print_table(group, tuple(columns), list(zip(*columns.values(), strict=True)), text=("preset",))
+        print()
+    print("train, test: tokens of a segment / of memory; parameters at the published vocabulary")
+    print("vocabularies, widths, sources: txl presets --json; all of one: txl train NAME --dry-run")

@@ -18,6 +18,7 @@ from txl.commands.options import (
     limit,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
     say,
     writable_folder,
@@ -67,16 +68,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     Scoring takes hours where models are large: whatever can be refused is refused before it begins.
     """
-    from txl.allocator import keep_freed_memory
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.evaluation.sliding import losses_at_contexts
     from txl.run_directory import RunDirectory
 
-    lengths = _lengths(arguments)
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
+    lengths = _lengths(arguments)
     folder = None if arguments.out is None else writable_folder(arguments.out)
     directories = [RunDirectory(path) for path in paths]
     vocabulary = _shared_vocabulary(directories)
@@ -84,6 +83,9 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = open_run_corpus(directories[0], vocabulary, arguments)
     tokens = split_tokens(corpus, arguments.split)
     targets = _targets(len(tokens), lengths[-1], arguments)
+    from txl.allocator import keep_freed_memory
+    from txl.evaluation.sliding import losses_at_contexts
+
     keep_freed_memory()
     device = pick_device(arguments.device)
     clamps = _clamps(directories, arguments.clamp_len)
@@ -228,11 +230,11 @@ def _result(
 
 def _lengths(arguments: argparse.Namespace) -> range:
     """step, 2 * step, ... up to the longest, once all numbers are in their ranges."""
-    from txl.evaluation.effective_context import check_fractions
-
     for name in ("step", "longest", "targets", "batch"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")
+    from txl.evaluation.effective_context import check_fractions
+
     if arguments.longest < 2 * arguments.step:
         raise UserError(
             f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"
@@ -257,27 +259,22 @@ def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from txl.reporting.recl_page import held_notes
+    from txl.units import ppl_text
 
-    console, models = Console(), result["models"]
+    models = result["models"]
     heading = f"{result['split']} split, {result['targets']:,} targets"
-    table = Table(title=f"relative effective context length, {heading}")
-    table.add_column("model")
-    for column in ("parameters", *(f"r = {r}" for r in result["relative_gains"])):
-        table.add_column(column, justify="right")
-    for each in models:
-        table.add_row(each["name"], f"{each['parameters']:,}", *(f"{length:,}" for length in each["recl"].values()))
-    console.print(table)
-    table = Table(title="perplexity by context length")
-    table.add_column("context", justify="right")
-    for each in models:
-        table.add_column(each["name"], justify="right")
-    for length in result["context_lengths"]:
-        table.add_row(f"{length:,}", *(f"{each['ppl'][str(length)]:.3f}" for each in models))
-    console.print(table)
+    print_table(
+        f"relative effective context length, {heading}",
+        ("model", "parameters", *(f"r = {r}" for r in result["relative_gains"])),
+        [(each["name"], f"{each['parameters']:,}", *(f"{n:,}" for n in each["recl"].values())) for each in models],
+        text=("model",),
+    )
+    print_table(
+        "perplexity by context length",
+        ("context", *(each["name"] for each in models)),
+        [(f"{n:,}", *(ppl_text(each["ppl"][str(n)]) for each in models)) for n in result["context_lengths"]],
+    )
     for note in held_notes(result):
         print(note)
     print("Table 8 compares groups of the same parameter budget; the largest length means that gains never stopped")

@@ -16,10 +16,11 @@ from txl.commands.options import (
     add_memory_options,
     add_sampling_options,
     convention,
-    existing_run,
     memory_settings,
     pick_device,
     print_json,
+    print_table,
+    run_to_read,
     writable_folder,
 )
 from txl.errors import UserError
@@ -56,18 +57,17 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+    from txl.decoding.sampling import Sampling
+
+    sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
+    directory, config, checkpoint = run_to_read(arguments)
+    lengths = memory_settings(arguments, config)
     from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.generation import Sampling
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
-    from txl.run_directory import RunDirectory
 
-    sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
     keep_freed_memory()
-    directory = RunDirectory(existing_run(arguments.directory))
-    lengths = memory_settings(arguments, directory.config())
-    checkpoint = directory.checkpoint(arguments.checkpoint)
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     tokenised_as = convention(arguments.detokenise, vocabulary)
     corpus = open_run_corpus(directory, vocabulary, arguments)
@@ -100,14 +100,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(record | {"files": [str(path) for path in paths]})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if column else "left")
-    for row in summary_rows(samples, about.unit):
-        table.add_row(*row)
-    Console().print(table)
+    print_table("measures of all samples", HEADINGS, summary_rows(samples, about.unit), text=HEADINGS[:1])
     for path in paths:
         print(path)

@@ -18,10 +18,10 @@ from txl.commands.options import (
     add_device,
     add_memory_options,
     clamp_setting,
-    existing_run,
     memory_settings,
     pick_device,
     progress_bar,
+    run_to_read,
     say,
 )
 from txl.errors import UserError
@@ -63,21 +63,18 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("mem_len", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
-    from txl.allocator import keep_freed_memory
     from txl.data.sources import open_file
-    from txl.evaluation.surprisal import surprisals
-    from txl.run_directory import RunDirectory
 
-    run_directory = RunDirectory(existing_run(arguments.directory))
+    run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
     if path is not None:
         open_file(path).close()  # before the model is loaded
     _check_out(arguments.out, path)
+    from txl.allocator import keep_freed_memory
+    from txl.evaluation.surprisal import surprisals
+
     keep_freed_memory()
-    config = run_directory.config()
-    model, vocabulary = run_directory.load(
-        run_directory.checkpoint(arguments.checkpoint), device=pick_device(arguments.device)
-    )
+    model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
     settings: dict[str, Any] = {

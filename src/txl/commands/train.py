@@ -12,6 +12,7 @@ from txl.commands.options import (
     add_data_dir,
     add_device,
     add_json,
+    check_corpus,
     config_options,
     pick_device,
     print_json,
@@ -55,17 +56,15 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.out is None:
         raise UserError("--out is missing; give the directory that the run is written to")
+    check_corpus(config.data.corpus)
+    _check_source(arguments)
     from txl.allocator import keep_freed_memory
     from txl.training.trainer import Trainer
 
     keep_freed_memory()
-    if config.train.warmup_steps >= config.train.steps and not arguments.quiet:
-        say(f"note: the warm-up of {config.train.warmup_steps} steps is not over when training ends")
     out, init_from = Path(arguments.out), arguments.init_from
     if arguments.fork:
-        out, init_from = forked(config, out, init_from, arguments.data_dir)
-        if out != Path(arguments.out) and not arguments.quiet:
-            say(f"note: --fork: the run is {out}, with the weights that {arguments.out} has come to")
+        out, init_from = forked(config, out, arguments.data_dir)
     trainer = Trainer(
         config,
         out,
@@ -74,26 +73,39 @@ def run(arguments: argparse.Namespace) -> None:
         init_from=init_from,
         quiet=arguments.quiet or arguments.json,
     )
+    if out != Path(arguments.out) and not arguments.quiet:
+        say(f"note: --fork: the run is {out}, with the weights that {arguments.out} has come to")
     outcome = trainer.fit()
     if arguments.json:
         print_json(outcome)
 
 
-def forked(config: RunConfig, out: Path, init_from: str | None, data_dir: str | None) -> tuple[Path, str | Path | None]:
+def _check_source(arguments: argparse.Namespace) -> None:
+    """Refuse weights to start from that are not there, before PyTorch is imported.
+
+    Raises:
+        UserError: if --init-from is no run directory, or there is no run to fork, or both are asked for.
+    """
+    from txl.run_directory import RunDirectory
+
+    out = RunDirectory(arguments.out)
+    if arguments.fork and arguments.init_from is not None:
+        raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
+    if arguments.fork and not out.config_path.exists():
+        raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
+    if arguments.init_from is not None and not out.config_path.exists():
+        RunDirectory(arguments.init_from).config()
+
+
+def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Path | None]:
     """Where a forked run is, and where its weights come from.
 
     A directory whose configuration and text are these is gone on with; else it is the first free OUT-fork-N.
 
-    Raises:
-        UserError: if there is no run to fork, or its weights are not the ones that are asked for.
     """
     from txl.run_directory import RunDirectory
     from txl.training.trainer import Trainer
 
-    if init_from is not None:
-        raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
-    if not RunDirectory(out).config_path.exists():
-        raise UserError(f"--fork: {out} holds no run to take the weights of; leave --fork out to start one")
     candidate, number = out, 0
     while RunDirectory(candidate).config_path.exists():
         if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():

@@ -1,7 +1,7 @@
 """The configuration of a run: dataclasses, JSON in and out, and the rules that their values must obey.
 
 `sections` has the fields; `values` reads them from JSON and text, `fields` finds them by name. The rules are in
-`model_rules` and `run_rules` and, for each kind of model, in `kinds`.
+`model_rules` and `run_rules` and, for each kind of model, in `kinds`; `parameters` counts.
 """
 
 from txl.config.fields import differences, leaf_fields, with_options
@@ -12,6 +12,7 @@ from txl.config.model_rules import (
     validate_lengths,
     validate_model,
 )
+from txl.config.parameters import parameter_count
 from txl.config.run_rules import RANDOM_LENGTHS, validate, validate_temperature
 from txl.config.sections import (
     AttentionName,
@@ -42,6 +43,7 @@ __all__ = [
     "has_auxiliary_losses",
     "leaf_fields",
     "longest_distance",
+    "parameter_count",
     "parse_value",
     "validate",
     "validate_lengths",

@@ -118,7 +118,7 @@ def open_corpus(
     recipe = Recipe(unit, config.vocab_size, config.min_count, config.max_words, vocabulary)
     if name == STDLIB:
         return _open(name, name, stdlib_files(), lambda: stdlib_pieces(unit), recipe, folder, quiet)
-    return _open(name, Path(name).stem, _own_files(name), lambda: user_pieces(name), recipe, folder, quiet)
+    return _open(name, Path(name).stem, own_files(name), lambda: user_pieces(name), recipe, folder, quiet)
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
@@ -150,7 +150,12 @@ def _open(
     return Corpus(directory)
 
 
-def _own_files(name: str) -> list[Path]:
+def own_files(name: str) -> list[Path]:
+    """The files of a user's own text.
+
+    Raises:
+        UserError: if there is none, naming the corpora that may have been meant.
+    """
     try:
         return find_files(name)
     except UserError as error:

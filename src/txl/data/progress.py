@@ -68,7 +68,7 @@ class DownloadBar:
 
 def _bar(console: Console, quiet: bool) -> Progress:
     return Progress(
-        TextColumn("{task.fields[name]}: {task.fields[doing]}"),
+        TextColumn("{task.fields[name]}: {task.fields[doing]}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

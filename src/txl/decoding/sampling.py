@@ -8,10 +8,12 @@ Shapes: B lanes (streams), V vocabulary, K candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:  # bad settings are refused without PyTorch, which takes seconds to import
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

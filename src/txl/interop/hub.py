@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def checkpoint_path(given: str, quiet: bool = False) -> Path:
     Raises:
         UserError: if there is neither such a file nor such a model, or it cannot be had.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) or path.with_name(path.name + ".index").exists():
         return path
     from huggingface_hub import snapshot_download

@@ -11,7 +11,8 @@ from typing import Any
 
 from txl.reporting.context_figures import Plot, gains_plot, length_plot, steps_plot
 from txl.reporting.page import escape, figure, note, page, section, table
-from txl.reporting.wording import counted, ppl_text, short_name
+from txl.reporting.wording import counted, short_name
+from txl.units import ppl_text
 
 
 def recl_plots(result: dict[str, Any]) -> dict[str, Plot]:

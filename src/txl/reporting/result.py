@@ -11,12 +11,12 @@ from txl.reporting.wording import (
     change_text,
     is_character_unit,
     manner_words,
-    ppl_text,
     quality_label,
     quality_text,
     settings_text,
     token_name,
 )
+from txl.units import ppl_text
 
 
 def result_section(found: Findings, name: str, problem: str | None) -> str:

@@ -8,6 +8,7 @@ from unicodedata import category
 
 from txl.config import ModelConfig, has_absolute_positions
 from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
+from txl.units import ppl_text
 
 
 def plain(text: str) -> str:
@@ -39,13 +40,6 @@ def quality_label(unit: str) -> str:
 def quality_text(nll: float, unit: str) -> str:
     """The figure alone: 1.234, or 56.7."""
     return f"{quality(nll, unit):.3f}" if is_character_unit(unit) else ppl_text(quality(nll, unit))
-
-
-def ppl_text(ppl: float) -> str:
-    """A perplexity with four figures or more."""
-    if ppl >= 1e6:
-        return f"{ppl:.3g}"
-    return f"{ppl:.3f}" if ppl < 10 else f"{ppl:.2f}" if ppl < 1000 else f"{ppl:,.0f}"
 
 
 def token_name(unit: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from txl.benchmarking.table9 import PUBLISHED
+from txl.benchmarking import TABLE_9
 from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10
 from txl.presets.ablation import Row as Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
@@ -270,7 +270,7 @@ TABLE9 = Definition(
     columns=("slower",),
     rows=tuple(
         Row(f"length-{length}", f"{length:,}", {"slower": f"{times:,}x"}, {}, preset="enwik8-12L", length=length)
-        for length, times in sorted(PUBLISHED.items(), reverse=True)
+        for length, times in sorted(TABLE_9.items(), reverse=True)
     ),
     claims=(
         Claim(

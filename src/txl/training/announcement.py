@@ -52,6 +52,8 @@ def announce(
     else:
         note = "" if init_note is None else f" ({init_note})"
         start = "" if init_from is None else f", starting from {init_from}{note}"
+    if run.train.warmup_steps >= run.train.steps:
+        loop.display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
     attention = loop.model.attention_name + (" attention, compiled layers" if compiled else " attention")
     count, engine = processes.count, run.train.parallel.upper()
     together = f" in {count} processes ({engine})" if count > 1 else ""

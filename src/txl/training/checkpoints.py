@@ -18,15 +18,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from txl.data.token_files import file_sha256
 from txl.errors import UserError
+
+if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
+    from torch import Tensor
 
 MODEL_FILE = "model.safetensors"
 STATE_TENSORS_FILE = "training_state.safetensors"
@@ -132,6 +132,9 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file of tensors, and read back that it holds them."""
+    import safetensors.torch
+    import torch
+
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, path)
     # Not by the library: it maps the file into memory, which would count as ours.
@@ -179,6 +182,8 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     Raises:
         UserError: if something is missing, truncated or altered.
     """
+    import safetensors.torch
+
     verify_file(checkpoint, name)
     try:
         return safetensors.torch.load_file(checkpoint / name)

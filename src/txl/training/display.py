@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,6 +11,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+
+from txl.units import duration, metric
 
 
 @dataclass
@@ -24,22 +25,6 @@ class Reading:
     learning_rate: float
     grad_norm: float
     seconds_left: float
-
-
-def metric(unit: str, nll: float) -> tuple[str, float]:
-    """The measure that belongs to a unit: bits per character for bytes and characters, perplexity for the others."""
-    if unit in ("byte", "char"):
-        return "bpc", nll / math.log(2)
-    return "ppl", math.exp(min(nll, 700))
-
-
-def duration(seconds: float) -> str:
-    """1:02:03, or 2:03."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Display:
@@ -89,7 +74,7 @@ class Display:
             return
         name, value = metric(self._unit, reading.loss)
         self.message(
-            f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value:.4f} | "
+            f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value} | "
             f"{reading.tokens_per_second:,.0f} tokens/s | lr {reading.learning_rate:.2e} | "
             f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}"
         )
@@ -97,9 +82,9 @@ class Display:
     def valid(self, step: int, result: dict[str, Any], is_best: bool) -> None:
         """A new evaluation on the validation split."""
         name, value = metric(self._unit, result["nll"])
-        self._valid = f"{name} {value:.4f} at step {step}"
+        self._valid = f"{name} {value} at step {step}"
         best = ", the best so far" if is_best else ""
-        self.message(f"validation at step {step}: {name} {value:.4f} on {result['tokens']:,} tokens{best}")
+        self.message(f"validation at step {step}: {name} {value} on {result['tokens']:,} tokens{best}")
         if self._reading is not None:
             self.show(self._reading)
 
@@ -109,7 +94,7 @@ class Display:
         figures = Table.grid(padding=(0, 2))
         for label, text in (
             ("loss", f"{reading.loss:.4f} nats"),
-            (name, f"{value:.4f}"),
+            (name, value),
             ("validation", self._valid),
             ("speed", f"{reading.tokens_per_second:,.0f} tokens/s"),
             ("learning rate", f"{reading.learning_rate:.2e}"),

@@ -10,7 +10,7 @@ from typing import Any
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_names, verify_checkpoint
-from txl.training.display import duration, metric
+from txl.units import duration, metric
 
 _LOOKS = 5
 """Times that the checkpoints of a run are listed again, if one was deleted while it was read."""
@@ -54,7 +54,7 @@ class RunStatus:
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
             if nll is not None:
                 name, value = metric(self.unit or "", nll)
-                lines.append(f"{label:16} {nll:.4f} nats, {name} {value:.4f}")
+                lines.append(f"{label:16} {nll:.4f} nats, {name} {value}")
         if self.tokens_per_second is not None:
             lines.append(f"speed            {self.tokens_per_second:,.0f} tokens/s")
         if self.seconds_since_last_event is not None:
