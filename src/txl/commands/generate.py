@@ -20,14 +20,13 @@ from txl.commands.options import (
     convention,
     existing_run,
     memory_settings,
+    note_lacking,
     pick_device,
     print_json,
-    say,
 )
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.data.vocabulary import Vocabulary
     from txl.run_directory import RunDirectory
 
 KEPT = 2000
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     lengths = memory_settings(arguments, run_directory.config())
     checkpoint = run_directory.checkpoint(arguments.checkpoint)
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
-    _note_unknown_words(vocabulary, prompt)
+    note_lacking(vocabulary, prompt)
     tokenised_as = convention(arguments.detokenise, vocabulary)
     shown = prompt if tokenised_as is None else detokenise(prompt, tokenised_as)
     temperature = 0.0 if arguments.greedy else arguments.temperature
@@ -117,13 +116,6 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
     for text in texts:
         record_sample(run_directory, checkpoint, shown, text, common)
-
-
-def _note_unknown_words(vocabulary: Vocabulary | None, prompt: str) -> None:
-    if vocabulary is not None and vocabulary.kind == "word":
-        unknown = [word for word in prompt.split() if int(vocabulary.encode(word)[0]) == vocabulary.unk_id]
-        if unknown:
-            say(f"note: the vocabulary lacks {', '.join(dict.fromkeys(unknown))}; read as <unk>")
 
 
 def _stream(prompt: str, pieces: Iterator[str]) -> str:

@@ -29,7 +29,7 @@ def vocabulary_difference(ours: Vocabulary, theirs: Vocabulary, our_name: str, t
     if not missing and not extra:
         place = next((number for number, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b), None)
         if place is None:
-            return f"{sizes}: the same ones, with other boundaries"
+            return f"{sizes}: the same ones, but texts are read in other ways (boundaries, word rule, line ends)"
         return f"{sizes}: the same ones in another order (token {place} is {mine[place]!r} and {others[place]!r})"
     parts = []
     for lacking, name in ((missing, their_name), (extra, our_name)):
