@@ -23,6 +23,7 @@ import portalocker
 from portalocker import LockFlags
 
 from txl.config import RunConfig
+from txl.data.benchmarks import BENCHMARKS
 from txl.errors import UserError
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 
@@ -58,7 +59,7 @@ class RunDirectory:
             UserError: if it is missing or damaged.
         """
         try:
-            return RunConfig.from_dict(json.loads(self.config_path.read_text(encoding="utf-8")))
+            return RunConfig.from_dict(_of_today(json.loads(self.config_path.read_text(encoding="utf-8"))))
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
         except OSError as error:
@@ -285,6 +286,22 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _of_today(config: Any) -> Any:
+    """A configuration from before `data.word_rule` and `data.normalise`, with those that its text was read with."""
+    data = config.get("data") if isinstance(config, dict) else None
+    if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
+        return config
+    data = {**data, "word_rule": None}
+    is_own = data.get("corpus") not in BENCHMARKS and data.get("unit") != "byte"
+    if is_own:
+        data["normalise"] = False
+    if is_own and data.get("unit") == "word":
+        data["word_rule"] = "whitespace"
+    elif data["min_count"] == 1:
+        data["min_count"] = None
+    return {**config, "data": data}
 
 
 def load(

@@ -21,6 +21,7 @@ ALL = {
     "byte": ByteVocabulary(),
     "char": CharVocabulary(sorted(set(TEXT))),
     "word": WordVocabulary(["<eos>", "the", "<unk>", "mill"]),
+    "marks": WordVocabulary(["<eos>", "the", "<unk>", "\uffed,"], rule="punctuation"),
     "bpe": BPE,
 }
 
@@ -71,9 +72,44 @@ def test_characters_keep_their_order_after_unk():
     assert (vocabulary.unk_id, len(vocabulary)) == (0, 4)
 
 
-def test_characters_that_are_lacking_are_named():
+def test_characters_that_are_lacking_are_unknown_or_named():
+    assert CharVocabulary("abc").encode("aq🦆b").tolist() == [1, 0, 0, 2]
+    assert CharVocabulary("abc").lacking("aq🦆bq") == ["q", "🦆"]
     with pytest.raises(UserError, match=r"lacks: 'q' \(U\+0071\), '🦆' \(U\+1F986\); leave them out"):
-        CharVocabulary("abc").encode("aq🦆b")
+        CharVocabulary("abc", unknown=False).encode("aq🦆b")
+
+
+def test_words_that_are_lacking_are_named_once_whatever_stands_first():
+    for boundary in (None, "end", "both"):
+        vocabulary = WordVocabulary(["<S>", "the", "<UNK>"], eos="<S>", unk="<UNK>", boundary=boundary)
+        assert vocabulary.lacking("the flood\n<UNK> flood the\n") == ["flood"]
+    apart = WordVocabulary(["<eos>", "<unk>", "mill"], rule="punctuation")
+    assert apart.lacking("mill, (mill)") == [",", "(", ")"]
+    assert ALL["bpe"].lacking("anything") == ALL["byte"].lacking("anything") == []
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_undecodable_bytes_of_a_command_line_are_the_bytes_they_were(kind):
+    text = "naïve \udcff\udcc3\udca9\udce2 end"
+    bytes_of = b"".join(BPE.n_bytes(np.array([token])).item() * b"?" for token in ALL["bpe"].encode(text))
+    assert len(bytes_of) == len("naïve ".encode()) + 4 + len(" end")
+    assert ALL[kind].decode(ALL[kind].encode(text)) == "naïve \ufffdé\ufffd end"
+    with pytest.raises(UserError, match=r"half a surrogate pair \(U\+D800 at character 2\), which is no character"):
+        ALL[kind].encode("ab\ud800")
+
+
+def test_texts_are_normalised_where_the_vocabulary_says_so():
+    text = "\ufeffthe mill\r\nthe\r \ufeff\r\n"
+    plain = "the mill\nthe\r \ufeff\n"
+    for kind in ("char", "word", "bpe"):
+        values = ALL[kind].to_json()
+        reads = Vocabulary.from_json(values | {"format": 2, "normalise": True})
+        assert reads.encode(text).tolist() == ALL[kind].encode(plain).tolist()
+        assert ALL[kind].encode(text).tolist() != ALL[kind].encode(plain).tolist()
+        assert reads.to_json() == values | {"format": 2, "normalise": True}
+        assert reads != ALL[kind]
+        assert ALL[kind].to_json()["format"] == 1
+    assert not ALL["byte"].normalise
 
 
 def test_words_lines_and_the_unknown():
@@ -124,7 +160,11 @@ def test_a_vocabulary_survives_json(kind, tmp_path):
         ('{"format": 1, "kind": "word", "words": ["a", "a"]}', "a word twice"),
         ('{"format": 1, "kind": "char", "characters": ["ab"]}', "not one character"),
         ('{"format": 1, "kind": "syllable"}', "kind 'syllable'"),
-        ('{"format": 2, "kind": "byte"}', "format 2; this version reads format 1"),
+        ('{"format": 3, "kind": "byte"}', "format 3; this version reads formats 1 and 2"),
+        (
+            '{"format": 2, "kind": "word", "words": ["<eos>", "<unk>"], "rule": "x"}',
+            "expected one of whitespace, punct",
+        ),
         ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "not a vocabulary"),
     ],
 )

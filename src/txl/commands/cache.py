@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
+    from txl.evaluation.cache_tuning import measure_cache
 
     keep_freed_memory()
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))

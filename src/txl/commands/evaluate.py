@@ -145,6 +145,8 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(shown)
     else:
         print_rows(rows)
+        for note in corpus.notes(arguments.split, trained_unknown(run_directory)):
+            say(f"note: {note}")
     if arguments.mem_lens is not None:
         draw_curve(run_directory.path, rows)
 
@@ -184,6 +186,13 @@ def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, 
         if trained_on not in (None, corpus.info()["identity"]):
             say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
+
+
+def trained_unknown(run_directory: RunDirectory) -> float | None:
+    """The share of the run's training text that is `<unk>`; None where its log does not say."""
+    started = [event for event in run_directory.events() if event["event"] == "start"]
+    train = started[-1].get("corpus", {}).get("splits", {}).get("train") if started else None
+    return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
 
 
 def split_tokens(corpus: Corpus, split: str) -> Any:

@@ -19,15 +19,14 @@ from txl.commands.options import (
     add_sampling_options,
     convention,
     memory_settings,
+    note_lacking,
     pick_device,
     print_json,
     run_to_read,
-    say,
 )
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.data.vocabulary import Vocabulary
     from txl.run_directory import RunDirectory
 
 KEPT = 2000
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log tells how to make the text again
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
-    _note_unknown_words(vocabulary, prompt)
+    note_lacking(vocabulary, prompt)
     tokenised_as = convention(arguments.detokenise, vocabulary)
     shown = prompt if tokenised_as is None else detokenise(prompt, tokenised_as)
     common = {
@@ -117,13 +116,6 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
     for text in texts:
         record_sample(run_directory, checkpoint, shown, text, common)
-
-
-def _note_unknown_words(vocabulary: Vocabulary | None, prompt: str) -> None:
-    if vocabulary is not None and vocabulary.kind == "word":
-        unknown = [word for word in prompt.split() if int(vocabulary.encode(word)[0]) == vocabulary.unk_id]
-        if unknown:
-            say(f"note: the vocabulary lacks {', '.join(dict.fromkeys(unknown))}; read as <unk>")
 
 
 def _stream(prompt: str, pieces: Iterator[str]) -> str:

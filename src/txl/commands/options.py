@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
     from txl.run_directory import RunDirectory
 
+_NAMED = 8
+"""Words or characters that a message names before it only counts them."""
+
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
     """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``."""
@@ -273,6 +276,16 @@ def writable_folder(path: str | Path) -> Path:
             with suppress(OSError):
                 each.rmdir()
     return folder
+
+
+def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
+    """Say which words or characters of a prompt are read as `<unk>`."""
+    lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
+    if lacking:
+        words = vocabulary is not None and vocabulary.kind == "word"
+        shown = [each if words else f"{each!r} (U+{ord(each):04X})" for each in lacking[:_NAMED]]
+        more = f" and {len(lacking) - _NAMED:,} more" if len(lacking) > _NAMED else ""
+        say(f"note: the vocabulary lacks {', '.join(shown)}{more}; read as <unk>")
 
 
 def print_json(value: dict[str, Any]) -> None:

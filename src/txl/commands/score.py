@@ -8,17 +8,19 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from unicodedata import category
 
-from txl.commands.evaluate import add_cache_options, with_cache
+from txl.commands.evaluate import add_cache_options, trained_unknown, with_cache
 from txl.commands.options import (
     add_checkpoint,
     add_device,
     add_memory_options,
     clamp_setting,
     memory_settings,
+    note_lacking,
     pick_device,
     progress_bar,
     run_to_read,
@@ -33,6 +35,7 @@ COLUMNS = (
     "index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context",
 )  # fmt: skip
 _NAMED = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_MARK = b"\xef\xbb\xbf"
 _EVERY = 4096
 """Rows between two moves of the progress display."""
 
@@ -52,6 +55,11 @@ def add_parser(commands: Any) -> None:
         "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
     )
     add_cache_options(parser)
+    parser.add_argument(
+        "--normalise",
+        action=argparse.BooleanOptionalAction,
+        help="leave out a byte order mark and read \\r\\n as one line's end (default: as the training text was read)",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_checkpoint(parser)
     add_device(parser)
@@ -63,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("mem_len", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
-    from txl.data.sources import open_file
+    from txl.data.sources import Piece, open_file
 
     run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
@@ -71,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         open_file(path).close()  # before the model is loaded
     _check_out(arguments.out, path)
     from txl.allocator import keep_freed_memory
+    from txl.data.prepared import unknown_note
     from txl.evaluation.surprisal import surprisals
 
     keep_freed_memory()
@@ -87,18 +96,66 @@ def run(arguments: argparse.Namespace) -> None:
         settings["temperature"] = (
             config.eval.temperature if arguments.temperature is None else arguments.temperature
         )  # fmt: skip
+    note_lacking(vocabulary, arguments.prompt)
+    normalise = vocabulary.normalise if arguments.normalise is None else arguments.normalise
+    if normalise and vocabulary.kind == "byte":
+        raise UserError("--normalise is given, but this model reads bytes, which are never changed; leave it out")
     rows = surprisals(
         with_cache(model, arguments),
         vocabulary,
         sys.stdin.buffer if path is None else path,
         prompt=arguments.prompt,
         dtype=arguments.dtype,
+        normalise=normalise,
         **settings,
     )
     plain = path is not None and path.suffix not in (".gz", ".xz", ".zst")
     size = path.stat().st_size if path is not None and plain else None
     with _output(arguments.out) as file:
-        _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
+        total = _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
+    has_mark = path is not None and next(Piece(path, 0, len(_MARK)).blocks(), b"") == _MARK
+    for note in (
+        _about_line_ends(total, has_mark, normalise, vocabulary.kind),
+        unknown_note(vocabulary.kind, total.unknown, total.tokens, "the text", trained_unknown(run_directory)),
+    ):
+        if note is not None:
+            say(f"note: {note}")
+
+
+@dataclass
+class _Total:
+    """What the rows of a table add up to."""
+
+    tokens: int = 0
+    unknown: int = 0
+    line_ends: int = 0
+    """\\r\\n within a token: those that were read as one."""
+    returns: int = 0
+    """\\r that are tokens and unknown."""
+    first_unknown: bool = False
+
+    def add(self, row: TokenSurprisal) -> None:
+        """Count one more."""
+        self.first_unknown |= row.unknown and row.index == 0
+        self.tokens += 1
+        self.unknown += row.unknown
+        self.line_ends += row.text.count(b"\r\n")
+        self.returns += row.unknown and row.text == b"\r"
+
+
+def _about_line_ends(total: _Total, has_mark: bool, normalise: bool, kind: str) -> str | None:
+    """What was made of a text's byte order mark and \\r\\n, where that matters."""
+    if normalise:
+        from txl.data.prepared import normalised_note
+
+        told = normalised_note("the text", int(has_mark), total.line_ends)
+        return None if told is None else f"{told} (--no-normalise reads it as it is)"
+    has_mark = has_mark and (kind == "bpe" or total.first_unknown)
+    if kind == "byte" or not (has_mark or total.returns):
+        return None
+    parts = ["a byte order mark"] * has_mark
+    parts += [f"{total.returns:,} \\r that the vocabulary lacks"] * (total.returns > 0)
+    return f"the text has {' and '.join(parts)}; --normalise reads it without"
 
 
 def _check_out(out: str | None, source: Path | None) -> None:
@@ -132,24 +189,25 @@ def _output(out: str | None) -> Iterator[IO[str]]:
         raise
 
 
-def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> None:
+def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> _Total:
     """The table, and what it adds up to on standard error."""
     line = _tsv if form == "tsv" else _jsonl
-    bits, scored, unknown, index = 0.0, 0, 0, -1
+    bits, scored, total = 0.0, 0, _Total()
     progress, move = progress_bar("scoring", quiet=quiet or size is None)
     with progress:
         for index, row in enumerate(rows):
+            total.add(row)
             if index == 0 and form == "tsv":  # not before: a text that cannot be read leaves nothing
                 file.write("\t".join(COLUMNS) + "\n")
             file.write(line(row))
             if row.surprisal is not None:
                 bits, scored = bits + row.surprisal, scored + 1
-            unknown += row.unknown
             if size and index % _EVERY == 0:
                 move(row.end, size)
     file.flush()
     mean = f", {bits:.6g} bits, {bits / scored:.6f} a token" if scored else ""
-    say(f"{index + 1:,} tokens, {scored:,} scored{mean}" + (f"; {unknown:,} are <unk>" if unknown else ""))
+    say(f"{total.tokens:,} tokens, {scored:,} scored{mean}")
+    return total
 
 
 def _tsv(row: TokenSurprisal) -> str:

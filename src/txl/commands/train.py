@@ -137,7 +137,7 @@ def vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
-    from txl.training.estimate import estimate
+    from txl.training.estimate import estimate, softmax_hint
 
     vocab_size = vocabulary_size(config, arguments)
     costs = estimate(config, vocab_size)
@@ -157,3 +157,6 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_bytes:>14,}")
+    hint = softmax_hint(config, vocab_size, costs.parameters, pick_device(arguments.device))
+    if hint is not None:
+        print(f"\nnote: {hint}")

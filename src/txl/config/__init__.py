@@ -4,7 +4,7 @@
 `model_rules` and `run_rules` and, for each kind of model, in `kinds`; `parameters` counts.
 """
 
-from txl.config.fields import differences, leaf_fields, with_options
+from txl.config.fields import differences, leaf_fields, with_options, with_unset_data
 from txl.config.model_rules import (
     has_absolute_positions,
     has_auxiliary_losses,
@@ -24,6 +24,7 @@ from txl.config.sections import (
     RunConfig,
     TrainConfig,
     Unit,
+    WordRule,
 )
 from txl.config.values import parse_value, whole_number
 
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "Unit",
+    "WordRule",
     "differences",
     "has_absolute_positions",
     "has_auxiliary_losses",
@@ -51,4 +53,5 @@ __all__ = [
     "validate_temperature",
     "whole_number",
     "with_options",
+    "with_unset_data",
 ]

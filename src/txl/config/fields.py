@@ -35,6 +35,15 @@ def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozens
     ]
 
 
+def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
+    """A copy of a configuration in which a run that exists keeps its own way of reading text, where none is set."""
+    result = RunConfig.from_dict(config.to_dict())
+    for name in ("min_count", "word_rule", "normalise"):
+        if getattr(result.data, name) is None:
+            setattr(result.data, name, getattr(stored.data, name))
+    return result
+
+
 def with_options(config: RunConfig, options: dict[str, str]) -> RunConfig:
     """A copy of a configuration with fields set from text, as the command line gives them.
 

@@ -100,8 +100,9 @@ def _validate_training(train: TrainConfig) -> None:
 
 def _validate_data(data: DataConfig) -> None:
     """The rules of how a text is prepared."""
-    for name in ("vocab_size", "min_count"):
-        require(getattr(data, name) >= 1, f"data.{name}", getattr(data, name), "1 or more")
+    require(data.vocab_size >= 1, "data.vocab_size", data.vocab_size, "1 or more")
+    if data.min_count is not None:
+        require(data.min_count >= 1, "data.min_count", data.min_count, "1 or more, or none")
     if data.max_words is not None:
         require(data.max_words >= 1, "data.max_words", data.max_words, "1 or more words, or none for all")
 

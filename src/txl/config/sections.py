@@ -12,6 +12,7 @@ from txl.config.values import from_plain
 Unit = Literal["byte", "char", "word", "bpe"]
 AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
 LossName = Literal["full", "half", "last"]
+WordRule = Literal["whitespace", "punctuation"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 
 
@@ -107,8 +108,20 @@ class DataConfig:
     unit: Unit = _setting("byte", "what one token is")
     source: str | None = _setting(None, "folder or archive to take a named corpus from instead of downloading it")
     vocab_size: int = _setting(8192, "number of tokens of a bpe vocabulary")
-    min_count: int = _setting(1, "words seen less often in training become <unk>")
+    min_count: int | None = _setting(
+        None, "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus"
+    )
     max_words: int | None = _setting(None, "keep only this many of the most frequent words; none: all")
+    word_rule: WordRule | None = _setting(
+        None,
+        "whitespace: words are what lies between white space; punctuation: each mark is a word of its own too; none: "
+        "punctuation in a text of your own, whitespace in a named corpus",
+    )
+    normalise: bool | None = _setting(
+        None,
+        "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: in a text of your own, not in a "
+        "named corpus",
+    )
     like_original: bool = _setting(
         False, "prepare a named corpus as the authors' code does (enwik8 without newlines ...)"
     )

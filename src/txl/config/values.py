@@ -116,11 +116,15 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
 
 
 def _allows_none(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+    return _is_union(hint) and type(None) in typing.get_args(hint)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)  # the second where one part is a Literal
 
 
 def _without_none(hint: Any) -> Any:
-    if not isinstance(hint, types.UnionType):
+    if not _is_union(hint):
         return hint
     return next(each for each in typing.get_args(hint) if each is not type(None))
 

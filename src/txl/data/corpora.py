@@ -15,12 +15,12 @@ import platformdirs
 
 from txl.config import DataConfig
 from txl.data.benchmarks import BENCHMARKS
-from txl.data.prepare import META_FORMAT, Recipe, prepare
+from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
 from txl.data.prepared import Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus
 from txl.data.sources import Pieces, find_files, stdlib_files, stdlib_pieces, user_pieces
-from txl.data.vocabulary import Vocabulary
+from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 __all__ = ["UNITS", "Corpus", "data_directory", "known_vocabulary_size", "list_corpora", "natural_unit", "open_corpus"]
@@ -47,8 +47,8 @@ def known_vocabulary_size(config: DataConfig) -> int | None:
     if config.unit == "byte" and not config.like_original:
         return 256
     public = BENCHMARKS.get(config.corpus)
-    cut_down = config.min_count > 1 or config.max_words is not None
-    if public is None or config.unit != public.unit or cut_down or not config.verify:
+    cut_down = config.min_count not in (None, 1) or config.max_words is not None or config.word_rule == "punctuation"
+    if public is None or config.unit != public.unit or cut_down or config.normalise or not config.verify:
         return None
     sizes = public.original_vocabulary if config.like_original and public.original_vocabulary else public.vocabulary
     return None if sizes is None else sizes[1]
@@ -115,7 +115,15 @@ def open_corpus(
         ).open()
     if source is not None:
         raise UserError(f"data.source is set, but {name} is not fetched from anywhere; leave it out")
-    recipe = Recipe(unit, config.vocab_size, config.min_count, config.max_words, vocabulary)
+    recipe = Recipe(
+        unit,
+        config.vocab_size,
+        config.min_count,
+        config.max_words,
+        config.word_rule,
+        normalise=normalises(config, vocabulary, by_default=True),
+        vocabulary=vocabulary,
+    )
     if name == STDLIB:
         return _open(name, name, stdlib_files(), lambda: stdlib_pieces(unit), recipe, folder, quiet)
     return _open(name, Path(name).stem, own_files(name), lambda: user_pieces(name), recipe, folder, quiet)
@@ -147,7 +155,15 @@ def _open(
             shutil.rmtree(directory, ignore_errors=True)
     with preparing(name, recipe.unit, quiet) as progress:
         prepare(directory, name, pieces, recipe, progress)
-    return Corpus(directory)
+    corpus = Corpus(directory)
+    was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
+    if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
+        say(
+            f"note: {name} holds <unk>, so it was cut into words before: white space alone cuts it, and no more words "
+            f"are left out (unless --data.word-rule and --data.min-count say so)",
+            quiet,
+        )
+    return corpus
 
 
 def own_files(name: str) -> list[Path]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-from txl.data.reading import decoded
 from txl.data.sources import Piece, content_size
-from txl.data.vocabulary import BPE_CHUNK, EOS, UNK, BpeVocabulary, WordVocabulary
+from txl.data.vocabulary import BPE_CHUNK, BpeVocabulary, WordVocabulary
+from txl.data.words import EOS, UNK
 from txl.errors import UserError
 
 BPE_TRAINING_BYTES = 100_000_000
@@ -85,17 +86,17 @@ class WordCounter:
             self._counts[: len(counts)] += counts
         return ids
 
-    def vocabulary(self, min_count: int, max_words: int | None) -> tuple[WordVocabulary, np.ndarray]:
+    def vocabulary(self, min_count: int, max_words: int | None, **how_read: Any) -> tuple[WordVocabulary, np.ndarray]:
         """The vocabulary, and its id for each number: int64 [words]. The counter is used up.
 
         See `word_vocabulary` for the order.
         """
         words, self._numbers = list(self._numbers), _Numbers()
-        return word_vocabulary(words, self._counts[: len(words)], min_count, max_words)
+        return word_vocabulary(words, self._counts[: len(words)], min_count, max_words, **how_read)
 
 
 def word_vocabulary(
-    words: list[str], counts: np.ndarray, min_count: int, max_words: int | None
+    words: list[str], counts: np.ndarray, min_count: int, max_words: int | None, **how_read: Any
 ) -> tuple[WordVocabulary, np.ndarray]:
     """`<eos>` first, as in the authors' code, then words by falling count; equal counts in the order of appearance.
 
@@ -106,6 +107,7 @@ def word_vocabulary(
         counts: how often each did: int64 [words].
         min_count: those seen less often are left out.
         max_words: no more than this many, `<eos>` and `<unk>` not counted, are kept; None: all.
+        how_read: `rule` and `normalise` of the vocabulary.
 
     Returns:
         The vocabulary, and the id of each of `words` in it: int64 [words].
@@ -123,7 +125,7 @@ def word_vocabulary(
     before |= (counts[kept] == left_out) & (kept < (len(words) if unk_number is None else unk_number))
     place = int(before.sum())
     names = [words[number] for number in kept]
-    vocabulary = WordVocabulary([EOS, *names[:place], UNK, *names[place:]])
+    vocabulary = WordVocabulary([EOS, *names[:place], UNK, *names[place:]], **how_read)
     ids = np.full(len(words), vocabulary.unk_id, dtype=np.int64)
     if eos_number is not None:
         ids[eos_number] = vocabulary.ids[EOS]
@@ -131,7 +133,9 @@ def word_vocabulary(
     return vocabulary, ids
 
 
-def bpe_vocabulary(pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]]) -> BpeVocabulary:
+def bpe_vocabulary(
+    pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]], normalise: bool
+) -> BpeVocabulary:
     """Byte pairs learnt from the blocks of some pieces' text, or from every k-th part of it if it is long."""
     total = sum((content_size(each.path) if each.end is None else each.end) - each.start for each in pieces)
     every = max(1, math.ceil(total / BPE_TRAINING_BYTES))
@@ -144,10 +148,4 @@ def bpe_vocabulary(pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[
                     yield text[start : start + BPE_CHUNK]
                 number += 1
 
-    return BpeVocabulary.train(chunks(), vocab_size)
-
-
-def texts(pieces: list[Piece]) -> Iterator[tuple[str, int]]:
-    """The text of some pieces, block by block, with the bytes that each took."""
-    for piece in pieces:
-        yield from decoded(piece, piece.blocks())
+    return BpeVocabulary.train(chunks(), vocab_size, normalise=normalise)

@@ -6,6 +6,9 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from txl.config import WordRule
+from txl.data.words import unjoined
+
 
 class Decoder(Protocol):
     """Turns token ids into text as they come."""
@@ -51,10 +54,10 @@ class SymbolDecoder:
 
 
 class WordDecoder:
-    """Words joined by spaces, after the text `after`; the word `eos` is a line's end."""
+    """Words joined by spaces, after the text `after`, but where a joiner stands; the word `eos` is a line's end."""
 
-    def __init__(self, words: Sequence[str], eos: str, after: str):
-        self._words, self._eos = words, eos
+    def __init__(self, words: Sequence[str], eos: str, after: str, rule: WordRule = "whitespace"):
+        self._words, self._eos, self._rule = words, eos, rule
         self._space = "" if not after or after[-1].isspace() else " "
 
     def push(self, token: int) -> str:
@@ -63,8 +66,9 @@ class WordDecoder:
         if word == self._eos:
             self._space = ""
             return "\n"
-        text = self._space + word
-        self._space = " "
+        joins_before, word, joins_after = unjoined(word) if self._rule == "punctuation" else (False, word, False)
+        text = word if joins_before else self._space + word
+        self._space = "" if joins_after else " "
         return text
 
     def flush(self) -> str:

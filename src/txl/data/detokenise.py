@@ -47,8 +47,8 @@ def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
     `@-@` is WikiText's alone. `n't` as a word of its own is Penn Treebank's, where nothing is a comma. One Billion Word
     has commas as words of their own, and hardly any word that ends in one.
     """
-    if not isinstance(vocabulary, WordVocabulary):
-        return None
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.rule == "punctuation":
+        return None  # whose decoder puts words together itself
     words = vocabulary.ids
     if "@-@" in words:
         return "wikitext"
@@ -180,10 +180,16 @@ def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: s
     """A decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
 
     Raises:
-        UserError: if a convention is given for a vocabulary that is not made of words.
+        UserError: if a convention is given for a vocabulary that is not made of words, or whose words say themselves
+            how they are put together.
     """
     if convention is None:
         return vocabulary.decoder(after=after)
     if not isinstance(vocabulary, WordVocabulary):
         raise UserError(f"only words can be detokenised; this vocabulary's tokens are of the kind {vocabulary.kind!r}")
+    if vocabulary.rule == "punctuation":
+        raise UserError(
+            f"detokenise is {convention}, but this vocabulary's words say themselves how they are put together; leave "
+            f"it out"
+        )
     return DetokenisingDecoder(vocabulary, convention, after)

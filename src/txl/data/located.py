@@ -1,6 +1,9 @@
-"""Token ids of a text together with where each stands in it: byte offsets and words.
+r"""Token ids of a text together with where each stands in it: byte offsets and words.
 
 The ids are those of a corpus made from the same text (`encode_piece`), block by block, so that memory stays small.
+
+A vocabulary that normalises reads its text so here too: a byte order mark is in no token, and \\r\\n is one character
+of two bytes. Offsets are those of the text as it is.
 
 Words are the runs of characters between white space (`str.isspace`), numbered from 0. A token belongs to the word of
 its first character that is not white space; white space alone belongs to the word that follows it, as the space at a
@@ -19,13 +22,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl.data.reading import decoded, whole_words
+from txl.data.reading import whole_line_ends, whole_words
 from txl.data.sources import Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.vocabulary import (
+    BYTE_ORDER_MARK,
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    normalised,
+)
+from txl.data.words import word_spans
 from txl.errors import UserError
 
 _WHITE = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
-_WORD_OR_END = re.compile(r"\n|\S+")
 
 
 class LocatedToken(NamedTuple):
@@ -44,36 +55,40 @@ class LocatedToken(NamedTuple):
     """Its part of the text."""
 
 
-def located_tokens(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[LocatedToken]:
+def located_tokens(
+    piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary, normalise: bool | None = None
+) -> Iterator[LocatedToken]:
     """The tokens of a piece of text, in order.
 
     Args:
         piece: names the text in errors.
         blocks: its bytes.
         vocabulary: to encode with; characters and words that it lacks become `<unk>`.
+        normalise: whether the text is normalised; None: as the vocabulary says.
 
     Raises:
         UserError: as `encode_piece`.
     """
     words = _WordCounter()
+    normalise = vocabulary.normalise if normalise is None else normalise and vocabulary.kind != "byte"
     try:
         by_word = vocabulary if isinstance(vocabulary, WordVocabulary) else None
         marks = None if by_word is None or by_word.boundary is None else _SentenceMarks(by_word)
         first = piece.start
         for text, n_read in _texts(piece, blocks, vocabulary):
-            block = _Block(text)
+            block = _Block(text, normalise, begins=first == piece.start)
             ids, starts, ends = _encode(block, vocabulary)
             numbers, is_text = words.number(block.white(), starts, ends)
             if by_word is not None:
                 numbers = np.where(is_text, numbers, -1)
             if marks is not None:
                 ids, starts, ends, numbers, is_text = marks.added(ids, starts, ends, numbers, is_text)
-            starts, ends = (np.minimum(places + first, n_read) for places in (starts, ends))
+            starts, ends = (np.minimum(block.places[each] + first, n_read) for each in (starts, ends))
             rows = zip(*(each.tolist() for each in (ids, starts, ends, numbers, is_text)), strict=True)
             for token, start, end, word, solid in rows:
                 place = None if word < 0 else word
-                yield LocatedToken(token, start, end, place, solid, block.data[start - first : end - first])
-            first += len(block.data)
+                yield LocatedToken(token, start, end, place, solid, block.whole[start - first : end - first])
+            first += len(block.whole)
     except UserError as error:
         if str(piece.path) in str(error):
             raise
@@ -90,15 +105,31 @@ def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Ite
             yield decoder.decode(block), n_read
         yield decoder.decode(b"", final=True), n_read
         return
-    for text, done in (whole_words if isinstance(vocabulary, WordVocabulary) else decoded)(piece, blocks):
+    for text, done in (whole_words if isinstance(vocabulary, WordVocabulary) else whole_line_ends)(piece, blocks):
         n_read += done
         yield text, n_read
 
 
 class _Block:
-    """Some text, its bytes, and how the two go together."""
+    """Some text as it is read, its bytes, and how the two go together.
 
-    def __init__(self, text: str):
+    Args:
+        text: as it is.
+        normalise: whether it is read normalised.
+        begins: whether a byte order mark may stand at its beginning.
+    """
+
+    def __init__(self, text: str, normalise: bool, begins: bool):
+        self.whole = text.encode("utf-8", errors="surrogateescape")
+        """Its bytes as they are."""
+        self.places = np.arange(len(self.whole) + 1)
+        """Where in `whole` each byte that is read begins, and the end: int64 [D+1]."""
+        if normalise:
+            mark = len(BYTE_ORDER_MARK.encode()) if begins and text.startswith(BYTE_ORDER_MARK) else 0
+            returns = np.array([match.start() for match in re.finditer(b"\r\n", self.whole)], dtype=np.int64)
+            self.places[returns + 1] = returns
+            self.places = np.delete(self.places, np.concatenate([np.arange(mark), returns]))
+            text = normalised(text) if mark else text.replace("\r\n", "\n")
         self.text, self.data = text, text.encode("utf-8", errors="surrogateescape")
         self._codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         lengths = 1 + sum((self._codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
@@ -120,10 +151,8 @@ def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarr
     elif isinstance(vocabulary, CharVocabulary):
         ids, edges = vocabulary.encode_text(block.text), block.edges
     elif isinstance(vocabulary, WordVocabulary):
-        found = list(_WORD_OR_END.finditer(block.text))
-        words = [vocabulary.eos if match[0] == "\n" else match[0] for match in found]
-        spans = np.array([match.span() for match in found], dtype=np.int64).reshape(-1, 2)
-        return vocabulary.encode_words(words), block.edges[spans[:, 0]], block.edges[spans[:, 1]]
+        spans = np.array(word_spans(block.text, vocabulary.rule), dtype=np.int64).reshape(-1, 2)
+        return vocabulary.encode_words(vocabulary.cut(block.text)), block.edges[spans[:, 0]], block.edges[spans[:, 1]]
     elif isinstance(vocabulary, BpeVocabulary):
         ids = vocabulary.encode_block(block.text).astype(np.int64)
         edges = np.concatenate([[0], np.cumsum(vocabulary.n_bytes(ids))])

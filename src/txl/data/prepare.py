@@ -22,11 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary, texts
-from txl.data.reading import decoded, words
+from txl.config import DataConfig, WordRule
+from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary
+from txl.data.reading import Normaliser, decoded, words
 from txl.data.sources import Piece, Pieces
 from txl.data.token_files import TokenWriter, token_dtype
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.words import holds_unknown
 from txl.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
@@ -43,10 +45,15 @@ class Recipe:
     unit: str
     vocab_size: int = 8192
     """Of a bpe vocabulary."""
-    min_count: int = 1
-    """Words seen less often become `<unk>`."""
+    min_count: int | None = 1
+    """Words seen less often become `<unk>`; None: as `word_rule` None says."""
     max_words: int | None = None
     """Only this many of the most frequent words are kept."""
+    word_rule: WordRule | None = "whitespace"
+    """How words are cut. None: at punctuation too, with a `min_count` of 2; but a text that holds `<unk>` as a word of
+    its own was cut into words before, so that only white space cuts it, and nothing more is left out."""
+    normalise: bool = False
+    """Whether it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
     vocabulary: Vocabulary | None = None
     """The one to encode with; None: one made from the text."""
     counted: tuple[str, ...] = ("train",)
@@ -61,14 +68,27 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """What the token files depend on, as JSON values; settings of other units are left out."""
         values: dict[str, Any] = {"unit": self.unit, "rewrite": self.rewrite}
+        if self.normalise:
+            values |= {"normalise": True}
         if self.vocabulary is not None:
             return values | {"vocabulary": self.vocabulary.to_json()}
         values |= {"counted": self.counted, "closed": self.closed}
         if self.unit == "word":
             values |= {"min_count": self.min_count, "max_words": self.max_words}
+            if self.word_rule != "whitespace":
+                values |= {"word_rule": self.word_rule}
         elif self.unit == "bpe":
             values |= {"vocab_size": self.vocab_size}
         return values
+
+
+def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default: bool) -> bool:
+    """Whether a text is normalised: what is configured, else as the vocabulary to encode with says, else by default."""
+    if config.unit == "byte":
+        return False
+    if config.normalise is not None:
+        return config.normalise
+    return by_default if vocabulary is None else vocabulary.normalise
 
 
 def prepare(
@@ -126,7 +146,7 @@ def _sweep(folder: Path) -> None:
 
 def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
     """Write token files, texts and the vocabulary; give the record of it all."""
-    readers = {split: _Reader(parts, recipe.rewrite) for split, parts in pieces.items()}
+    readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
     if recipe.unit == "word" and recipe.vocabulary is None:
         vocabulary, splits = _number_words(directory, readers, recipe, progress)
     else:
@@ -151,6 +171,7 @@ def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress:
         "dtype": dtype.str,
         "splits": splits,
         **recipe.record,
+        **_normalised(readers),
         "sha256_vocabulary": vocabulary_hash,
         "identity": hashlib.sha256("\n".join(content).encode()).hexdigest(),
     }
@@ -159,9 +180,10 @@ def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress:
 class _Reader:
     """The blocks of a split's pieces, which on the way are counted, hashed and (for some splits) written down."""
 
-    def __init__(self, pieces: list[Piece], rewrite: str | None):
+    def __init__(self, pieces: list[Piece], recipe: Recipe):
         self.pieces = pieces
-        self._rewrite = rewrite
+        self._rewrite = recipe.rewrite
+        self.normaliser = Normaliser() if recipe.normalise else None
         sizes = [piece.size for piece in pieces]
         self.size = None if None in sizes else sum(size for size in sizes if size is not None)
         self.n_bytes = 0
@@ -169,7 +191,7 @@ class _Reader:
         self.keep: Callable[[bytes], Any] | None = None
 
     def blocks(self, piece: Piece) -> Iterator[bytes]:
-        for block in piece.blocks():
+        for block in piece.blocks() if self.normaliser is None else self.normaliser.blocks(piece):
             if self._rewrite == "drop newlines":
                 block = block.replace(b"\n", b"")
             elif self._rewrite == "lower case":
@@ -179,6 +201,18 @@ class _Reader:
             if self.keep is not None:
                 self.keep(block)
             yield block
+
+    def texts(self) -> Iterator[tuple[str, int]]:
+        """The text of all pieces, block by block, with the bytes that each took."""
+        for piece in self.pieces:
+            yield from decoded(piece, self.blocks(piece))
+
+
+def _normalised(readers: dict[str, _Reader]) -> dict[str, Any]:
+    """What was left out of the text, for its record."""
+    those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
+    counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
+    return {"normalised": counts} if any(counts.values()) else {}
 
 
 def _write_split(
@@ -218,13 +252,16 @@ def _number_words(
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
     """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
     counter, splits = WordCounter(), {}
+    rule, min_count = _how_words_are_cut(recipe, readers["train"].pieces)
     for split in recipe.counted:
         reader = readers[split]
         encoded = (
-            (counter.add(some), done) for piece in reader.pieces for some, done in words(piece, reader.blocks(piece))
+            (counter.add(some), done)
+            for piece in reader.pieces
+            for some, done in words(piece, reader.blocks(piece), rule=rule)
         )
         splits[split] = _write_split(directory, split, reader, encoded, np.dtype("<u4"), None, progress)
-    vocabulary, ids = counter.vocabulary(recipe.min_count, recipe.max_words)
+    vocabulary, ids = counter.vocabulary(min_count, recipe.max_words, rule=rule, normalise=recipe.normalise)
     dtype = token_dtype(len(vocabulary))
     for split, record in splits.items():
         path, numbered = directory / f"{split}.tokens", directory / f"{split}.numbers"
@@ -237,6 +274,15 @@ def _number_words(
     return vocabulary, splits
 
 
+def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
+    """The rule of words and their `min_count`, as configured or as the training text asks for."""
+    if recipe.word_rule is not None and recipe.min_count is not None:
+        return recipe.word_rule, recipe.min_count
+    if holds_unknown(block for piece in pieces for block in piece.blocks()):
+        return recipe.word_rule or "whitespace", recipe.min_count or 1
+    return recipe.word_rule or "punctuation", recipe.min_count or 2
+
+
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
     """The vocabulary of bytes, characters or byte pairs.
 
@@ -244,7 +290,7 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Voca
         UserError: if the text cannot be read in this unit.
     """
     counted = [piece for split in recipe.counted for piece in pieces[split]]
-    reader = _Reader(counted, recipe.rewrite)
+    reader = _Reader(counted, recipe)
     if recipe.unit == "byte":
         if not recipe.closed:
             return ByteVocabulary()
@@ -255,18 +301,18 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Voca
         return ByteVocabulary(counter.most_frequent_first())
     if recipe.unit == "char":
         counter = SymbolCounter(0x110000)
-        for text, done in texts(counted):
+        for text, done in reader.texts():
             counter.add(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32))
             progress("counting characters", done, reader.size)
         codes = counter.most_frequent_first() if recipe.closed else counter.sorted()
-        return CharVocabulary(map(chr, codes), unknown=not recipe.closed)
+        return CharVocabulary(map(chr, codes), unknown=not recipe.closed, normalise=recipe.normalise)
 
     def told() -> Iterator[tuple[str, int]]:
-        for text, done in texts(counted):
+        for text, done in reader.texts():
             progress("learning byte pairs", done, reader.size)
             yield text, done
 
-    return bpe_vocabulary(counted, recipe.vocab_size, told())
+    return bpe_vocabulary(counted, recipe.vocab_size, told(), recipe.normalise)
 
 
 def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
@@ -297,8 +343,8 @@ def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarr
 def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
     """Token ids of a piece of text, block by block, with the bytes that each block took.
 
-    A character that a character vocabulary lacks becomes `<unk>`; a piece's last line has an `<eos>` even if nothing
-    ends it.
+    Normalising is the reader's (see `Normaliser`). A character that a character vocabulary lacks becomes `<unk>`; a
+    piece's last line has an `<eos>` even if nothing ends it.
 
     Raises:
         UserError: for text that is not UTF-8, or holds NUL bytes, in any unit but bytes; for symbols that a vocabulary
@@ -313,7 +359,7 @@ def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) 
             for text, done in decoded(piece, blocks):
                 yield vocabulary.encode_text(text), done
         elif isinstance(vocabulary, WordVocabulary):
-            for some, done in words(piece, blocks, vocabulary.eos):
+            for some, done in words(piece, blocks, vocabulary.eos, vocabulary.rule):
                 yield vocabulary.encode_words(some), done
         elif isinstance(vocabulary, BpeVocabulary):
             for text, done in decoded(piece, blocks):

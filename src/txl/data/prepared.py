@@ -77,6 +77,22 @@ class Corpus:
         """Name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
+    def notes(self, split: str, trained: float | None = None) -> list[str]:
+        """What a reader of a split's numbers should know of how its text was read.
+
+        Args:
+            split: whose `<unk>` are told.
+            trained: share of a model's training text that is `<unk>`; None: that of this corpus's.
+        """
+        record, train = self._record(split), self._meta["splits"].get("train")
+        if trained is None and train is not None:
+            trained = train["unknown"] / train["tokens"]
+        counts = self._meta.get("normalised", {})
+        read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
+        unknown = unknown_note(self.unit, record["unknown"], record["tokens"], f"the {split} split", trained)
+        kept = f"{read} (--data.normalise false keeps them)" if read else None
+        return [note for note in (kept, unknown) if note is not None]
+
     def verify(self) -> None:
         """Compare the token files with their hashes.
 
@@ -95,6 +111,42 @@ class Corpus:
 
     def _path(self, split: str, ending: str) -> Path:
         return self.directory / f"{split}.{ending}"
+
+
+def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | None:
+    """What was left out of a text when it was normalised; None for nothing."""
+    marks = "a byte order mark" if byte_order_marks == 1 else f"{byte_order_marks:,} byte order marks"
+    parts = [f"without {marks}"] * (byte_order_marks > 0)
+    parts += [f"with \\n for {line_ends:,} line ends \\r\\n"] * (line_ends > 0)
+    return f"{name} is read {' and '.join(parts)}" if parts else None
+
+
+def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
+    """How much of a text is `<unk>`, and what that does to its numbers; None for nothing.
+
+    Args:
+        unit: of the tokens.
+        unknown: how many are `<unk>`.
+        tokens: how many there are.
+        where: what they are tokens of.
+        trained: share of the model's training text that is `<unk>`; None: not known.
+    """
+    if not unknown:
+        return None
+    symbol = {"char": "character"}.get(unit, unit)
+    found = f"{unknown:,} of {tokens:,} {symbol}s of {where} ({_percent(unknown / tokens)}) are <unk>"
+    if trained == 0:
+        remedy = "--data.min-count 2 would train it" if unit == "word" else "the units byte and bpe lack nothing"
+        return f"{found}, which training never saw: what the model says of them is noise, in all averages too; {remedy}"
+    seen = "" if trained is None else f" (in training {_percent(trained)})"
+    return (
+        f"{found}{seen}: they count as one and the same {symbol}, whose spelling costs nothing, so the loss is lower "
+        f"than with a full vocabulary; compare it only with models of this vocabulary"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

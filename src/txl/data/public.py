@@ -13,7 +13,7 @@ from txl.config import DataConfig
 from txl.data.benchmarks import Benchmark
 from txl.data.download import fetch, forget
 from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
-from txl.data.prepare import META_FORMAT, Recipe, prepare
+from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
 from txl.data.prepared import Corpus
 from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
@@ -65,6 +65,9 @@ class PublicCorpus:
         if boundary not in BOUNDARIES:
             raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(BOUNDARIES)}")
         cut_down = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
+        if config.word_rule == "punctuation":
+            cut_down.append("word_rule")
+        self._is_natural = self._is_natural and "word_rule" not in cut_down
         self._is_whole = not cut_down
         if benchmark.sentences and cut_down and config.unit == "word":
             raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
@@ -181,9 +184,11 @@ class PublicCorpus:
         return Recipe(
             config.unit,
             config.vocab_size,
-            config.min_count,
+            config.min_count or 1,
             config.max_words,
-            vocabulary,
+            config.word_rule or "whitespace",
+            normalise=normalises(config, self.vocabulary, by_default=False),
+            vocabulary=vocabulary,
             counted=counted,
             closed=closed,
             rewrite=rewrite,

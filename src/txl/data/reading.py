@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from txl.config import WordRule
 from txl.data.sources import Piece
-from txl.data.vocabulary import EOS, words_and_ends
+from txl.data.vocabulary import BYTE_ORDER_MARK
+from txl.data.words import EOS, words_and_ends
 from txl.errors import UserError
 
 LONGEST_WORD = 1 << 20
@@ -46,6 +48,50 @@ def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
     )
 
 
+def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
+    """Text of a piece as `decoded` gives it, but with no \\r\\n cut by a block's end.
+
+    Where the cut between two splits goes through one, the first split is without it, and the second begins with \\n.
+
+    Raises:
+        UserError: as for `decoded`.
+    """
+    rest = ""
+    for text, done in decoded(piece, blocks):
+        text = rest + text
+        rest = "\r" if text.endswith("\r") else ""
+        yield text[: len(text) - len(rest)], done
+    if rest and not _newline_follows(piece):
+        yield rest, 0
+
+
+class Normaliser:
+    """Reads pieces without byte order marks and with \\n for \\r\\n, and counts both."""
+
+    def __init__(self) -> None:
+        self.byte_order_marks = self.line_ends = 0
+
+    def blocks(self, piece: Piece) -> Iterator[bytes]:
+        """The bytes of a piece, normalised.
+
+        Raises:
+            UserError: as for `decoded`.
+        """
+        begins = piece.start == 0
+        for text, _ in whole_line_ends(piece, piece.blocks()):
+            if begins and text:
+                begins = False
+                self.byte_order_marks += text.startswith(BYTE_ORDER_MARK)
+                text = text.removeprefix(BYTE_ORDER_MARK)
+            self.line_ends += text.count("\r\n")
+            yield text.replace("\r\n", "\n").encode()
+
+
+def _newline_follows(piece: Piece) -> bool:
+    """Whether a cut between two pieces of a file stands before a line's end."""
+    return piece.end is not None and next(Piece(piece.path, piece.end, piece.end + 1).blocks(), b"") == b"\n"
+
+
 def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
     """Text of a piece, cut behind white space, with the bytes that each block took.
 
@@ -73,11 +119,13 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
         yield rest + "\n", 0
 
 
-def words(piece: Piece, blocks: Iterable[bytes], eos: str = EOS) -> Iterator[tuple[list[str], int]]:
+def words(
+    piece: Piece, blocks: Iterable[bytes], eos: str = EOS, rule: WordRule = "whitespace"
+) -> Iterator[tuple[list[str], int]]:
     """Words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block took.
 
     Raises:
         UserError: as for `whole_words`.
     """
     for text, done in whole_words(piece, blocks):
-        yield words_and_ends(text, eos), done
+        yield words_and_ends(text, eos, rule), done

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
+from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
 
-UNK = "<unk>"
-EOS = "<eos>"
+BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
 """Characters of a corpus given to the BPE library at once; tokens do not cross the chunks' edges."""
-_FORMAT = 1
+_FORMATS = (1, 2)
+"""2: of vocabularies that say how text is read for them, which readers of format 1 would not heed."""
 
 
 class Vocabulary(ABC):
@@ -33,17 +36,27 @@ class Vocabulary(ABC):
     """What stands for everything the vocabulary lacks, if anything does."""
     eos_id: int | None = None
     """The end of a line, if lines have one."""
+    normalise: bool = False
+    """Whether texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text: int64 [N].
+        """Token ids of a text: int64 [N]; what the vocabulary lacks becomes `<unk>`.
 
         Raises:
-            UserError: for a character vocabulary, naming the characters it lacks.
+            UserError: for a vocabulary without `<unk>`, naming what it lacks.
         """
+
+    def lacking(self, text: str) -> list[str]:
+        """What `encode` reads as `<unk>` in a text: its words or characters, each once, in the order of the text."""
+        return []
+
+    def read(self, text: str) -> str:
+        """A text as it is encoded: normalised, if texts are for this vocabulary."""
+        return normalised(text) if self.normalise else text
 
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
@@ -71,26 +84,36 @@ class Vocabulary(ABC):
             UserError: if it is no vocabulary, or one of a future version.
         """
         try:
-            if values["format"] != _FORMAT:
-                raise UserError(f"vocabulary of format {values['format']!r}; this version reads format {_FORMAT}")
+            if values["format"] not in _FORMATS:
+                known = " and ".join(map(str, _FORMATS))
+                raise UserError(f"vocabulary of format {values['format']!r}; this version reads formats {known}")
+            normalise = values.get("normalise", False)
             if values["kind"] == "byte":
                 return ByteVocabulary(values.get("values"))
             if values["kind"] == "char":
-                return CharVocabulary(values["characters"], unknown=values.get("unknown", True))
+                return CharVocabulary(values["characters"], unknown=values.get("unknown", True), normalise=normalise)
             if values["kind"] == "word":
                 return WordVocabulary(
                     values["words"],
                     eos=values.get("eos", EOS),
                     unk=values.get("unk", UNK),
                     boundary=values.get("boundary"),
+                    rule=values.get("rule", "whitespace"),
+                    normalise=normalise,
                 )
             if values["kind"] == "bpe":
-                return BpeVocabulary(Tokenizer.from_str(json.dumps(values["tokenizer"])))
+                return BpeVocabulary(Tokenizer.from_str(json.dumps(values["tokenizer"])), normalise=normalise)
         except UserError:
             raise
         except Exception as error:  # the tokenizers library raises plain Exceptions
             raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
+
+    def _as_json(self, **values: Any) -> dict[str, Any]:
+        """The values of one kind of vocabulary with what all kinds have; the lowest format that holds them."""
+        if self.normalise:
+            values |= {"normalise": True}
+        return {"format": 2 if self.normalise or "rule" in values else 1, "kind": self.kind, **values}
 
     def save(self, path: Path) -> None:
         """Write it as JSON; the file is whole or not there."""
@@ -136,12 +159,12 @@ class ByteVocabulary(Vocabulary):
         return len(self.values)
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text's UTF-8 form (undecodable bytes of a command line come back as they were).
+        """The bytes of the text's UTF-8 form (see `utf8`).
 
         Raises:
             UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
         """
-        return self.encode_bytes(text.encode("utf-8", errors="surrogateescape"))
+        return self.encode_bytes(utf8(text))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """One id a byte: int64 [N].
@@ -163,8 +186,7 @@ class ByteVocabulary(Vocabulary):
 
     def to_json(self) -> dict[str, Any]:
         """Its kind, and the bytes if they are not all."""
-        values = {} if self.is_complete else {"values": self.values}
-        return {"format": _FORMAT, "kind": self.kind, **values}
+        return self._as_json(**({} if self.is_complete else {"values": self.values}))
 
 
 class CharVocabulary(Vocabulary):
@@ -173,12 +195,14 @@ class CharVocabulary(Vocabulary):
     Args:
         characters: in the order of their ids.
         unknown: whether there is an `<unk>`.
+        normalise: as in `Vocabulary`.
     """
 
     kind = "char"
 
-    def __init__(self, characters: Iterable[str], *, unknown: bool = True):
+    def __init__(self, characters: Iterable[str], *, unknown: bool = True, normalise: bool = False):
         self.characters = list(characters)
+        self.normalise = normalise
         if not all(isinstance(each, str) and len(each) == 1 for each in self.characters):
             raise UserError("a character vocabulary holds something that is not one character")
         if len(set(self.characters)) != len(self.characters):
@@ -194,37 +218,31 @@ class CharVocabulary(Vocabulary):
         return len(self.characters) + (self.unk_id is not None)
 
     def encode(self, text: str) -> np.ndarray:
-        """One id a character.
-
-        Raises:
-            UserError: naming the characters that the vocabulary lacks.
-        """
-        ids = self._lookup(text)
-        self._refuse(text, ids <= 0 if self.unk_id == 0 else ids < 0)
-        return ids
-
-    def encode_text(self, text: str) -> np.ndarray:
         """One id a character, `<unk>` for what the vocabulary lacks.
 
         Raises:
             UserError: naming the characters that the vocabulary lacks, if it has no `<unk>`.
         """
+        return self.encode_text(self.read(text))
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The same for a block of a text that has been normalised, if it is to be."""
         ids = self._lookup(text)
-        if self.unk_id is None:
-            self._refuse(text, ids < 0)
+        if self.unk_id is None and (ids < 0).any():
+            characters = sorted({text[place] for place in np.flatnonzero(ids < 0)})
+            named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in characters[:8])
+            more = f" and {len(characters) - 8} more" if len(characters) > 8 else ""
+            raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
         return ids
+
+    def lacking(self, text: str) -> list[str]:
+        """The characters that it lacks."""
+        text = self.read(text)
+        return list(dict.fromkeys(text[place] for place in np.flatnonzero(self._lookup(text) == self.unk_id)))
 
     def _lookup(self, text: str) -> np.ndarray:
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         return self._table[np.minimum(codes, len(self._table) - 1)]
-
-    def _refuse(self, text: str, lacking: np.ndarray) -> None:
-        if not lacking.any():
-            return
-        characters = sorted({text[place] for place in np.flatnonzero(lacking)})
-        named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in characters[:8])
-        more = f" and {len(characters) - 8} more" if len(characters) > 8 else ""
-        raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
 
     def decoder(self, after: str = "") -> Decoder:
         """One character a token."""
@@ -232,8 +250,7 @@ class CharVocabulary(Vocabulary):
 
     def to_json(self) -> dict[str, Any]:
         """The characters in the order of their ids."""
-        unknown = {} if self.unk_id == 0 else {"unknown": False}
-        return {"format": _FORMAT, "kind": self.kind, "characters": self.characters, **unknown}
+        return self._as_json(characters=self.characters, **({} if self.unk_id == 0 else {"unknown": False}))
 
 
 class _WordIds(dict[str, int]):
@@ -246,7 +263,7 @@ class _WordIds(dict[str, int]):
 
 
 class WordVocabulary(Vocabulary):
-    """Words between white space, `<eos>` for the end of a line, `<unk>` for every other word.
+    """Words (see `txl.data.words`), `<eos>` for the end of a line, `<unk>` for every other word.
 
     Args:
         words: in the order of their ids.
@@ -255,12 +272,25 @@ class WordVocabulary(Vocabulary):
         boundary: of a corpus of separate sentences, one a line, whose ends are both marked by `eos` (`<S>`). "end":
             one mark between two sentences, so that a sentence's beginning is given and its end predicted; "both": two,
             so that the beginning of the next sentence is predicted too. None: running text, `eos` after each line.
+        rule: how a text is cut into words.
+        normalise: as in `Vocabulary`.
     """
 
     kind = "word"
 
-    def __init__(self, words: Sequence[str], *, eos: str = EOS, unk: str = UNK, boundary: str | None = None):
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        eos: str = EOS,
+        unk: str = UNK,
+        boundary: str | None = None,
+        rule: WordRule = "whitespace",
+        normalise: bool = False,
+    ):
         self.words = list(words)
+        self.rule: WordRule = rule
+        self.normalise = normalise
         self.ids = _WordIds(zip(self.words, range(len(self.words)), strict=True))
         if len(self.ids) != len(self.words):
             raise UserError("a word vocabulary holds a word twice")
@@ -269,6 +299,10 @@ class WordVocabulary(Vocabulary):
                 raise UserError(f"a word vocabulary needs {symbol}")
         if boundary not in (None, "end", "both"):
             raise UserError(f"a word vocabulary's boundary is {boundary!r}; expected end or both")
+        if rule not in get_args(WordRule):
+            raise UserError(f"a word vocabulary's rule is {rule!r}; expected one of {', '.join(get_args(WordRule))}")
+        if rule == "punctuation" and (eos, unk) != (EOS, UNK):
+            raise UserError(f"a word vocabulary of the rule punctuation has {EOS} and {UNK}, not {eos} and {unk}")
         self.eos, self.unk, self.boundary = eos, unk, boundary
         self.eos_id, self.unk_id = self.ids[eos], self.ids[unk]
         self.ids.unknown = self.unk_id
@@ -278,32 +312,38 @@ class WordVocabulary(Vocabulary):
 
     def encode(self, text: str) -> np.ndarray:
         """One id a word, and `<eos>` where the text has a line's end; sentences begin with their boundary."""
-        ids = self.encode_words(words_and_ends(text, self.eos))
+        ids = self.encode_words(self.cut(self.read(text)))
         if self.boundary is None:
             return ids
         if self.boundary == "both":
             ids = np.repeat(ids, np.where(ids == self.eos_id, 2, 1))
         return np.concatenate([np.array([self.eos_id], dtype=np.int64), ids])
 
+    def cut(self, text: str) -> list[str]:
+        """The words of a text, with `eos` for each line's end."""
+        return words_and_ends(text, self.eos, self.rule)
+
+    def lacking(self, text: str) -> list[str]:
+        """The words that it lacks, without the joiners of marks."""
+        words = dict.fromkeys(word for word in self.cut(self.read(text)) if word not in self.ids)
+        return [unjoined(word)[1] if self.rule == "punctuation" else word for word in words]
+
     def encode_words(self, words: list[str]) -> np.ndarray:
         """The id of each word: int64 [N]."""
         return np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decoder(self, after: str = "") -> Decoder:
-        """Words joined by spaces; `<eos>` is a line's end."""
-        return WordDecoder(self.words, self.eos, after)
+        """Words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
+        return WordDecoder(self.words, self.eos, after, self.rule)
 
     def to_json(self) -> dict[str, Any]:
         """The words in the order of their ids."""
-        values: dict[str, Any] = {"format": _FORMAT, "kind": self.kind, "words": self.words}
+        values: dict[str, Any] = {"words": self.words}
         if (self.eos, self.unk, self.boundary) != (EOS, UNK, None):
             values |= {"eos": self.eos, "unk": self.unk, "boundary": self.boundary}
-        return values
-
-
-def words_and_ends(text: str, eos: str = EOS) -> list[str]:
-    """The words of a text, with `<eos>` for each line's end."""
-    return text.replace("\n", f" {eos} ").split()
+        if self.rule != "whitespace":
+            values |= {"rule": self.rule}
+        return self._as_json(**values)
 
 
 class BpeVocabulary(Vocabulary):
@@ -311,8 +351,8 @@ class BpeVocabulary(Vocabulary):
 
     kind = "bpe"
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, normalise: bool = False):
+        self.tokenizer, self.normalise = tokenizer, normalise
         byte_of = {symbol: value for value, symbol in enumerate(byte_symbols())}
         ids = tokenizer.get_vocab()
         if sorted(ids.values()) != list(range(len(ids))):
@@ -321,7 +361,7 @@ class BpeVocabulary(Vocabulary):
         self._lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
 
     @staticmethod
-    def train(texts: Iterable[str], vocab_size: int) -> BpeVocabulary:
+    def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
         """A vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges.
 
         Raises:
@@ -339,14 +379,20 @@ class BpeVocabulary(Vocabulary):
             special_tokens=[],
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return BpeVocabulary(tokenizer)
+        return BpeVocabulary(tokenizer, normalise=normalise)
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids."""
-        return np.array(self.tokenizer.encode(text).ids, dtype=np.int64)
+        """Token ids; a byte that is no UTF-8 (see `utf8`) is a token of its own."""
+        ids: list[int] = []
+        for part in re.split("([\udc80-\udcff])", utf8(self.read(text)).decode("utf-8", errors="surrogateescape")):
+            if "\udc80" <= part <= "\udcff":
+                ids.append(self._pieces.index(utf8(part)))
+            else:
+                ids += self.tokenizer.encode(part).ids
+        return np.array(ids, dtype=np.int64)
 
     def encode_block(self, text: str) -> np.ndarray:
         """Token ids of a block of a corpus, uint32 [N]: chunk by chunk, so that long ones are fast too."""
@@ -364,7 +410,28 @@ class BpeVocabulary(Vocabulary):
 
     def to_json(self) -> dict[str, Any]:
         """The tokenizer, as the library writes it."""
-        return {"format": _FORMAT, "kind": self.kind, "tokenizer": json.loads(self.tokenizer.to_str())}
+        return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
+
+
+def normalised(text: str) -> str:
+    """A text without a byte order mark, and with \\n for \\r\\n."""
+    return text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n")
+
+
+def utf8(text: str) -> bytes:
+    """The UTF-8 form of a text; undecodable bytes of a command line come back as they were.
+
+    Raises:
+        UserError: for half a surrogate pair that stands for no such byte.
+    """
+    try:
+        return text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise UserError(
+            f"the text has half a surrogate pair (U+{code:04X} at character {error.start}), which is no character; "
+            f"leave it out"
+        ) from None
 
 
 def byte_symbols() -> list[str]:

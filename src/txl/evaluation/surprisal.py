@@ -22,7 +22,7 @@ import torch
 from txl.config import validate_temperature
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.sources import BLOCK, Piece
-from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
 from txl.evaluation.perplexity import check_ids, evaluation_mode, nll_at
 from txl.evaluation.sliding import window_losses
@@ -73,6 +73,7 @@ def surprisals(
     prompt: str = "",
     temperature: float = 1.0,
     dtype: str = "float32",
+    normalise: bool | None = None,
 ) -> Iterator[TokenSurprisal]:
     """The surprisal of each token of a text, in order.
 
@@ -94,6 +95,8 @@ def surprisals(
         prompt: read before the text and not scored, so that the text's first token has something before it.
         temperature: X for probabilities in proportion to p^(1/X).
         dtype: "float32", or "bfloat16" for autocast.
+        normalise: read the text without a byte order mark, and \\r\\n as one line's end; never done to bytes. None: as
+            the vocabulary says, which is how its training text was read.
 
     Raises:
         UserError: for settings that contradict each other; while reading, for a text that cannot be read, or is empty.
@@ -117,7 +120,7 @@ def surprisals(
     before = (
         [LocatedToken(int(token), -1, -1, None, False, b"") for token in vocabulary.encode(prompt)] if prompt else []
     )
-    tokens = chain(before, _not_empty(_located(text, vocabulary)))
+    tokens = chain(before, _not_empty(_located(text, vocabulary, normalise)))
     reader = _Reader(model, dtype, temperature)
     if sliding is not None:
         return _with_words(_rows(reader.slide(tokens, sliding, clamp_len), vocabulary))
@@ -125,13 +128,13 @@ def surprisals(
     return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
 
 
-def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary) -> Iterator[LocatedToken]:
+def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bool | None) -> Iterator[LocatedToken]:
     if isinstance(text, Path):
         piece = Piece(text)
-        return located_tokens(piece, piece.blocks(), vocabulary)
-    file = io.BytesIO(text.encode("utf-8", errors="surrogateescape")) if isinstance(text, str) else text
+        return located_tokens(piece, piece.blocks(), vocabulary, normalise)
+    file = io.BytesIO(utf8(text)) if isinstance(text, str) else text
     name = "the text" if isinstance(text, str) else str(getattr(file, "name", "the text"))
-    return located_tokens(Piece(Path(name)), iter(lambda: file.read(BLOCK), b""), vocabulary)
+    return located_tokens(Piece(Path(name)), iter(lambda: file.read(BLOCK), b""), vocabulary, normalise)
 
 
 def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:

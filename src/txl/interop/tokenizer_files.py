@@ -7,7 +7,16 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary, byte_symbols
+from txl.data.vocabulary import (
+    BYTE_ORDER_MARK,
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    byte_symbols,
+)
+from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 
 PADDING = "<|pad|>"
@@ -16,7 +25,7 @@ PADDING = "<|pad|>"
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
 
-    Decoded words are joined by spaces, line ends too.
+    Decoded words are joined by spaces, line ends too, and marks as their joiners say.
 
     Raises:
         UserError: for a vocabulary that the library cannot represent.
@@ -28,6 +37,10 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
         "model_max_length": 10**9,
     }
     tokenizer = _tokenizer(vocabulary)
+    before = [normalizers.Replace(Regex(rf"\A{BYTE_ORDER_MARK}"), ""), normalizers.Replace("\r\n", "\n")]
+    if vocabulary.normalise:
+        after = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([*before, *after])  # pyright: ignore[reportAttributeAccessIssue]
     if not tokenizer.add_special_tokens([PADDING]):
         raise UserError(f"the vocabulary has a token {PADDING!r} of its own")
     config["pad_token"] = PADDING  # the id behind the vocabulary, which the model takes for no token
@@ -59,7 +72,13 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     if vocabulary.boundary == "both":
         raise UserError("the vocabulary marks both ends of a sentence, which a tokenizer of the library cannot")
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
-    tokenizer.normalizer = normalizers.Replace("\n", f" {vocabulary.eos} ")
+    line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")
+    tokenizer.normalizer = line_ends
+    if vocabulary.rule == "punctuation":
+        joiners = [normalizers.Replace(Regex(pattern), content) for pattern, content in joining_rules()]
+        tokenizer.normalizer = normalizers.Sequence([*joiners, line_ends])
+        space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
+        tokenizer.decoder = decoders.Sequence([space, decoders.Fuse(), touching])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if vocabulary.boundary is not None:
         tokenizer.post_processor = processors.TemplateProcessing(

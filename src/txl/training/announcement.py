@@ -6,7 +6,7 @@ import sys
 import uuid
 
 from txl.training.environment import describe_hardware, describe_software
-from txl.training.estimate import parameters_by_part
+from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
 
 
@@ -61,3 +61,8 @@ def announce(
         f"{run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
         f"{attention} on {loop.device}{together}{start}"
     )
+    for note in loop.corpus.notes("test") if event == "start" and "test" in loop.corpus.splits else ():
+        loop.display.message(f"note: {note}")
+    hint = softmax_hint(run, len(loop.corpus.vocabulary), parameters, loop.device) if event == "start" else None
+    if hint is not None:
+        loop.display.message(f"note: {hint}")

@@ -13,12 +13,16 @@ import torch
 from torch import nn
 
 from txl.config import RunConfig, TrainConfig, has_auxiliary_losses
+from txl.data.benchmarks import BENCHMARKS
 from txl.models import build_model
 from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.objective import Objective
 from txl.training.estimate_layers import dropout_copies
 from txl.training.estimate_recurrent import recurrent_costs
 from txl.training.estimate_transformer import transformer_costs
+
+_LARGE_VOCABULARY = 16_384
+"""Tokens above which a vocabulary is worth a remark."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,33 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
         train.batch_size * train.segment,
         train.batch_size * Objective(train.loss).counted(train.segment),
         {part: width * number for part, number in memory.items()},
+    )
+
+
+def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
+    """How to train faster on a CPU where most of the arithmetic is the softmax's; None where it is not.
+
+    Args:
+        run: the configuration.
+        vocab_size: V.
+        parameters: of the model, by part.
+        device: that it trains on.
+    """
+    model = run.model
+    if device != "cpu" or model.cutoffs or vocab_size <= _LARGE_VOCABULARY:
+        return None
+    softmax = vocab_size * (model.d_embed or model.d_model) * model.n_softmax  # products a target
+    layers = sum(parameters.get(part, 0) for part in ("attention", "feed-forward", "recurrent layers", "mixture"))
+    if softmax < layers:
+        return None
+    adaptive = f"--model.cutoffs {vocab_size // 10},{vocab_size // 3} (adaptive softmax) keeps all"
+    smaller = {"word": "--data.max-words 8000 keeps the most frequent", "bpe": "--data.vocab-size 4096 makes fewer"}
+    ways = [adaptive]
+    if run.data.unit in smaller and run.data.corpus not in BENCHMARKS:
+        ways.insert(0, smaller[run.data.unit])
+    return (
+        f"{softmax / (softmax + layers):.0%} of a step's products are the softmax over {vocab_size:,} tokens, which is "
+        f"slow on a CPU; {', '.join(ways)}"
     )
 
 

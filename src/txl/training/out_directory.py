@@ -7,7 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from txl.config import RunConfig, differences
+from txl.config import RunConfig, differences, with_unset_data
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_name
@@ -59,7 +59,8 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool) -> bool
             raise UserError(f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory")
         remove_begun(path)
         return True
-    changed = differences(directory.config(), run, ignore=may_differ(run))
+    stored = directory.config()
+    changed = differences(stored, with_unset_data(run, stored), ignore=may_differ(run))
     folder = directory.checkpoints
     if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
         # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.

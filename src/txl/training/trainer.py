@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from txl.attention import attention_backend
-from txl.config import RunConfig, differences, has_absolute_positions, validate
+from txl.config import RunConfig, differences, has_absolute_positions, validate, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import UserError
@@ -115,13 +115,17 @@ class Trainer:
         Raises:
             UserError: if the directory or the corpus cannot be read.
         """
-        if differences(self.directory.config(), self.run, ignore=may_differ(self.run)):
+        stored = self.directory.config()
+        self.run = with_unset_data(self.run, stored)
+        if differences(stored, self.run, ignore=may_differ(self.run)):
             return False
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
 
     def _fit(self, is_new: bool) -> dict[str, Any]:
         source = None
+        if not is_new:
+            self.run = with_unset_data(self.run, self.directory.config())
         if is_new and self.init_from is not None:
             source = RunDirectory(self.init_from)
             check_same_model(source, self.run)
