@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from txl.config import RunConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
+from txl.files import write_whole
 from txl.models import build_model
 from txl.models.decoder import Decoder
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
@@ -305,22 +306,3 @@ def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], sourc
     if extra:
         raise UserError(f"{source}: the weights hold {extra[0]}, which the configuration has no place for")
     model.load_state_dict(tensors, assign=assign)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None

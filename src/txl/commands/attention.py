@@ -180,8 +180,8 @@ def _drawn(n_token: int, settings: dict[str, Any], arguments: argparse.Namespace
 
 def _write(record: dict[str, Any], out: Path, name: str) -> list[Path]:
     """The record last of all, so that it never speaks of figures that are not there."""
+    from txl.files import write_whole
     from txl.reporting.attention import RECORD, attention_page, save_figures
-    from txl.run_directory import write_whole
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _write_and_print(out: Path, samples: list[Any], about: Any, record: dict[str, Any], as_json: bool) -> None:
     from txl.analysis.samples import pooled
+    from txl.files import write_whole
     from txl.reporting.samples_page import HEADINGS, samples_markdown, samples_page, summary_rows
-    from txl.run_directory import write_whole
 
     record["measures"] = {
         "generation": pooled([each.generation_measures for each in samples]),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from unicodedata import category
@@ -25,6 +24,7 @@ from txl.commands.options import (
     say,
 )
 from txl.errors import UserError
+from txl.files import replacing
 
 if TYPE_CHECKING:
     from txl.evaluation.surprisal import TokenSurprisal
@@ -123,16 +123,8 @@ def _output(out: str | None) -> Iterator[IO[str]]:
     if out is None:
         yield sys.stdout
         return
-    path = Path(out)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replacing(Path(out)) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        yield file
 
 
 def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 
 from txl.data.prepare import META_FORMAT
 from txl.data.sources import BLOCK
-from txl.data.token_files import Sentences, Tokens, file_sha256
+from txl.data.token_files import Sentences, Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.files import file_sha256
 
 
 class Corpus:

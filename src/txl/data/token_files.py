@@ -91,9 +91,3 @@ class TokenWriter:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-
-def file_sha256(path: Path) -> str:
-    """Of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,6 @@ Each is saved as plain JSON. Ids are int64 arrays in memory.
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.errors import UserError
+from txl.files import replacing
 
 UNK = "<unk>"
 EOS = "<eos>"
@@ -94,9 +94,8 @@ class Vocabulary(ABC):
 
     def save(self, path: Path) -> None:
         """Write it as JSON; the file is whole or not there."""
-        temporary = path.with_name(path.name + ".partial")
-        temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Vocabulary:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -25,6 +24,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from txl.files import replacing
 from txl.reporting.wording import plain, quality, quality_label, quality_text
 
 COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
@@ -268,14 +268,8 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
         else:
             metadata = {"Date": None, "Creator": None, "Description": description}
             FigureCanvasSVG(figure).print_figure(buffer, metadata=metadata)
-    temporary = path.with_name(path.name + ".partial")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(buffer.getvalue())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def drawing(
