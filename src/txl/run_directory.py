@@ -148,6 +148,14 @@ class RunDirectory:
                 return event["run"]
         return None
 
+    def started(self) -> dict[str, Any]:
+        """The event with which training began; empty for an imported model."""
+        return next((event for event in reversed(self.events()) if event["event"] == "start"), {})
+
+    def trained_on(self) -> dict[str, Any]:
+        """What the log says of the training text (`Corpus.info`); empty for an imported model."""
+        return self.started().get("corpus", {})
+
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that `best` or `latest` names, if there is one."""
         try:

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
-        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
+        "sha256_text": corpus.info()["splits"][arguments.split]["sha256_text"],
         "checkpoint": checkpoint.name,
     }
     with progress:

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
-    for name in ("mem_len", "window", "segment", "temperature"):
+    for name in ("mem_len", "window", "segment"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     from txl.allocator import keep_freed_memory
@@ -87,9 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.sliding is None:
         settings = memory_settings(arguments, config)
         settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment
-        settings["temperature"] = (
-            config.eval.temperature if arguments.temperature is None else arguments.temperature
-        )  # fmt: skip
+    settings["temperature"] = config.eval.temperature if arguments.temperature is None else arguments.temperature
     rows = surprisals(
         with_cache(model, arguments),
         vocabulary,

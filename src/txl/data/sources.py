@@ -23,6 +23,8 @@ from txl.errors import UserError
 BLOCK = 1 << 20
 """Bytes read at a time."""
 SPLITS = ("train", "valid", "test")
+WHOLE = "all"
+"""The one split of a text that is read as a whole."""
 TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
 
@@ -178,6 +180,15 @@ def _is_text(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in content
+
+
+def is_cut(text: str) -> bool:
+    """Whether a user's text is cut by position; else it has files that are named after the splits.
+
+    Raises:
+        UserError: as `user_pieces`.
+    """
+    return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
 
 
 def user_pieces(text: str) -> Pieces:

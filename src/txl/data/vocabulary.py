@@ -45,6 +45,10 @@ class Vocabulary(ABC):
             UserError: for a character vocabulary, naming the characters it lacks.
         """
 
+    def spelled_bytes(self, ids: np.ndarray) -> int | None:
+        """Bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
+
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
         """A decoder for tokens that follow the text `after`."""
@@ -156,6 +160,10 @@ class ByteVocabulary(Vocabulary):
             raise UserError(f"the text has bytes that the vocabulary of {len(self)} lacks: {named}; leave them out")
         return ids
 
+    def spelled_bytes(self, ids: np.ndarray) -> int:
+        """One a token."""
+        return len(ids)
+
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8, with U+FFFD for what is none."""
         return BytesDecoder([bytes([value]) for value in self.values])
@@ -224,6 +232,13 @@ class CharVocabulary(Vocabulary):
         named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in characters[:8])
         more = f" and {len(characters) - 8} more" if len(characters) > 8 else ""
         raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
+
+    def spelled_bytes(self, ids: np.ndarray) -> int | None:
+        """Those of the characters in UTF-8; None if one is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
+        return int(lengths[ids - (self.unk_id is not None)].sum())
 
     def decoder(self, after: str = "") -> Decoder:
         """One character a token."""
@@ -356,6 +371,10 @@ class BpeVocabulary(Vocabulary):
     def n_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Bytes of text that each token stands for: int64 [N]."""
         return self._lengths[ids]
+
+    def spelled_bytes(self, ids: np.ndarray) -> int:
+        """The sum of `n_bytes`."""
+        return int(self.n_bytes(ids).sum())
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8 across tokens."""

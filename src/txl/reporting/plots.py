@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
-from txl.reporting.wording import plain, quality, quality_label, quality_text
+from txl.reporting.wording import plain, quality, quality_label, quality_text, split_text
 
 COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
 """By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
@@ -237,7 +237,8 @@ def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.add_subplot()
         draw_memory_curve(axes, rows, first["unit"])
         axes.set_title(
-            f"{plain(first['corpus'])}, {first['split']} split, {first['tokens']:,} targets, {first['checkpoint']}",
+            f"{plain(first['corpus'])}, {split_text(first['split'])}, {first['tokens']:,} targets, "
+            f"{first['checkpoint']}",
             fontsize=9.5,
             loc="left",
             parse_math=False,
