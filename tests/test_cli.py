@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import txl
 from tests.conftest import small_run
 from txl.cli import build_parser, main
-from txl.commands.options import absolute_path
 from txl.config import RunConfig, leaf_fields
+from txl.data.corpora import absolute_path
 
 HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
 
@@ -116,7 +117,40 @@ def test_another_text_is_read_in_the_run_s_vocabulary(trained, tmp_path, data_di
     other.write_text("Quite another text.\n" * 50)
     words = ["eval", str(trained), "--data.corpus", str(other), "--data-dir", str(data_dir), "--batch", "2", "--json"]
     assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["corpus"] == str(other)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["corpus"] == str(other)
+    assert found["measured"] == f"the last 5% of {other}, 50 of its 1,000 bytes"
+    assert "--split all measures everything" in printed.err
+
+
+def test_another_text_is_prepared_once_and_all_of_it_can_be_measured(story, tmp_path, data_dir, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    config = small_run(str(story), **{"data.unit": "word", "train.steps": "2", "train.eval_every": "0"})
+    txl.Trainer(config, run, data_dir=data_dir, quiet=True).fit()
+    other.mkdir()
+    (other / "a.txt").write_text("The river rose zyxa\n" * 40)
+    (other / "b.txt").write_text("Nobody zyxb")
+    words = ["eval", str(run), "--data.corpus", str(other), "--data-dir", str(data_dir), "--batch", "1"]
+    capsys.readouterr()
+    for split in ("test", "all"):
+        assert main([*words, "--split", split]) == 0
+        printed = capsys.readouterr()
+        assert printed.err.count("preparing") == 1
+        assert f"measured: {'all' if split == 'all' else 'the last 5%'} of {other}" in printed.out.replace("\n", " ")
+    assert main([*words, "--split", "all", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["tokens"] == 40 * 5 + 3 - 1  # with an <eos> for each line, the last one too
+    assert found["unknown"] == 40 + 1
+    assert found["measured"] == f"all of {other}, 811 bytes"
+    assert (found["bytes_per_token"] * 203, printed.err) == (pytest.approx(811), "")
+
+
+def test_of_a_named_corpus_there_is_no_whole(trained, data_dir, capsys):
+    words = ["eval", str(trained), "--data.corpus", "stdlib", "--split", "all", "--data-dir", str(data_dir)]
+    assert main(words) == 2
+    assert "stdlib is read by its splits, train, valid, test; only a text of your own" in capsys.readouterr().err
 
 
 def test_a_run_finds_its_text_again_from_another_directory(story, data_dir, tmp_path, monkeypatch, capsys):
@@ -515,3 +549,22 @@ def test_a_prompt_with_unknown_characters_names_them(refused, story, data_dir, t
     words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), "--data-dir", str(data_dir), "--quiet"]
     assert main([*words, *options_of(run)]) == 0
     assert "lacks: 'Ω' (U+03A9)" in refused("generate", str(tmp_path / "run"), "--prompt", "The Ω")
+
+
+def test_a_sliding_window_has_the_run_s_temperature_and_says_what_it_is(trained, data_dir, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["eval"]["temperature"] = 1.7
+    (run / "config.json").write_text(json.dumps(config))
+    words = ["eval", str(run), "--sliding", "5", "--max-tokens", "40", "--data-dir", str(data_dir)]
+    assert main([*words, "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["temperature"] == 1.7
+    assert main([*words, "--temperature", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] != own["nll"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert "39 targets, each from the 5 tokens before it alone" in table
+    assert "softmax at temperature 1.7" in table
+    assert "sliding window" in table
+    assert "memory" not in table

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.errors import UserError
+from txl.files import write_whole
 from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 
 if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
@@ -152,6 +153,14 @@ class RunDirectory:
             if event["event"] == "start" and isinstance(event.get("run"), str):
                 return event["run"]
         return None
+
+    def started(self) -> dict[str, Any]:
+        """The event with which training began; empty for an imported model."""
+        return next((event for event in reversed(self.events()) if event["event"] == "start"), {})
+
+    def trained_on(self) -> dict[str, Any]:
+        """What the log says of the training text (`Corpus.info`); empty for an imported model."""
+        return self.started().get("corpus", {})
 
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that `best` or `latest` names, if there is one."""
@@ -341,22 +350,3 @@ def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], sourc
     if extra:
         raise UserError(f"{source}: the weights hold {extra[0]}, which the configuration has no place for")
     model.load_state_dict(tensors, assign=assign)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None

@@ -4,6 +4,7 @@ import errno
 import gzip
 import lzma
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -368,3 +369,42 @@ def test_progress_is_a_bar_on_a_terminal(unit, story, tmp_path, capsys, monkeypa
     shown = capsys.readouterr().err
     assert "story.txt: encoding test" in shown
     assert f"/{len(story.read_bytes()) // 20 / 1000:.1f} kB" in shown
+
+
+@pytest.mark.parametrize("name", ["texts", "texts/*.txt"])
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(name, tmp_path, monkeypatch):
+    """Root may read everything, so the refusal is the system calls'."""
+    closed = tmp_path / "texts"
+    closed.mkdir()
+
+    def refusing(call):
+        def look(path="."):
+            if Path(path) == closed:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path)
+
+        return look
+
+    for name_of_call in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name_of_call, refusing(getattr(os, name_of_call)))
+    with pytest.raises(UserError, match=r"texts: cannot be read \(Permission denied\)"):
+        txl.open_corpus(str(tmp_path / name), data_dir=tmp_path / "cache", quiet=True)
+
+
+def test_a_cache_that_cannot_be_written_is_not_a_full_disk(story, tmp_path, monkeypatch):
+    def refuse(self, ids):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("txl.data.token_files.TokenWriter.write", refuse)
+    with pytest.raises(UserError, match=r"Read-only file system; nothing was kept; choose another --data-dir"):
+        txl.open_corpus(str(story), data_dir=tmp_path, quiet=True)
+
+
+def test_prepared_files_have_the_permissions_of_any_new_file(story, tmp_path):
+    before = os.umask(0o027)
+    try:
+        corpus = txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(corpus.directory.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in corpus.directory.iterdir()} == {0o640}

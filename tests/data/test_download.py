@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import stat
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -144,6 +146,16 @@ def test_a_download_is_verified_kept_and_not_fetched_again(server, tmp_path, cap
     fetch(route(server, sha256(content)), tmp_path, quiet=True)
     assert (tmp_path / "tiny.zip").read_bytes() == content
     assert capsys.readouterr().err == ""
+
+
+def test_a_download_has_the_permissions_of_any_new_file(server, tmp_path):
+    server.answers = [whole(zipped())]
+    before = os.umask(0o027)
+    try:
+        fetch(route(server, None), tmp_path, quiet=True)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_a_terminal_shows_a_bar_that_survives_a_second_try(server, tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any, cast
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import small_run
 
-from txl.config import ModelConfig
+import txl
+from txl.config import DataConfig, ModelConfig
 from txl.errors import UserError
 from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
 from txl.models import build_model
@@ -137,6 +140,36 @@ def test_bits_per_byte_of_a_prefix_are_only_told_where_they_are_known(model):
     assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is None
     Split.n_bytes = 100  # every token is a byte
     assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is not None
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
+def test_what_is_reported_of_a_part_is_counted_over_that_part(unit, tmp_path):
+    """Half of the test split is in Greek, which training has not seen."""
+    seen, unseen = "one two three " * 20 + "\n", "άλφα " * 60
+    for split, text in {"train": seen * 20, "valid": seen, "test": seen + unseen}.items():
+        (tmp_path / f"{split}.txt").write_text(text)
+    corpus = txl.open_corpus(str(tmp_path), unit, config=DataConfig(vocab_size=260), data_dir=tmp_path / "cache")
+    tokens = corpus.tokens("test")
+    model = txl.build_model(small_run("x").model, corpus.vocabulary)
+    for n_read in (7, 61, len(tokens) - 30, len(tokens)):
+        result = txl.evaluate(model, tokens, batch_size=1, max_tokens=n_read)
+        ids = np.asarray(tokens)[:n_read]
+        assert result.unknown == (0 if tokens.unk_id is None else (ids == tokens.unk_id).sum())
+        text = seen + unseen
+        if unit == "word":
+            expected = len(text.encode()) if n_read == len(tokens) else place_of_word(text, n_read)
+        elif unit == "bpe":
+            expected = len(corpus.vocabulary.decode(ids).replace("\ufffd", "").encode())
+        else:
+            expected = n_read if unit == "byte" else len(text[:n_read].encode())
+        assert result.bytes_per_token is not None
+        slack = 1 if unit == "bpe" else 0  # half a character at the part's end
+        assert abs(result.bytes_per_token * n_read - expected) <= slack + 1e-6
+
+
+def place_of_word(text: str, number: int) -> int:
+    """The byte at which a word, or a line's end that counts as one, begins."""
+    return [len(text[: match.start()].encode()) for match in re.finditer(r"\n|\S+", text)][number]
 
 
 def test_bfloat16_is_near_float32_but_not_the_same():

@@ -107,7 +107,12 @@ def test_settings_and_checkpoints_are_those_of_eval(runs, text, data_dir, capsys
     settings = ["--mem-len", "12", "--window", "9", "--clamp-len", "5", "--segment", "7", "--checkpoint", "4"]
     corpus = ["--data.corpus", str(text), "--data-dir", str(data_dir), "--json"]
     file = str(text / "test.txt")
-    for given in (settings, ["--sliding", "11"], ["--sliding", "11", "--clamp-len", "2"], ["--temperature", "1.2"]):
+    for given in (
+        settings,
+        ["--sliding", "11"],
+        ["--sliding", "11", "--temperature", "1.3", "--clamp-len", "2"],
+        ["--temperature", "1.2"],
+    ):
         assert main(["score", run, file, *given]) == 0, capsys.readouterr().err
         rows = rows_of(capsys.readouterr().out)
         lanes = [] if "--sliding" in given else ["--batch", "1"]

@@ -15,6 +15,7 @@ from txl.attention.positions import sinusoid
 from txl.cli import main
 from txl.config import ModelConfig
 from txl.errors import UserError
+from txl.evaluation.perplexity import nll_at
 from txl.models import build_model
 from txl.models.vanilla import NoMemory, VanillaTransformer
 
@@ -211,6 +212,20 @@ def test_the_window_slides_by_one(model):
     assert (result.tokens, result.dropped, result.segment, result.sliding) == (29, 0, 8, True)
     short = txl.evaluate_sliding(model, tokens, context=12, max_tokens=5)
     assert (short.tokens, short.nll) == (4, pytest.approx(sum(expected[:4]) / 4, abs=1e-10))
+
+
+def test_a_sliding_window_at_a_temperature(model):
+    tokens = torch.randint(V, (30,), generator=torch.Generator().manual_seed(3))
+    cached = txl.ContinuousCache(model, 4, 0.3, 0.2).eval()
+    for each in (model, cached):
+        result = txl.evaluate_sliding(each, tokens, context=6, batch_size=5, temperature=1.4)
+        total = 0.0
+        for target in range(1, 30):
+            window = tokens[max(0, target - 6) : target + 1][None]
+            losses, _ = nll_at(1.4, each, window[:, :-1], window[:, 1:], each.init_state(1))
+            total += losses[0, -1].item()
+        assert (result.nll, result.temperature) == (pytest.approx(total / 29, abs=1e-6), 1.4)
+        assert result.nll != pytest.approx(txl.evaluate_sliding(each, tokens, context=6).nll, abs=1e-3)
 
 
 def test_a_model_with_memory_slides_as_well():

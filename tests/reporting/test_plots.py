@@ -1,5 +1,6 @@
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_a_curve_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plots.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space"):
         save_memory_curve(rows(), path)
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("curve.svg", "old")]

@@ -312,7 +312,7 @@ def test_words_are_reported_in_perplexity_and_bits_per_byte_with_what_unk_hides(
     text = shown(run).text
     assert f"{row['ppl']:.2f} perplexity per word, memory 256" in text
     assert f"this model, memory 256 {row['bits_per_byte']:.3f}" in text
-    assert "1,204 tokens of this split are <unk>" in text
+    assert "1,204 of the tokens read are <unk>" in text
     assert "the same 3,458,230 bytes" in text
     assert "lower bound" not in Page(write_report(whole_run(tmp_path / "bytes").path).read_text()).text
 

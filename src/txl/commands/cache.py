@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
-        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
+        "sha256_text": corpus.info()["splits"][arguments.split]["sha256_text"],
         "checkpoint": checkpoint.name,
     }
     with ProgressByPart(quiet=arguments.json) as progress:

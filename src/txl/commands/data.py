@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from txl.commands.options import absolute_path, add_data_dir, add_json, print_json
+from txl.commands.options import add_data_dir, add_json, print_json
 from txl.config import DataConfig, RunConfig, parse_value, validate
 
 
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus (preparing it if need be) and print what is known of it."""
-    from txl.data.corpora import natural_unit, open_corpus
+    from txl.data.corpora import absolute_path, natural_unit, open_corpus
 
     hints = typing.get_type_hints(DataConfig)
     given = {

@@ -37,7 +37,12 @@ def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("eval", help="measure perplexity, bits per character and bits per byte")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
+    parser.add_argument(
+        "--split",
+        default="test",
+        metavar="NAME",
+        help="train, valid, test (default), or all: a text of yours as a whole",
+    )
     add_memory_options(parser)
     parser.add_argument("--mem-lens", type=numbers, metavar="M,M,...", help="measure at several memory lengths")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
@@ -88,11 +93,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
-    for name in ("mem_len", "mem_lens", "window", "segment", "temperature"):
+    for name in ("mem_len", "mem_lens", "window", "segment"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
+    from txl.data.corpora import is_named
+    from txl.data.sources import WHOLE
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
 
@@ -100,7 +107,8 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device(arguments.device)
     model, vocabulary = run_directory.load(checkpoint, device=device)
     model = with_cache(model, arguments)
-    corpus = open_run_corpus(run_directory, vocabulary, arguments)
+    whole = arguments.split == WHOLE
+    corpus = open_run_corpus(run_directory, vocabulary, arguments, whole)
     tokens = split_tokens(corpus, arguments.split)
 
     settings = memory_settings(arguments, config)
@@ -116,14 +124,14 @@ def run(arguments: argparse.Namespace) -> None:
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
-        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
+        "sha256_text": corpus.info()["splits"][arguments.split]["sha256_text"],
         "checkpoint": checkpoint.name,
     }
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
         if arguments.sliding is not None:
             batch = {} if arguments.batch is None else {"batch_size": arguments.batch}
-            common = {name: common[name] for name in ("max_tokens", "dtype")} | batch
+            common = {name: common[name] for name in ("max_tokens", "dtype", "temperature")} | batch
             common["clamp_len"] = settings["clamp_len"]
             results = [evaluate_sliding(model, tokens, context=arguments.sliding, **common, progress=move)]
         elif arguments.mem_lens is None:
@@ -132,6 +140,13 @@ def run(arguments: argparse.Namespace) -> None:
             common |= {"clamp_len": settings["clamp_len"], "window": arguments.window}
             results = evaluate_memory_lengths(model, tokens, arguments.mem_lens, **common, progress=move)
     refuse_not_a_number([result.nll for result in results], checkpoint)
+    read = results[0].tokens + results[0].dropped + 1
+    part, hint = measured_part(corpus, arguments.split, read), None
+    if is_trained_on(run_directory, corpus, whole):
+        part += ", its training text included" if whole else ""
+    elif not whole and not is_named(corpus.name):
+        hint = f"--split {WHOLE} measures everything"
+    described["measured"] = part
     rows = [described | result.to_dict() for result in results]
 
     step = checkpoint_step(checkpoint)
@@ -142,11 +157,15 @@ def run(arguments: argparse.Namespace) -> None:
         record(run_directory, "sweep", step, **described, rows=rows)
         shown = described | {"rows": rows}
     if arguments.json:
+        if hint is not None:
+            say(f"note: measured: {part}; {hint}")
         print_json(shown)
     else:
         print_rows(rows)
         for note in corpus.notes(arguments.split, trained_unknown(run_directory)):
             say(f"note: {note}")
+        if whole or hint is not None:
+            print("; ".join(["measured: " + part, *([hint] if hint else [])]))
     if arguments.mem_lens is not None:
         draw_curve(run_directory.path, rows)
 
@@ -161,30 +180,46 @@ def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
         raise UserError(f"{checkpoint}: the model's losses are not numbers; its weights are damaged: use another one")
 
 
-def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, arguments: Any) -> Corpus:
+def open_run_corpus(
+    run_directory: RunDirectory, vocabulary: Vocabulary | None, arguments: Any, whole: bool = False
+) -> Corpus:
     """The corpus that the run was trained on, or the one the options name, in the run's own vocabulary.
+
+    Args:
+        run_directory: the run's.
+        vocabulary: the run's.
+        arguments: with the options of `data` and `data_dir`.
+        whole: as one split, "all".
 
     Raises:
         UserError: if the run has no vocabulary, or the corpus cannot be opened.
     """
-    from txl.data.corpora import open_corpus
+    from txl.data.corpora import is_named, open_corpus, with_absolute_paths
+    from txl.data.vocabulary import ByteVocabulary
 
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
     options = config_options(arguments)
-    data = data_config(arguments, run_directory.config().data)
+    own, started = with_absolute_paths(run_directory.config().data), run_directory.started()
+    data = data_config(arguments, own)
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
-    corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json)
-    if corpus.vocabulary != vocabulary:
+    # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
+    made_of_it = data.corpus == own.corpus and not started.get("init_from") and (bool(started) or is_named(own.corpus))
+    corpus = None
+    if (made_of_it and not whole) or vocabulary == ByteVocabulary():
+        corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json, whole=whole)
+    if corpus is None or corpus.vocabulary != vocabulary:
         corpus = open_corpus(
-            data.corpus, config=data, data_dir=arguments.data_dir, vocabulary=vocabulary, quiet=arguments.json
+            data.corpus,
+            config=data,
+            data_dir=arguments.data_dir,
+            vocabulary=vocabulary,
+            quiet=arguments.json,
+            whole=whole,
         )
-    if not options:
-        started = [event for event in run_directory.events() if event["event"] == "start"]
-        trained_on = started[-1].get("corpus", {}).get("identity") if started else None
-        if trained_on not in (None, corpus.info()["identity"]):
-            say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+    if not options and not whole and not is_trained_on(run_directory, corpus):
+        say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
 
 
@@ -193,6 +228,38 @@ def trained_unknown(run_directory: RunDirectory) -> float | None:
     started = [event for event in run_directory.events() if event["event"] == "start"]
     train = started[-1].get("corpus", {}).get("splits", {}).get("train") if started else None
     return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
+
+
+def is_trained_on(run_directory: RunDirectory, corpus: Corpus, whole: bool = False) -> bool:
+    """Whether a corpus is the text that a run was trained on.
+
+    An imported model is taken to be trained on the corpus that its configuration names. A text that is read as a whole
+    has other tokens than in training, and is known by its path.
+    """
+    trained_on = run_directory.trained_on().get("identity")
+    if whole or trained_on is None:
+        from txl.data.corpora import absolute_path
+
+        return corpus.name == absolute_path(run_directory.config().data.corpus)
+    return trained_on == corpus.info()["identity"]
+
+
+def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
+    """Which part of a corpus the first `n_read` tokens of a split are, in words."""
+    from txl.data.corpora import is_named
+    from txl.data.sources import WHOLE, is_cut
+
+    sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
+    size = f"{sizes[split]:,} of its {sum(sizes.values()):,} bytes"
+    if split == WHOLE:
+        part = f"all of {corpus.name}, {sizes[split]:,} bytes"
+    elif not is_named(corpus.name) and is_cut(corpus.name):
+        cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
+        part = f"{cuts[split]} of {corpus.name}, {size}"
+    else:
+        part = f"the {split} split of {corpus.name}, {size}"
+    n_token = len(corpus.tokens(split))
+    return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"
 
 
 def split_tokens(corpus: Corpus, split: str) -> Any:
@@ -224,31 +291,41 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from txl.reporting.wording import split_text
+
     by_word = rows[0]["unit"] in ("word", "bpe")
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("memory", lambda row: str(row["mem_len"])),
         ("window", lambda row: "none" if row["window"] is None else str(row["window"])),
+    ]
+    if rows[0]["sliding"]:
+        columns = [("sliding window", lambda row: str(row["segment"]))]
+    columns += [
         ("nats/token", lambda row: f"{row['nll']:.4f}"),
         ("ppl", lambda row: f"{row['ppl']:.3f}") if by_word else ("bpc", lambda row: f"{row['bpc']:.4f}"),
         ("bits/byte", lambda row: "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"),
         ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
     ]
     first = rows[0]
-    table = Table(title=f"{first['corpus']}, {first['split']} split, {first['checkpoint']}")
+    table = Table(title=f"{first['corpus']}, {split_text(first['split'])}, {first['checkpoint']}")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*[show(row) for _, show in columns])
     Console().print(table)
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
-    print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
+    if first["sliding"]:
+        print(f"{first['tokens']:,} targets, each from the {first['segment']} tokens before it alone")
+    else:
+        print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
     if first["cache_size"] is not None:
         shown = f"theta {first['cache_theta']:g}, lambda {first['cache_lambda']:g}"
         print(f"with a continuous cache of {first['cache_size']:,} tokens, {shown}")
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:
-        print(f"{first['unknown']:,} tokens of the split are <unk>: bits per byte are a lower bound")
+        read = first["tokens"] + first["dropped"] + 1
+        print(f"{first['unknown']:,} of the {read:,} tokens read are <unk>: bits per byte are a lower bound")
 
 
 def draw_curve(directory: Path, rows: list[dict[str, Any]]) -> None:

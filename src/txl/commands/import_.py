@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import absolute_path, add_config_options, add_json, config_options, print_json
+from txl.commands.options import add_config_options, add_json, config_options, print_json
 from txl.config import leaf_fields
 from txl.errors import UserError
 
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Import, and show the configuration that was recovered."""
     from txl.config import RunConfig, with_options
+    from txl.data.corpora import with_absolute_paths
     from txl.interop.hub import checkpoint_path
 
     options = config_options(arguments)
@@ -42,8 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     base.data.corpus = ""
     stated = with_options(base, options)
     given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
-    if stated.data.corpus:
-        stated.data.corpus = absolute_path(stated.data.corpus)
+    stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: not empty; give another directory")

@@ -49,29 +49,9 @@ def config_options(arguments: argparse.Namespace) -> dict[str, str]:
 def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
     """A corpus's configuration with the given ``--data.*`` options set."""
     from txl.config import with_options
+    from txl.data.corpora import with_absolute_paths
 
-    data = with_options(RunConfig(data=base), config_options(arguments)).data
-    data.corpus = absolute_path(data.corpus)
-    return data
-
-
-def absolute_path(corpus: str) -> str:
-    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
-
-    A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
-    """
-    from txl.data.benchmarks import BENCHMARKS
-    from txl.data.corpora import STDLIB
-    from txl.data.sources import find_files
-
-    if not corpus or corpus == STDLIB or corpus in BENCHMARKS:
-        return corpus  # an imported model has none
-    if os.sep not in corpus and not Path(corpus).exists():
-        try:
-            find_files(corpus)  # a glob
-        except UserError:
-            return corpus  # a name, or a mistake that is named as it was typed
-    return os.path.abspath(corpus)
+    return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
 def add_data_dir(parser: argparse.ArgumentParser) -> None:

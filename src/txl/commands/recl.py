@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
-    absolute_path,
     add_config_options,
     add_data_dir,
     add_device,
@@ -184,10 +183,11 @@ def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespac
     """
     if "data.corpus" in config_options(arguments):
         return
+    from txl.data.corpora import absolute_path
+
     trained_on: dict[str, RunDirectory] = {}
     for directory in directories:
-        started = [event for event in directory.events() if event["event"] == "start"]
-        identity = started[-1].get("corpus", {}).get("identity") if started else None
+        identity = directory.trained_on().get("identity")
         trained_on.setdefault(identity or absolute_path(directory.config().data.corpus), directory)
     if len(trained_on) > 1:
         described = ", ".join(f"{each.path} {each.config().data.corpus or 'no'}" for each in trained_on.values())

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from txl.commands.options import (
-    absolute_path,
     add_config_options,
     add_data_dir,
     add_device,
@@ -109,6 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataConfig:
     """The corpus: the scale's for this table, or the one that was asked for."""
+    from txl.data.corpora import absolute_path
     from txl.reproduction.scales import named_data
 
     options = config_options(arguments)

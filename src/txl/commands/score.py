@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from txl.commands.options import (
     say,
 )
 from txl.errors import UserError
+from txl.files import replacing
 
 if TYPE_CHECKING:
     from txl.evaluation.surprisal import TokenSurprisal
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
-    for name in ("mem_len", "window", "segment", "temperature"):
+    for name in ("mem_len", "window", "segment"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     from txl.data.sources import Piece, open_file
@@ -93,9 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.sliding is None:
         settings = memory_settings(arguments, config)
         settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment
-        settings["temperature"] = (
-            config.eval.temperature if arguments.temperature is None else arguments.temperature
-        )  # fmt: skip
+    settings["temperature"] = config.eval.temperature if arguments.temperature is None else arguments.temperature
     note_lacking(vocabulary, arguments.prompt)
     normalise = vocabulary.normalise if arguments.normalise is None else arguments.normalise
     if normalise and vocabulary.kind == "byte":
@@ -177,16 +175,8 @@ def _output(out: str | None) -> Iterator[IO[str]]:
     if out is None:
         yield sys.stdout
         return
-    path = Path(out)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replacing(Path(out)) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        yield file
 
 
 def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> _Total:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from txl.commands.options import (
-    absolute_path,
     add_config_options,
     add_data_dir,
     add_device,
@@ -48,8 +47,10 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or show what would be trained."""
+    from txl.data.corpora import with_absolute_paths
+
     config = with_options(base_config(arguments.preset), config_options(arguments))
-    config.data.corpus = absolute_path(config.data.corpus)
+    config.data = with_absolute_paths(config.data)
     validate(config)
     if arguments.dry_run:
         dry_run(config, arguments)

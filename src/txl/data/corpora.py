@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -19,11 +19,31 @@ from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
 from txl.data.prepared import Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus
-from txl.data.sources import Pieces, find_files, stdlib_files, stdlib_pieces, user_pieces
+from txl.data.sources import (
+    SPLITS,
+    WHOLE,
+    Piece,
+    Pieces,
+    find_files,
+    stdlib_files,
+    stdlib_pieces,
+    user_pieces,
+)
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
 
-__all__ = ["UNITS", "Corpus", "data_directory", "known_vocabulary_size", "list_corpora", "natural_unit", "open_corpus"]
+__all__ = [
+    "UNITS",
+    "Corpus",
+    "absolute_path",
+    "data_directory",
+    "is_named",
+    "known_vocabulary_size",
+    "list_corpora",
+    "natural_unit",
+    "open_corpus",
+    "with_absolute_paths",
+]
 
 UNITS = ("byte", "char", "word", "bpe")
 STDLIB = "stdlib"
@@ -66,6 +86,7 @@ def open_corpus(
     like_original: bool | None = None,
     boundary: str | None = None,
     verify: bool | None = None,
+    whole: bool = False,
 ) -> Corpus:
     """Open a corpus, and prepare it first if that has not been done.
 
@@ -85,6 +106,7 @@ def open_corpus(
             the authors' PyTorch code), or "both" (as their TensorFlow code). None: that of `config`, else "end".
         verify: refuse a public corpus whose counts or hashes are not the known ones; False only says and records it.
             None: that of `config`, else yes.
+        whole: read a text of the user's as one split, "all", its files in the order of their paths.
 
     Raises:
         UserError: if there is no such corpus, or it cannot be read in this unit, or is not what it should be.
@@ -92,6 +114,10 @@ def open_corpus(
     if not name:
         raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
     is_public = name in BENCHMARKS
+    if whole and is_named(name):
+        raise UserError(
+            f"{name} is read by its splits, {', '.join(SPLITS)}; only a text of your own is read as one, {WHOLE}"
+        )
     if unit is None:
         unit = (config.unit if config is not None else None) or natural_unit(name)
     if vocabulary is not None:
@@ -123,10 +149,41 @@ def open_corpus(
         config.word_rule,
         normalise=normalises(config, vocabulary, by_default=True),
         vocabulary=vocabulary,
+        counted=(WHOLE,) if whole else ("train",),
     )
     if name == STDLIB:
         return _open(name, name, stdlib_files(), lambda: stdlib_pieces(unit), recipe, folder, quiet)
-    return _open(name, Path(name).stem, own_files(name), lambda: user_pieces(name), recipe, folder, quiet)
+    label, files = Path(name).stem, own_files(name)
+    if whole:
+        pieces = {WHOLE: [Piece(path) for path in files]}
+        return _open(name, f"{label}-{WHOLE}", files, lambda: pieces, recipe, folder, quiet, told_apart=[WHOLE])
+    return _open(name, label, files, lambda: user_pieces(name), recipe, folder, quiet)
+
+
+def with_absolute_paths(data: DataConfig) -> DataConfig:
+    """A copy whose corpus and source are the same from every working directory."""
+    source = None if data.source is None else os.path.abspath(Path(data.source).expanduser())
+    return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
+
+
+def absolute_path(corpus: str) -> str:
+    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
+
+    A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
+    """
+    if not corpus or is_named(corpus):
+        return corpus  # an imported model has none
+    if os.sep not in corpus and not Path(corpus).exists():
+        try:
+            find_files(corpus)  # a glob
+        except UserError:
+            return corpus  # a name, or a mistake that is named as it was typed
+    return os.path.abspath(corpus)
+
+
+def is_named(corpus: str) -> bool:
+    """Whether this is one of the corpora that have a name, rather than a text of the user's."""
+    return corpus == STDLIB or corpus in BENCHMARKS
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
@@ -136,14 +193,21 @@ def data_directory(data_dir: str | Path | None) -> Path:
 
 
 def _open(
-    name: str, label: str, files: list[Path], pieces: Callable[[], Pieces], recipe: Recipe, folder: Path, quiet: bool
+    name: str,
+    label: str,
+    files: list[Path],
+    pieces: Callable[[], Pieces],
+    recipe: Recipe,
+    folder: Path,
+    quiet: bool,
+    told_apart: Sequence[str] = (),
 ) -> Corpus:
     """Open what was prepared from these files with this recipe; files count by path, size and time of change."""
     stamps = []
     for path in files:
         status = path.stat()
         stamps.append([str(path), status.st_size, status.st_mtime_ns])
-    everything = [META_FORMAT, name, stamps, recipe.settings()]
+    everything = [META_FORMAT, absolute_path(name), stamps, recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
     safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in label).lstrip(".")[:40] or "text"
     directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"

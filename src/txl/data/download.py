@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, cast
 from txl.data.benchmarks import Download
 from txl.data.progress import DownloadBar, say
 from txl.errors import UserError
+from txl.files import follow_umask, replacing
 
 TRIES = 3
 TIMEOUT = 30.0
@@ -95,11 +95,11 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
         raise _Unavailable(f"{download.url} gave another file than the known one ({known}), {TRIES} times") from None
     finally:
         bar.close()
+    follow_umask(path)
     if known is None:
         digest = file_hash(path, "sha256:").removeprefix("sha256:")
-        partial = record.with_suffix(".partial")
-        partial.write_text(digest + "\n")
-        os.replace(partial, record)
+        with replacing(record) as temporary:
+            temporary.write_text(digest + "\n")
         say(f"note: no published hash of {download.file_name} is known; recorded sha256 {digest}", quiet)
 
 

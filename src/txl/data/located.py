@@ -95,6 +95,20 @@ def located_tokens(
         raise UserError(f"{piece.path}: {error}") from None
 
 
+def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
+    """The byte of a text at which the token that follows the first ones, `ids` [N], begins.
+
+    None if the text's tokens are others, or end there.
+    """
+    expected = ids.tolist()
+    for place, token in enumerate(tokens):
+        if place == len(expected):
+            return token.start
+        if token.id != expected[place]:
+            return None
+    return None
+
+
 def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[str, int]]:
     """Text in blocks that no token crosses, and where in the piece's bytes reading stands after each."""
     n_read = piece.start

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -30,6 +29,7 @@ from txl.data.token_files import TokenWriter, token_dtype
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.data.words import holds_unknown
 from txl.errors import UserError
+from txl.files import is_full, make_scratch
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
@@ -116,7 +116,7 @@ def prepare(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _sweep(directory.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        temporary = make_scratch(directory.parent, directory.name)
         meta = _build(temporary, name, pieces(), recipe, progress)
         if check is not None:
             check(meta)
@@ -127,9 +127,9 @@ def prepare(
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
     except OSError as error:
+        remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
         raise UserError(
-            f"preparing {name} in {directory.parent} failed: {error.strerror or error}; "
-            f"nothing was kept; free the disk or choose another --data-dir"
+            f"preparing {name} in {directory.parent} failed: {error.strerror or error}; nothing was kept; {remedy}"
         ) from None
     finally:
         if temporary is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from txl.data.located import bytes_before, located_tokens
 from txl.data.prepare import META_FORMAT
-from txl.data.sources import BLOCK
-from txl.data.token_files import Sentences, Tokens, file_sha256
+from txl.data.sources import BLOCK, Piece
+from txl.data.token_files import Sentences, Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.files import file_sha256
 
 
 class Corpus:
@@ -26,6 +29,8 @@ class Corpus:
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
+        self._bytes_of: dict[tuple[str, int], int | None] = {}
+        """What `_bytes_of_first` has found; training asks before every evaluation."""
         self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
         if len(self.vocabulary) != self._meta["vocabulary_size"]:
             raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
@@ -55,8 +60,34 @@ class Corpus:
         sentences = None
         if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
             sentences = Sentences(self.vocabulary.ids[self.vocabulary.eos], self.vocabulary.boundary)
-        dtype = np.dtype(self._meta["dtype"])
-        return Tokens.open(self._path(split, "tokens"), dtype, split, record["bytes"], sentences)
+        return Tokens(
+            self._ids(split),
+            split,
+            record["bytes"],
+            sentences,
+            self.vocabulary.unk_id,
+            functools.partial(self._bytes_of_first, split),
+        )
+
+    def _ids(self, split: str) -> np.ndarray:
+        return np.memmap(self._path(split, "tokens"), dtype=np.dtype(self._meta["dtype"]), mode="r")
+
+    def _bytes_of_first(self, split: str, n_token: int) -> int | None:
+        """Bytes of text that the first tokens of a split stand for.
+
+        None where the tokens do not spell the text and it is not kept (words of the training split), or is that of
+        several files that no line's end separates.
+        """
+        if n_token >= self._record(split)["tokens"]:
+            return self._record(split)["bytes"]
+        if (split, n_token) not in self._bytes_of:
+            ids = np.asarray(self._ids(split)[:n_token], dtype=np.int64)
+            n_bytes = self.vocabulary.spelled_bytes(ids)
+            path = self._path(split, "text")
+            if n_bytes is None and path.is_file():
+                n_bytes = bytes_before(ids, located_tokens(Piece(path), self.text_bytes(split), self.vocabulary))
+            self._bytes_of[split, n_token] = n_bytes
+        return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
         """The text of the validation or test split (of any split, if tokens are bytes), a block at a time.

@@ -19,6 +19,7 @@ from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.files import is_full
 
 BOUNDARIES = ("end", "both")
 
@@ -159,9 +160,10 @@ class PublicCorpus:
         return Corpus(directory)
 
     def _failed(self, error: OSError) -> UserError:
+        remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
         return UserError(
             f"getting {self.benchmark.name} into {self.folder} failed: {error.strerror or error}; nothing was kept; "
-            f"free the disk or choose another --data-dir"
+            f"{remedy}"
         )
 
     def _recipe(self, parts: Parts | None) -> Recipe:

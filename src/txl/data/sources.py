@@ -23,6 +23,8 @@ from txl.errors import UserError
 BLOCK = 1 << 20
 """Bytes read at a time."""
 SPLITS = ("train", "valid", "test")
+WHOLE = "all"
+"""The one split of a text that is read as a whole."""
 TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
 
@@ -180,6 +182,15 @@ def _is_text(path: Path) -> bool:
     return b"\0" not in content
 
 
+def is_cut(text: str) -> bool:
+    """Whether a user's text is cut by position; else it has files that are named after the splits.
+
+    Raises:
+        UserError: as `user_pieces`.
+    """
+    return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
+
+
 def user_pieces(text: str) -> Pieces:
     """The splits of a user's file, folder or glob.
 
@@ -209,28 +220,49 @@ def find_files(text: str) -> list[Path]:
     """The files that a path, folder or glob names, sorted; hidden ones are left out of folders.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are none, or a folder on the way cannot be read.
     """
     path = Path(text)
     try:
         if path.is_file():
             return [path.absolute()]
         if path.is_dir():
-            found = [
-                each.absolute()
-                for each in sorted(path.rglob("*"))
-                if each.is_file() and not any(part.startswith(".") for part in each.relative_to(path).parts)
-            ]
+            found = [each.absolute() for each in sorted(_files_below(path))]
             if not found:
                 raise UserError(f"{text}: the folder holds no files")
             return found
         found = [Path(each).absolute() for each in sorted(glob.glob(text, recursive=True)) if Path(each).is_file()]
+        if not found:  # a glob passes over what it may not look at
+            os.listdir(_folder_before_magic(path)) if glob.has_magic(text) else path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
     except OSError as error:
-        raise UserError(f"{text[:200]}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{str(error.filename or text)[:200]}: cannot be read ({error.strerror})") from None
     if not found:
         kind = "matches no file" if glob.has_magic(text) else "no such file or folder"
         raise UserError(f"{text}: {kind}")
     return found
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and those below it, without hidden ones.
+
+    Raises:
+        OSError: if one of the folders cannot be read: its files would be missing without a word.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for inside, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = (Path(inside) / name for name in names if not name.startswith("."))
+        yield from (path for path in files if path.is_file())
+
+
+def _folder_before_magic(path: Path) -> Path:
+    """The folder in which a glob begins to look."""
+    return next(each for each in path.parents if not glob.has_magic(str(each)))
 
 
 def content_size(path: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,25 @@ class Sentences:
 class Tokens:
     """A split's token ids, one-dimensional; nothing is in memory that is not looked at."""
 
-    def __init__(self, ids: np.ndarray, split: str, n_bytes: int | None, sentences: Sentences | None = None):
+    def __init__(
+        self,
+        ids: np.ndarray,
+        split: str,
+        n_bytes: int | None,
+        sentences: Sentences | None = None,
+        unk_id: int | None = None,
+        bytes_of_first: Callable[[int], int | None] = lambda n_token: None,
+    ):
         self._ids = ids
         self.split = split
         self.n_bytes = n_bytes
         """Bytes of the text that the ids stand for."""
         self.sentences = sentences
         """Of a corpus of separate sentences; None: running text."""
-
-    @classmethod
-    def open(
-        cls, path: Path, dtype: np.dtype[Any], split: str, n_bytes: int, sentences: Sentences | None = None
-    ) -> Tokens:
-        """Map a token file."""
-        return cls(np.memmap(path, dtype=dtype, mode="r"), split, n_bytes, sentences)
+        self.unk_id = unk_id
+        """What stands for everything that the vocabulary lacks; None: it lacks nothing."""
+        self.bytes_of_first = bytes_of_first
+        """Gives the bytes of text that so many tokens from the first on stand for; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -91,9 +96,3 @@ class TokenWriter:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-
-def file_sha256(path: Path) -> str:
-    """Of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

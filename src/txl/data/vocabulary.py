@@ -6,7 +6,6 @@ Each is saved as plain JSON. Ids are int64 arrays in memory.
 from __future__ import annotations
 
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
+from txl.files import replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -57,6 +57,10 @@ class Vocabulary(ABC):
     def read(self, text: str) -> str:
         """A text as it is encoded: normalised, if texts are for this vocabulary."""
         return normalised(text) if self.normalise else text
+
+    def spelled_bytes(self, ids: np.ndarray) -> int | None:
+        """Bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
 
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
@@ -117,9 +121,8 @@ class Vocabulary(ABC):
 
     def save(self, path: Path) -> None:
         """Write it as JSON; the file is whole or not there."""
-        temporary = path.with_name(path.name + ".partial")
-        temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Vocabulary:
@@ -179,6 +182,10 @@ class ByteVocabulary(Vocabulary):
             named = ", ".join(f"0x{value:02X}" for value in lacking[:8]) + (" and more" if len(lacking) > 8 else "")
             raise UserError(f"the text has bytes that the vocabulary of {len(self)} lacks: {named}; leave them out")
         return ids
+
+    def spelled_bytes(self, ids: np.ndarray) -> int:
+        """One a token."""
+        return len(ids)
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8, with U+FFFD for what is none."""
@@ -243,6 +250,13 @@ class CharVocabulary(Vocabulary):
     def _lookup(self, text: str) -> np.ndarray:
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         return self._table[np.minimum(codes, len(self._table) - 1)]
+
+    def spelled_bytes(self, ids: np.ndarray) -> int | None:
+        """Those of the characters in UTF-8; None if one is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
+        return int(lengths[ids - (self.unk_id is not None)].sum())
 
     def decoder(self, after: str = "") -> Decoder:
         """One character a token."""
@@ -403,6 +417,10 @@ class BpeVocabulary(Vocabulary):
     def n_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Bytes of text that each token stands for: int64 [N]."""
         return self._lengths[ids]
+
+    def spelled_bytes(self, ids: np.ndarray) -> int:
+        """The sum of `n_bytes`."""
+        return int(self.n_bytes(ids).sum())
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8 across tokens."""

@@ -44,7 +44,7 @@ class EvaluationResult:
     dropped: int
     """Targets of the split that were not scored (its first token is no target)."""
     bytes_per_token: float | None
-    """Bytes of text a token of the split stands for, on average; None where the text is not known."""
+    """Bytes of text a token that was read stands for, on average; None where the text is not known."""
     seconds: float
     segment: int
     mem_len: int
@@ -60,6 +60,8 @@ class EvaluationResult:
     """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
     cache_theta: float | None = None
     cache_lambda: float | None = None
+    unknown: int | None = None
+    """Tokens that were read and are `<unk>`; None where the vocabulary is not known."""
 
     @property
     def ppl(self) -> float:
@@ -73,7 +75,7 @@ class EvaluationResult:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text: the mean bits a token over the split's mean bytes a token.
+        """Bits per byte of text: the mean bits a token over the mean bytes a token of what was read.
 
         A vocabulary with <unk> does not pay for spelling out what <unk> hides: its value is then a lower bound.
         """
@@ -197,6 +199,7 @@ def evaluate(
     state = model.init_state(len(mine.first), mem_len=mem_len, window=window, clamp_len=clamp_len)
     settings = resolved_lengths(state)
     device = next(model.parameters()).device
+    counted = counted_over(tokens, ids)
 
     total = torch.zeros((), dtype=torch.float64, device=device)
     done = 0
@@ -216,7 +219,6 @@ def evaluate(
         nll=mean,
         tokens=done,
         dropped=len(ids) - 1 - done,
-        bytes_per_token=bytes_per_token(tokens, len(ids)),
         seconds=time.perf_counter() - start,
         segment=segment,
         batch_size=batch_size,
@@ -224,6 +226,7 @@ def evaluate(
         dtype=dtype,
         temperature=temperature,
         **settings,
+        **counted,
         **cache_settings(model),
     )
 
@@ -339,12 +342,21 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def bytes_per_token(tokens: Any, n_read: int) -> float | None:
-    """Bytes of text a token of the whole split stands for, if the split knows.
+def counted_over(tokens: Any, ids: np.ndarray) -> dict[str, Any]:
+    """`bytes_per_token` and `unknown` of an evaluation that reads `ids`, the beginning of `tokens` or all of it."""
+    if not hasattr(tokens, "unk_id"):
+        unknown = None
+    else:
+        unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
+    return {"bytes_per_token": bytes_per_token(tokens, len(ids)), "unknown": unknown}
 
-    A prefix need not be like the whole: of one it is only known where every token is a byte.
-    """
+
+def bytes_per_token(tokens: Any, n_read: int) -> float | None:
+    """Bytes of text a token stands for, of the first `n_read` tokens, where the text is known."""
     n_bytes = getattr(tokens, "n_bytes", None)
-    if not n_bytes or (n_read < len(tokens) and n_bytes != len(tokens)):
+    if not n_bytes:
         return None
-    return n_bytes / len(tokens)
+    if n_read == len(tokens) or n_bytes == len(tokens):
+        return n_bytes / len(tokens)
+    part = tokens.bytes_of_first(n_read) if hasattr(tokens, "bytes_of_first") else None
+    return part / n_read if part else None

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from txl.config import validate_temperature
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Progress,
-    bytes_per_token,
     cache_settings,
     check_ids,
     checked_ids,
+    counted_over,
     evaluation_mode,
+    nll_at,
     resolved_lengths,
 )
 from txl.models.language_model import LanguageModel, Limit
@@ -39,6 +41,7 @@ def evaluate_sliding(
     max_tokens: int | None = None,
     clamp_len: Limit = None,
     dtype: str = "float32",
+    temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> EvaluationResult:
     """The mean loss of a model over a stream, each target predicted from the `context` tokens before it.
@@ -53,27 +56,29 @@ def evaluate_sliding(
         max_tokens: read only this many tokens of the stream.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
+        temperature: as for `evaluate`.
         progress: is told how far the evaluation is.
 
     Raises:
         UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
     """
+    validate_temperature(temperature)
     ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
+    counts = counted_over(tokens, ids)
     device = next(model.parameters()).device
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
     with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
-        total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
+        total = nll_at(temperature, model, start[:, :-1], start[:, 1:], state)[0].double().sum()
         later = np.arange(first + 1, len(ids))
-        for losses in window_losses(model, ids, context, later, batch_size, clamp_len, progress):
+        for losses in window_losses(model, ids, context, later, batch_size, clamp_len, progress, temperature):
             total += losses.sum()
     done = len(ids) - 1
     return EvaluationResult(
         nll=total.item() / done,
         tokens=done,
         dropped=0,
-        bytes_per_token=bytes_per_token(tokens, len(ids)),
         seconds=time.perf_counter() - begin,
         segment=context,
         mem_len=0,
@@ -82,8 +87,9 @@ def evaluate_sliding(
         batch_size=batch_size,
         exhaustive=True,
         dtype=dtype,
-        temperature=1.0,
+        temperature=temperature,
         sliding=True,
+        **counts,
         **cache_settings(model),
     )
 
@@ -212,6 +218,7 @@ def window_losses(
     batch_size: int,
     clamp_len: Limit = None,
     progress: Progress | None = None,
+    temperature: float = 1.0,
 ) -> Iterator[Tensor]:
     """Losses of the targets, [at most B] at a time, each from the `context` tokens before it.
 
@@ -222,6 +229,6 @@ def window_losses(
         chosen = targets[start : start + batch_size]
         windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
         state = model.init_state(len(chosen), mem_len=0, window="none", clamp_len=clamp_len)
-        yield model.last_nll(windows[:, :-1], windows[:, -1], state).double()
+        yield model.last_nll(windows[:, :-1], windows[:, -1], state, temperature).double()
         if progress is not None:
             progress(start + len(chosen), len(targets))

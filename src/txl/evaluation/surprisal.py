@@ -91,7 +91,7 @@ def surprisals(
             "none": everything in memory and segment.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         sliding: predict each token from so many tokens before it, read anew, without memory, as
-            `txl.evaluate_sliding`; `segment`, `mem_len`, `window` and `temperature` are then not used.
+            `txl.evaluate_sliding`; `segment`, `mem_len` and `window` are then not used.
         prompt: read before the text and not scored, so that the text's first token has something before it.
         temperature: X for probabilities in proportion to p^(1/X).
         dtype: "float32", or "bfloat16" for autocast.
@@ -193,7 +193,9 @@ class _Reader:
             places = np.arange(context, len(ids))
             with evaluation_mode(self.model), self._autocast():
                 read = np.array(ids, dtype=np.int64)
-                windows = window_losses(self.model, read, context, places, _WINDOWS, clamp_len)
+                windows = window_losses(
+                    self.model, read, context, places, _WINDOWS, clamp_len, temperature=self.temperature
+                )
                 losses = torch.cat(list(windows)).tolist()
             for token, loss in zip(targets, losses, strict=True):
                 yield _Scored(token, loss, 0, context)

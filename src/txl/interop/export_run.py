@@ -22,6 +22,7 @@ import txl
 from txl.config import RunConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
+from txl.files import follow_umask
 from txl.interop.tokenizer_files import tokenizer_files
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import MODEL_FILE, read_tensors
@@ -92,6 +93,12 @@ def _tested(run: RunConfig) -> dict[str, Any]:
     return asdict(run.model) | lengths
 
 
+def _write_weights(weights: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file(weights, path, metadata=metadata or None)
+    follow_umask(path)
+
+
 def _fill_safetensors(
     folder: Path, run: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary | None
 ) -> list[str]:
@@ -99,7 +106,7 @@ def _fill_safetensors(
     config = {"format": EXPORT_KIND, "version": txl.__version__, "vocab_size": size, "model": _tested(run)}
     config["eval"] = asdict(run.eval)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    _write_weights(weights, folder, {})
     if vocabulary is None:
         return ["the run has no vocabulary: none was written"]
     vocabulary.save(folder / "vocabulary.json")
@@ -133,7 +140,7 @@ def _fill_huggingface(
         notes.append("the run has no vocabulary: no tokenizer was written")
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    safetensors.torch.save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(named, folder, {"format": "pt"})
     for name, text in flat_modules("txl.huggingface").items():
         (folder / name).write_text(text, encoding="utf-8")
     return notes

@@ -162,6 +162,13 @@ class ContinuousCache(LanguageModel[CacheState]):
             log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
         return log_probs, after
 
+    def last_nll(self, tokens: Tensor, target: Tensor, state: CacheState, temperature: float = 1.0) -> Tensor:
+        """See `LanguageModel.last_nll`; `temperature` is that of the model's softmax."""
+        if temperature == 1:
+            return super().last_nll(tokens, target, state)
+        targets = torch.cat([tokens[:, 1:], target[:, None]], dim=1)
+        return self.nll(tokens, targets, state, temperature)[0][:, -1]
+
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
     ) -> NoReturn:

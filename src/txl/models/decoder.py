@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from txl.config import ModelConfig, validate_model
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl.models.cross_entropy import at_least_float32
+from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, StateT
 from txl.models.linear import Linear
@@ -121,9 +121,11 @@ class Decoder(LanguageModel[StateT]):
         hidden, state = self.hidden_states(tokens, state)
         return self.nll_of(hidden, targets), state
 
-    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT) -> Tensor:
+    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT, temperature: float = 1.0) -> Tensor:
         """See `LanguageModel.last_nll`; the softmax is that of the last position alone."""
         hidden, _ = self.hidden_states(tokens, state)
+        if temperature != 1:
+            return nll_at_temperature(self.log_probs_of(hidden[:, -1:]), target[:, None], temperature).squeeze(1)
         return self.nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
 
     def training_terms(

@@ -10,6 +10,7 @@ from typing import Generic, Literal, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
+from txl.models.cross_entropy import nll_at_temperature
 from txl.models.objective import EVERY_TARGET, Objective
 
 
@@ -76,12 +77,15 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Log-probabilities of the next token over the whole vocabulary: [B,T] int64 -> [B,T,V]."""
 
-    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT) -> Tensor:
+    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT, temperature: float = 1.0) -> Tensor:
         """Negative log-likelihood of what follows each lane's last token: int64 [B,T] and [B] -> [B] nats.
 
-        Cheaper than `nll` where no other position matters.
+        Cheaper than `nll` where no other position matters. With `temperature` X every probability p is replaced by
+        p^(1/X), normalised.
         """
         log_probs, _ = self.log_probs(tokens, state)
+        if temperature != 1:
+            return nll_at_temperature(log_probs[:, -1:], target[:, None], temperature).squeeze(1)
         return -log_probs[:, -1].gather(-1, target[:, None]).squeeze(-1)
 
     def training_terms(

@@ -14,10 +14,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
+from txl.files import write_whole
 from txl.reporting.page import escape, figure, note, page, section, table, visible
 from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
-from txl.run_directory import write_whole
 
 FOLDER, RECORD = "attention", "attention.json"
 """Where `txl attention` puts what it finds, in the run's directory."""

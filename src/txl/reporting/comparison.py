@@ -50,9 +50,10 @@ def measure_compression(
 def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:
     """By hash, the prepared texts that the result can be about.
 
-    The training corpus is known by the hash that training logged. Of another text only name, unit and sizes are.
+    A text is known by the hash that training or the evaluation logged; older logs have only the name, unit and sizes of
+    one that was not trained on.
     """
-    logged = found.split_of(result)
+    logged = found.split_of(result) or ({"sha256_text": known} if (known := result.get("sha256_text")) else None)
     texts: dict[str, Corpus] = {}
     for path in sorted(folder.glob("*/meta.json")):
         try:

@@ -62,7 +62,9 @@ class Findings:
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
     def unknown_tokens(self, row: Row) -> int | None:
-        """How many tokens of the split that was evaluated are <unk>; None if the log does not say."""
+        """How many of the tokens that an evaluation read are <unk>; None if the log does not say."""
+        if row.get("unknown") is not None:
+            return row["unknown"]
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 

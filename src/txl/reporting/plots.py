@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -25,7 +24,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from txl.reporting.wording import plain, quality, quality_label, quality_text
+from txl.files import replacing
+from txl.reporting.wording import plain, quality, quality_label, quality_text, split_text
 
 COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
 """By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
@@ -237,7 +237,8 @@ def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.add_subplot()
         draw_memory_curve(axes, rows, first["unit"])
         axes.set_title(
-            f"{plain(first['corpus'])}, {first['split']} split, {first['tokens']:,} targets, {first['checkpoint']}",
+            f"{plain(first['corpus'])}, {split_text(first['split'])}, {first['tokens']:,} targets, "
+            f"{first['checkpoint']}",
             fontsize=9.5,
             loc="left",
             parse_math=False,
@@ -268,14 +269,8 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
         else:
             metadata = {"Date": None, "Creator": None, "Description": description}
             FigureCanvasSVG(figure).print_figure(buffer, metadata=metadata)
-    temporary = path.with_name(path.name + ".partial")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(buffer.getvalue())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def drawing(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from txl.files import replacing
 from txl.reporting.context_figures import Plot, gains_plot, length_plot, steps_plot
 from txl.reporting.page import escape, figure, note, page, section, table
 from txl.reporting.wording import counted, short_name
@@ -124,9 +124,8 @@ def write_recl(folder: Path, result: dict[str, Any], command: Sequence[str]) -> 
         "recl.html": recl_page(result, plots, command),
     }
     for name, text in texts.items():
-        temporary = folder / f"{name}.partial"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
         written.append(folder / name)
     return written
 

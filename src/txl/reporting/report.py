@@ -9,6 +9,7 @@ from typing import Any
 
 from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
+from txl.files import write_whole
 from txl.presets import preset, presets
 from txl.reporting.attention import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import measure_compression
@@ -30,7 +31,7 @@ from txl.reporting.wording import (
     token_name,
     window_text,
 )
-from txl.run_directory import RunDirectory, write_whole
+from txl.run_directory import RunDirectory
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
 """How much of what the log holds is shown; what is left out is counted."""

@@ -123,7 +123,7 @@ def _caveat(found: Findings, result: dict[str, Any]) -> str:
     unknown = found.unknown_tokens(result)
     if unknown == 0 or result["unit"] in ("byte", "bpe"):
         return ""
-    some = "Tokens that the vocabulary lacks are" if unknown is None else f"{unknown:,} tokens of this split are"
+    some = "Tokens that the vocabulary lacks are" if unknown is None else f"{unknown:,} of the tokens read are"
     return note(
         f"{some} <unk>, which does not pay for the spelling that it hides: bits per byte is then a lower bound, and "
         f"the loss per {token_name(result['unit'])} compares only with models of the same vocabulary."

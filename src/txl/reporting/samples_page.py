@@ -11,9 +11,9 @@ from typing import Any
 
 from txl.analysis.consistency import KINDS
 from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
+from txl.files import write_whole
 from txl.reporting.page import escape, note, page, section, table, visible
 from txl.reporting.wording import counted, short_name, token_name
-from txl.run_directory import write_whole
 
 
 @dataclass(frozen=True)

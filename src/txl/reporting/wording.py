@@ -7,6 +7,7 @@ from typing import Any
 from unicodedata import category
 
 from txl.config import ModelConfig, has_absolute_positions
+from txl.data.sources import WHOLE
 from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
 from txl.units import ppl_text
 
@@ -121,6 +122,11 @@ def arithmetic_words(row: dict[str, Any]) -> list[str]:
     return words if row.get("dtype", "float32") == "float32" else [*words, f"computed in {row['dtype']}"]
 
 
+def split_text(split: str) -> str:
+    """What a split is called: test split, or whole text."""
+    return "whole text" if split == WHOLE else f"{split} split"
+
+
 def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memory: bool = True) -> str:
     """Split, targets, memory, window and segment of an evaluation, and what else is not as in a plain one.
 
@@ -137,7 +143,7 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
     lanes = [f"memory {row['mem_len']:,}, {window_text(row)}"] if memory else []
     lanes.append(f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}")
     words = [
-        f"{part}the {row['split']} split of {row['corpus']}",
+        f"{part}the {split_text(row['split'])} of {row['corpus']}",
         f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
         *([] if is_sliding(row) else lanes),
         *manner_words(row),

@@ -26,6 +26,7 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
+from txl.files import write_whole
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
@@ -35,7 +36,7 @@ from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
 from txl.reproduction.speed import measure_speed
-from txl.run_directory import RunDirectory, write_whole
+from txl.run_directory import RunDirectory
 from txl.training.budget import longest_segment, peak_bytes
 from txl.training.environment import describe_hardware, describe_software
 from txl.training.trainer import Trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
-from txl.run_directory import write_whole
+from txl.files import write_whole
 
 
 @dataclass(frozen=True)

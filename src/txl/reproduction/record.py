@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from txl.files import write_whole
 from txl.reproduction.outcome import Outcome, cells, headings
 from txl.reproduction.page import outcome_page
-from txl.run_directory import write_whole
 
 
 def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:

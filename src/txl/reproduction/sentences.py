@@ -11,7 +11,7 @@ from pathlib import Path
 from txl.data.corpora import Corpus
 from txl.data.streams import shuffled
 from txl.errors import UserError
-from txl.run_directory import write_whole
+from txl.files import write_whole
 
 _TOKEN_ENDS = re.compile(r"(?<=\s[.!?])[^\S\n]+(?![\"')])|\n")
 """Lines, and what follows a full stop that is a token of its own; a quotation's closing mark stays with it."""

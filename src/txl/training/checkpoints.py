@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from txl.data.token_files import file_sha256
 from txl.errors import UserError
+from txl.files import file_sha256, follow_umask, is_full, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -115,15 +115,16 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         manifest["sha256"] = _own_sha256(manifest)
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for each in (*temporary.rglob("*"), temporary):
-            _sync(each)
+            sync(each)
         _swap(temporary, final, folder / f".{final.name}.replaced{_PARTIAL}")
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk by an exception of its own.
         reason = getattr(error, "strerror", None) or str(error)
+        remedy = "make room" if is_full(error) else "see to it that files can be written there"
         raise UserError(
-            f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: make room, "
-            f"then run the same command to go on from the last one"
+            f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: {remedy}, then "
+            f"run the same command to go on from the last one"
         ) from None
     finally:
         remove_partial(folder)
@@ -137,6 +138,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, path)
+    follow_umask(path)
     # Not by the library: it maps the file into memory, which would count as ours.
     with open(path, "rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -351,11 +353,3 @@ def remove_later(folder: Path, step: int) -> None:
     for name in checkpoint_names(folder):
         if _step_of(name) > step:
             _deleted(folder / name)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from txl.data.streams import Segment
 from txl.errors import UserError
-from txl.run_directory import write_whole
+from txl.files import write_whole
 from txl.training.checkpoints import checkpoint_name, remove_later, verify_checkpoint
 from txl.training.guards import is_finite
 from txl.training.saver import point_at_best

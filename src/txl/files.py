@@ -1,0 +1,87 @@
+"""Files that are whole or not there, with the permissions that any new file has."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from txl.errors import UserError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name beside `path` to write to; what is there at the end takes the place of `path`, synced.
+
+    If the block fails, `path` is as it was and what was written is removed.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old or the new one, also after a crash.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file that a library made for its owner alone the permissions that any new file beside it has.
+
+    The process's umask cannot be read without changing it for all threads, so that a new file is looked at.
+    """
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        os.chmod(path, os.fstat(descriptor).st_mode & 0o777)
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+
+
+def make_scratch(folder: Path, name: str) -> Path:
+    """Make a folder `.NAME.partial-...` in a folder, which no other process has; it follows the umask."""
+    scratch = folder / f".{name}.partial-{secrets.token_hex(4)}"
+    scratch.mkdir()
+    return scratch
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_full(error: Exception) -> bool:
+    """Whether something could not be written for want of room; the safetensors library says so in words alone."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
