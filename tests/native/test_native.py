@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import shlex
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -195,9 +199,87 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "error: no such thing" in (reason_now() or "")
+    assert not list((tmp_path / "transformer-xl" / "native").iterdir())
+
+
+def reason_now() -> str | None:
+    """Why there is no library in the present environment."""
     build._load.cache_clear()
     try:
-        assert "error: no such thing" in (why_not() or "")
+        return why_not()
     finally:
         build._load.cache_clear()
-    assert not list((tmp_path / "transformer-xl" / "native").iterdir())
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A quick one that counts its calls, set as CXX, with an empty cache; returns the cache and what it was called with."""
+    calls, script = tmp_path / "calls", tmp_path / "compiler with a space"
+    script.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {calls}
+test "$2" = --version && exit
+for last; do :; done
+echo 'int txl_nothing;' | {shlex.quote(real_compiler())} -shared -fPIC -x c++ - -o "$last"
+"""
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{script}' --as-g++")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "transformer-xl" / "native", calls
+
+
+def real_compiler() -> str:
+    return next((path for path in map(shutil.which, build.COMPILERS) if path), "no compiler")
+
+
+def compilations(calls) -> int:
+    return sum("--version" not in line for line in calls.read_text().splitlines())
+
+
+@needs_compiler
+def test_a_compiler_may_have_arguments(compiler):
+    _, calls = compiler
+    assert reason_now() is None
+    assert all(line.startswith("--as-g++ ") for line in calls.read_text().splitlines())
+    assert compilations(calls) == 1
+    assert reason_now() is None
+    assert compilations(calls) == 1  # kept
+
+
+@pytest.mark.parametrize("given", ["no-such-compiler --fast", "g++ 'unclosed"])
+def test_a_compiler_that_cannot_be_run_is_named_and_no_other_is_used(given, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", given)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (reason_now() or "").startswith(f"CXX is {given!r}" if "'" not in given else "CXX is ")
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["truncated", "empty", "a flipped bit"])
+def test_a_damaged_library_is_compiled_again_before_it_is_loaded(damage, compiler):
+    folder, calls = compiler
+    assert reason_now() is None
+    (library,) = folder.glob("*.so")
+    content = bytearray(library.read_bytes())
+    if damage == "a flipped bit":
+        content[len(content) // 2] ^= 1
+    # Under a new name first: this process has the old one mapped.
+    damaged = library.with_suffix(".damaged")
+    damaged.write_bytes({"truncated": content[: len(content) // 2], "empty": b""}.get(damage, content))
+    damaged.rename(library)
+    assert reason_now() is None
+    assert compilations(calls) == 2
+    assert any(build._full_name(each.name.rpartition("-")[0], each) == each.name for each in folder.glob("*.so"))
+
+
+@needs_compiler
+def test_processes_that_compile_at_once_both_have_a_library(compiler):
+    code = "from txl.native.build import why_not; raise SystemExit(why_not())"
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [each.wait(timeout=120) for each in running] == [0, 0, 0]
+    folder, calls = compiler
+    assert all(build._full_name(each.name.rpartition("-")[0], each) == each.name for each in folder.glob("*.so"))
+    before = compilations(calls)
+    assert reason_now() is None
+    assert compilations(calls) == before

@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _stream(prompt: str, pieces: Iterator[str]) -> str:
     """Show a text as it is made, and return all of it but the prompt."""
+    first = next(pieces, "")  # what there is to say about how it is computed is said by now, and not within the text
     sys.stdout.write(prompt)
     shown = []
-    for piece in pieces:
+    for piece in chain([first], pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
         shown.append(piece)

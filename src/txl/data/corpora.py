@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import platformdirs
-
+from txl.cache_folder import cache_folder
 from txl.config import DataConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
@@ -132,7 +131,7 @@ def open_corpus(
             BENCHMARKS[name],
             config,
             folder,
-            source=None if source is None else Path(source).expanduser(),
+            source=None if source is None else Path(os.path.expanduser(source)),
             vocabulary=vocabulary,
             like_original=config.like_original if like_original is None else like_original,
             boundary=config.boundary if boundary is None else boundary,
@@ -188,8 +187,8 @@ def is_named(corpus: str) -> bool:
 
 def data_directory(data_dir: str | Path | None) -> Path:
     """Where prepared corpora live."""
-    chosen = data_dir or os.environ.get("TXL_DATA") or platformdirs.user_cache_dir("transformer-xl")
-    return Path(chosen).expanduser()
+    chosen = data_dir or os.environ.get("TXL_DATA")
+    return cache_folder() if not chosen else Path(os.path.expanduser(chosen))
 
 
 def _open(

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+
+from txl.cache_folder import cache_folder
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp"))
@@ -64,44 +67,75 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _built() -> Path:
-    """The library's file, compiled if it is not there yet.
+    """The library's file, compiled if it is not there whole.
+
+    Its name ends with the sha256 of its content, so a damaged file is noticed before it is loaded, whoever wrote it.
 
     Raises:
         ValueError, OSError, SubprocessError: if that is not possible; the message says why.
     """
     code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
-    compiler = next((found for found in map(shutil.which, names) if found), None)
-    if compiler is None:
-        raise ValueError(f"no C++ compiler found ({', '.join(names)})")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    told_apart = "\n".join([*code, compiler, version, *FLAGS, _processor()])
-    name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}.so"
-    folder = cache_folder()
-    if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
-            done = subprocess.run(
-                [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            if done.returncode:
-                complaints = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-                raise ValueError(f"{compiler}: {complaints[0]}")
-            os.replace(made, folder / name)  # at once, whoever else is compiling
-        _logger.info("compiled %s in %.1f s", folder / name, time.perf_counter() - start)
-    return folder / name
+    compiler = _compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    told_apart = "\n".join([*code, *compiler, version, *FLAGS, _processor()])
+    name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / "native"
+    for found in sorted(folder.glob(f"{name}-*.so")):
+        if found.name == _full_name(name, found):
+            return found
+        # It stays: removed here, it might be the one that another process has compiled in its place by now.
+        _logger.info("%s is damaged; it is compiled again", found)
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / f"{name}.so"
+        _compile(compiler, made)
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
+        whole = folder / _full_name(name, made)
+        os.replace(made, whole)  # at once, whoever else is compiling
+    _logger.info("compiled %s in %.1f s", whole, time.perf_counter() - start)
+    return whole
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "transformer-xl" / "native"
+def _full_name(name: str, library: Path) -> str:
+    with open(library, "rb") as file:
+        return f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()}.so"
+
+
+def _compiler() -> list[str]:
+    """The words that call the C++ compiler: those of CXX, if it is set, else the first compiler that there is.
+
+    Raises:
+        ValueError: if there is none, or that of CXX cannot be run.
+    """
+    given = os.environ.get("CXX", "").strip()
+    if not given:
+        found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+        if found is None:
+            raise ValueError(f"no C++ compiler found ({', '.join(COMPILERS)})")
+        return [found]
+    try:
+        first, *others = shlex.split(given)
+    except ValueError as error:
+        raise ValueError(f"CXX is {given!r}, which is no command ({error})") from None
+    found = shutil.which(first)
+    if found is None:
+        raise ValueError(f"CXX is {given!r}, and {first} cannot be run; set it to a C++ compiler, or unset it")
+    return [found, *others]
+
+
+def _compile(compiler: list[str], made: Path) -> None:
+    """Write the library.
+
+    Raises:
+        ValueError, OSError, SubprocessError: if that fails; the message quotes the compiler.
+    """
+    command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, check=False)
+    if done.returncode:
+        complaints = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise ValueError(f"{shlex.join(compiler)}: {complaints[0]}")
 
 
 def _processor() -> str:

@@ -1,0 +1,71 @@
+"""Where the cache is, with a home folder and without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from txl import cache_folder as module
+from txl.cache_folder import cache_folder
+from txl.data.corpora import data_directory
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """No home folder, a user that the system does not know, and an empty temporary folder."""
+    for name in ("HOME", "XDG_CACHE_HOME", "TXL_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    module._say.cache_clear()
+    yield tmp_path
+    module._say.cache_clear()
+
+
+def test_the_cache_is_the_user_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "transformer-xl"
+    assert not cache_folder().exists()
+
+
+def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = cache_folder()
+        assert data_directory(None) == found == cache_folder()
+    assert found.parent == nowhere
+    assert found.stat().st_mode & 0o777 == 0o700
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"note: no home folder is known; the cache is {found}, which may be emptied any time"
+    assert data_directory("~/data") == Path("~/data")  # as a shell leaves it
+
+
+def test_a_home_that_cannot_be_is_as_none(nowhere, monkeypatch, caplog):
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    assert cache_folder().parent == nowhere
+    assert "/dev/null/home/.cache/transformer-xl cannot be made" in caplog.text
+
+
+def test_a_folder_that_others_can_write_is_not_taken(nowhere):
+    theirs = cache_folder()
+    theirs.chmod(0o777)
+    assert cache_folder() not in (theirs, cache_folder())
+    theirs.rmdir()
+    theirs.symlink_to("/")
+    assert cache_folder() != theirs
+
+
+def test_a_trained_model_is_used_without_a_home(trained, tmp_path):
+    code = "import os, sys; os.getuid = lambda: 987_654; from txl.cli import main; sys.exit(main(sys.argv[1:]))"
+    gone = ("HOME", "XDG_CACHE_HOME", "TXL_DATA", "USER", "LOGNAME", "LNAME", "USERNAME")
+    env = {name: value for name, value in os.environ.items() if name not in gone} | {"TMPDIR": str(tmp_path)}
+    words = ["generate", str(trained), "--prompt", "The ", "--max-tokens", "3"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The ")
+    assert [line.split(";")[0] for line in done.stderr.splitlines()] == ["note: no home folder is known"]
