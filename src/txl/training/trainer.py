@@ -81,6 +81,7 @@ class Trainer:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
+            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
