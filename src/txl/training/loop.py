@@ -290,6 +290,11 @@ class TrainingLoop:
             UserError: if it is damaged, or the text is not the one the run was trained on.
         """
         restore(self, checkpoint)
+        train, progress = self.run.train, self.progress
+        if train.average_patience is not None and progress.step < train.steps:
+            # The evaluation at the end of a run that was extended is none of those that decide when to average.
+            del progress.validation_losses[progress.step // train.eval_every :]
+            progress.validation_due &= progress.step % train.eval_every == 0
         if not self.progress.validation_due:  # else it is saved once more, after its evaluation
             self.saved_step = self.progress.step
         if self.trained.processes.is_first:
