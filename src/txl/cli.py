@@ -125,7 +125,8 @@ def _run(argv: Sequence[str] | None) -> int:
             print(f"txl: {loss}", file=sys.stderr)
         return 1
     except CommandFailed as failure:
-        print(f"txl: {' '.join(str(failure).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"txl: {' '.join(str(failure).split())}", file=sys.stderr)
         return 1
     except UserError as error:
         return _refuse(str(error))

@@ -28,3 +28,7 @@ class ProcessLost(Exception):
 
 class CommandFailed(Exception):
     """A command went to its end without all that it was to do; the command line prints the line and exits with 1."""
+
+
+class TrainingDiverged(CommandFailed):
+    """Training came to numbers that are not finite, or to a model that is of no use."""

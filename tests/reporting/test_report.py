@@ -217,6 +217,15 @@ def test_no_text_of_the_users_becomes_markup(tmp_path):
     assert Page(text).text.count(escaped) >= 8  # name, corpus, checkpoint, prompt, text, ...
 
 
+def test_a_run_that_diverged_says_so(tmp_path, html):
+    assert "diverged" not in Page(html).text
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.train(last=4000)
+    run.log("end", 4000, elapsed=9.0, diverged="the last loss is nan nats")
+    assert "Training diverged, and this model is of no use: the last loss is nan nats." in shown(run).text
+
+
 def test_a_run_that_has_not_ended_says_so(tmp_path, html):
     assert "not finished" not in Page(html).text
     run = FakeRun(tmp_path / "run")

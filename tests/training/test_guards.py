@@ -6,18 +6,25 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.conftest import small_run
+from tests.test_cli import options_of
 from tests.training.test_trainer import assert_same_end, stop_after, train
 
-from txl.errors import RunInterrupted, UserError
+from txl.cli import main
+from txl.errors import RunInterrupted, TrainingDiverged, UserError
 from txl.run_directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training import recovery, saver, validation
-from txl.training.guards import LossWatch, is_finite
+from txl.training.checkpoints import MANIFEST_FILE, MODEL_FILE, Contents, write_checkpoint
+from txl.training.guards import LossWatch, is_finite, uselessness
+from txl.training.status import run_status
 from txl.training.step import StepResult
 
 
@@ -78,12 +85,72 @@ def test_a_run_that_skips_goes_on_exactly(story, data_dir, tmp_path, monkeypatch
 def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(story, data_dir, tmp_path, monkeypatch):
     spoil_gradients(monkeypatch, set(range(6, 13)))
     out = tmp_path / "run"
-    with pytest.raises(UserError, match=r"step 8: .*norm \(inf\) is not finite, for 3 steps in a row.*step-00000006"):
+    with pytest.raises(
+        TrainingDiverged, match=r"step 8: .*norm \(inf\) is not finite, for 3 steps in a row.*step-00000006"
+    ):
         train(small_run(str(story), **{"train.max_skipped": "2"}), out, data_dir)
     saved = json.loads((out / "not-finite.json").read_text())
     assert (saved["step"], saved["epoch"], saved["offset"]) == (8, 0, 7 * 8)
     assert torch.tensor(saved["batch"]).shape == (4, 8)
     assert events(out, "stop")[-1]["reason"] == "not finite"
+
+
+@pytest.mark.parametrize("evaluated", ["0", "6"])
+def test_a_run_that_came_to_nothing_does_not_end_as_if_it_were_done(evaluated, story, data_dir, tmp_path, capsys):
+    """Its loss is finite or not: either way the model is of no use. To start it again changes nothing."""
+    out = tmp_path / "run"
+    for rate, reason in (("1e9", "is nan nats"), ("1000", "where guessing evenly costs 5.545")):
+        changes = {"train.learning_rate": rate, "train.eval_every": evaluated, "train.warmup_steps": "0"}
+        words = ["train", "stdlib-tiny", "--out", f"{out}{rate}", "--data-dir", str(data_dir)]
+        words += options_of(small_run(str(story), **changes, **{"train.max_skipped": "100"}))
+        for _ in range(2):
+            capsys.readouterr()
+            assert main(words) == 1
+            printed = capsys.readouterr().err
+            assert "training diverged" in printed
+            assert reason in printed
+            assert "done:" not in printed
+        status = run_status(Path(f"{out}{rate}")).state
+        assert status.startswith("finished, but of no use: the last")
+
+
+def test_no_use_is_told_by_the_loss():
+    assert uselessness(5.6, 5.55, 256) is None  # hardly trained
+    assert uselessness(11.0, 5.55, 256) is None
+    assert uselessness(11.2, 5.55, 256) == "11.200 nats, where guessing evenly costs 5.545"
+    assert uselessness(20.0, 30.0, 256) is None  # it began worse, and learns
+    assert uselessness(math.inf, None, 256) == "inf nats"
+    assert uselessness(None, None, 256) is None
+
+
+def test_weights_that_are_not_finite_never_get_into_a_checkpoint(story, data_dir, tmp_path, monkeypatch):
+    real = loop_module.training_step
+
+    def overflown(trained, *args):
+        result = real(trained, *args)
+        next(trained.parameters()).data[0] = math.inf
+        return result
+
+    monkeypatch.setattr(loop_module, "training_step", overflown)
+    run = small_run(str(story), **{"train.eval_every": "0", "train.steps": "1"})
+    with pytest.raises(TrainingDiverged, match="step 1: the weights are not finite and were not saved"):
+        train(run, tmp_path / "run", data_dir)
+    assert RunDirectory(tmp_path / "run").newest() is None
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "a"], ["export", "--out", "out"]])
+def test_weights_that_are_not_finite_are_refused(command, trained, tmp_path, capsys, monkeypatch):
+    """As earlier versions may have saved them."""
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(trained, "run")
+    checkpoint = RunDirectory(run).checkpoint()
+    weights = load_file(checkpoint / MODEL_FILE)
+    weights["softmax.bias"][3] = math.nan
+    manifest = json.loads((checkpoint / MANIFEST_FILE).read_text())
+    contents = Contents(weights, {}, {}, {"model": manifest["model"], "vocabulary_sha256": None, "run": None})
+    write_checkpoint(checkpoint.parent, manifest["step"], contents)
+    assert main([command[0], str(run), *command[1:]]) == 2
+    assert "softmax.bias holds numbers that are not finite: the training diverged" in capsys.readouterr().err
 
 
 def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from tests.conftest import small_run
 
 import txl
 from txl.config import validate
-from txl.errors import RunInterrupted, UserError
+from txl.errors import RunInterrupted, TrainingDiverged, UserError
 from txl.run_directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training import trainer as trainer_module
@@ -330,7 +330,7 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
 
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(
-        UserError, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning-rate"
+        TrainingDiverged, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning-rate"
     ):
         train(small_run(str(story)), tmp_path / "run", data_dir)
     model, _ = txl.load(tmp_path / "run", checkpoint="latest")

@@ -171,13 +171,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
-    """Damaged weights give no result.
+    """Weights that are damaged, or of a training that diverged, give no result.
 
     Raises:
         UserError: if a loss is not a number.
     """
     if any(math.isnan(loss) for loss in losses):
-        raise UserError(f"{checkpoint}: the model's losses are not numbers; its weights are damaged: use another one")
+        raise UserError(
+            f"{checkpoint}: the model's losses are not numbers: training diverged, or it is damaged; use another one"
+        )
 
 
 def open_run_corpus(

@@ -36,6 +36,9 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="where --out holds a run of another configuration, start a new one from its weights in OUT-fork-N",
     )
+    parser.add_argument(
+        "--extend", action="store_true", help="go on with the run in --out beyond its end, to a larger --train.steps"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     add_data_dir(parser)
@@ -64,6 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     out, init_from = Path(arguments.out), arguments.init_from
+    if arguments.fork and arguments.extend:
+        raise UserError(
+            "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
+        )
     if arguments.fork:
         out, init_from = forked(config, out, arguments.data_dir)
     trainer = Trainer(
@@ -72,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         device=pick_device(arguments.device),
         data_dir=arguments.data_dir,
         init_from=init_from,
+        extend=arguments.extend,
         quiet=arguments.quiet or arguments.json,
     )
     if out != Path(arguments.out) and not arguments.quiet:

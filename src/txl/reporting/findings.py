@@ -40,6 +40,8 @@ class Findings:
     """The `stop` event, if the last thing that training did was to stop before its end."""
     ended: bool
     """Whether the last step has been taken."""
+    diverged: str | None
+    """Why the model that came of it is of no use, if it is of none."""
 
     @property
     def start(self) -> Event:
@@ -100,6 +102,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
         compression=None if result is None else _compression(events, result),
         stopped=last if last["event"] == "stop" else None,
         ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
+        diverged=last.get("diverged"),
     )
 
 

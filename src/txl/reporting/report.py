@@ -100,6 +100,8 @@ def _header(config: RunConfig, found: Findings) -> str:
         if found.stopped is not None:
             state += f", stopped at step {found.stopped['step']:,} ({found.stopped['reason']})"
         state = note(f"{state}. The same `txl train` command goes on from the last checkpoint.", "warning")
+    elif found.diverged is not None:
+        state = note(f"Training diverged, and this model is of no use: {found.diverged}.", "warning")
     return f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p>{state}</header>"
 
 

@@ -182,15 +182,23 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     """The tensors of one file of a checkpoint, after comparing it with the manifest.
 
     Raises:
-        UserError: if something is missing, truncated or altered.
+        UserError: if something is missing, truncated or altered, or weights are not finite.
     """
     import safetensors.torch
 
     verify_file(checkpoint, name)
     try:
-        return safetensors.torch.load_file(checkpoint / name)
+        tensors = safetensors.torch.load_file(checkpoint / name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{checkpoint / name}: cannot be read ({error})") from None
+    if name == MODEL_FILE:
+        lost = [key for key, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+        if lost:
+            raise UserError(
+                f"{checkpoint / name}: {lost[0]} holds numbers that are not finite: the training diverged; use another "
+                f"checkpoint"
+            )
+    return tensors
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -41,6 +41,22 @@ class LossWatch:
         return begins
 
 
+def uselessness(loss: float | None, first_loss: float | None, vocab_size: int) -> str | None:
+    """Why a model with this mean loss, in nats, is of no use; None if it may be of some.
+
+    Guessing evenly costs log V nats a token, and a model that has learnt nothing about that (with an adaptive softmax
+    up to twice as much). More than twice as much, and more than at its first update, it costs only one that diverged.
+    """
+    if loss is None:
+        return None
+    if not math.isfinite(loss):
+        return f"{loss} nats"
+    limit = 2 * math.log(vocab_size)
+    if loss <= limit or (first_loss is not None and loss <= first_loss):
+        return None
+    return f"{loss:.3f} nats, where guessing evenly costs {math.log(vocab_size):.3f}"
+
+
 def is_finite(state: Any) -> bool:
     """Whether a model's state holds nothing but finite numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in state.to_tensors().values() if tensor.is_floating_point())

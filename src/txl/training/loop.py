@@ -24,7 +24,7 @@ from txl.training.optimisers import set_learning_rate
 from txl.training.pace import Pace
 from txl.training.parallel import TrainedModel
 from txl.training.progress import Progress
-from txl.training.recovery import report_spike, skip_update
+from txl.training.recovery import check_end, check_weights, report_spike, skip_update
 from txl.training.run_log import RunLog
 from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.schedules import learning_rate
@@ -85,7 +85,8 @@ class TrainingLoop:
 
         Raises:
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            UserError: if the loss is no longer finite, or the directory cannot be written.
+            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
+            UserError: if the directory cannot be written.
         """
         notice = None if self.display.quiet else "stopping after this step; once more to stop without saving"
         with stop_requests(notice) as self.stop:
@@ -93,6 +94,7 @@ class TrainingLoop:
                 self._validate_again()
             self._train()
             self.saver.wait()
+        check_end(self)
         self.record("end", elapsed=self.progress.seconds)
         self.log.close()
 
@@ -192,6 +194,9 @@ class TrainingLoop:
             skip_update(self, result, segment)
             return result.grad_norm
         progress.skipped_in_a_row = 0
+        progress.last_loss = result.loss
+        if progress.first_loss is None:
+            progress.first_loss = result.loss
         progress.loss_sum += result.loss * result.targets
         progress.loss_count += result.targets
         if train.spike is not None and progress.watch.sees(result.loss, train.spike):
@@ -239,12 +244,14 @@ class TrainingLoop:
             required: without it the run's work would be lost, so that it has to be there before this returns.
 
         Raises:
+            TrainingDiverged: if the weights are not finite.
             UserError: if it cannot be written, unless the run goes on without it.
         """
         step = self.progress.step
         self.guarded(self.saver.wait)
         # All processes or none: what one process could not write, the others believe to be there.
         if self.trained.processes.any(self.saved_step != step):
+            check_weights(self)
             began = time.perf_counter()
             contents = capture(self)
             copy_seconds = time.perf_counter() - began
@@ -283,6 +290,11 @@ class TrainingLoop:
             UserError: if it is damaged, or the text is not the one the run was trained on.
         """
         restore(self, checkpoint)
+        train, progress = self.run.train, self.progress
+        if train.average_patience is not None and progress.step < train.steps:
+            # The evaluation at the end of a run that was extended is none of those that decide when to average.
+            del progress.validation_losses[progress.step // train.eval_every :]
+            progress.validation_due &= progress.step % train.eval_every == 0
         if not self.progress.validation_due:  # else it is saved once more, after its evaluation
             self.saved_step = self.progress.step
         if self.trained.processes.is_first:

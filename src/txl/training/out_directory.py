@@ -8,9 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from txl.config import RunConfig, differences, with_unset_data
+from txl.data.corpora import is_named
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_name
+from txl.training.schedules import depends_on_steps, learning_rate
 
 MAY_DIFFER = frozenset(
     {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
@@ -40,39 +42,77 @@ def make_directory(path: Path) -> list[Path]:
     return missing
 
 
-def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool) -> bool:
+def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False) -> bool:
     """Whether a run begins here, rather than goes on; what a start that failed has left is then removed.
 
     Args:
         directory: that of `--out`; it is there.
         run: the configuration to train.
         was_ours: whether a trainer has been in this directory before.
+        extend: whether the run may have more steps than the one that is there.
 
     Raises:
         UserError: if the directory holds something else.
     """
     path = directory.path
     if not directory.config_path.exists():
+        if extend:
+            raise UserError(f"--extend: {path} holds no run to go on with; leave --extend out to start one")
         there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
         foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
         if foreign:
             raise UserError(f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory")
         remove_begun(path)
         return True
-    stored = directory.config()
-    changed = differences(stored, with_unset_data(run, stored), ignore=may_differ(run))
+    there_now = directory.config()
+    run = with_unset_data(run, there_now)
     folder = directory.checkpoints
-    if changed and not (folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())):
+    has_checkpoint = folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
+    if not has_checkpoint and differences(there_now, run, ignore=may_differ(run)):
         # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
         directory.config_path.unlink()
         remove_begun(path)
         return True
+    changed = changed_fields(there_now, run, extend)
     if changed:
+        before, now = there_now.train.steps, run.train.steps
+        if extend and now < before:
+            raise UserError(f"--extend: train.steps is {now}, but the run in {path} has {before}; expected more")
+        longer = "add --extend to train this one longer, or " if not extend and now > before else ""
         raise UserError(
-            f"--out {path} holds a different run: {', '.join(changed)}; give another --out, with "
+            f"--out {path} holds a different run: {', '.join(changed)}; {longer}give another --out, with "
             f"--init-from {path} to start from its weights, or --fork to do so beside it"
         )
     return False
+
+
+def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
+    """The fields that make a configuration another run's, as "train.batch_size 4 -> 8".
+
+    A text of the user's is known by its hash, which is compared when it is open, and not by its path.
+    """
+    ignore = set(may_differ(run)) | {"data.source"}
+    if not is_named(before.data.corpus) and not is_named(run.data.corpus):
+        ignore.add("data.corpus")
+    if extend and run.train.steps > before.train.steps:
+        ignore.add("train.steps")
+    return differences(before, run, frozenset(ignore))
+
+
+def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
+    """In what a run that gets more steps at a step differs from one that had them from the start; mostly in nothing."""
+    changes = []
+    old, new = before.train, run.train
+    if depends_on_steps(new) and step > 0:
+        rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        changes.append(
+            f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
+        )
+    if run.model.layer_losses and step > 0:
+        changes.append(f"the layers' losses end as in {new.steps} steps from here")
+    if new.on_spike == "rollback" and step == old.steps and step % new.checkpoint_every:
+        changes.append(f"a spike before the next due checkpoint goes back to step {step}")
+    return changes
 
 
 def may_differ(run: RunConfig) -> frozenset[str]:

@@ -39,6 +39,9 @@ class Progress:
     rollbacks: int = 0
     """Times that the run went back to a checkpoint because of a spike of the loss."""
     watch: LossWatch = field(default_factory=LossWatch)
+    first_loss: float | None = None
+    """Nats a target of the first update, and of the last one, that was not skipped."""
+    last_loss: float | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from txl.data.streams import Segment
-from txl.errors import UserError
+from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
 from txl.training.checkpoints import checkpoint_name, remove_later, verify_checkpoint
-from txl.training.guards import is_finite
+from txl.training.guards import is_finite, uselessness
 from txl.training.saver import point_at_best
 from txl.training.snapshot import restore
 from txl.training.step import StepResult
 
 if TYPE_CHECKING:
     from txl.training.loop import TrainingLoop
+
+_REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
 
 
 def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> None:
@@ -28,7 +31,7 @@ def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> Non
     Memory that the segment has filled with what is not finite is emptied, in all lanes and processes alike.
 
     Raises:
-        UserError: if it has happened too often in a row, or the weights are lost.
+        TrainingDiverged: if it has happened too often in a row, or the weights are lost.
     """
     progress, train = loop.progress, loop.run.train
     progress.skipped += 1
@@ -45,7 +48,7 @@ def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> Non
     loop.record("skipped", in_a_row=progress.skipped_in_a_row, **fields)
     what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
     # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
-    is_lost = loop.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(loop.model)))
+    is_lost = _is_lost(loop, loop.model)
     if progress.skipped_in_a_row <= train.max_skipped and not is_lost:
         loop.display.message(f"step {progress.step}: {what}; the update is skipped")
         return
@@ -55,13 +58,59 @@ def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> Non
     if loop.trained.processes.is_first:
         details = fields | {"step": progress.step, "batch": segment.tokens.tolist()}
         write_whole(path, json.dumps(details) + "\n")
-    last = loop.directory.newest()
     weights = "are not finite themselves" if is_lost else "were not updated"
-    raise UserError(
+    raise TrainingDiverged(
         f"step {progress.step}: {what}, for {progress.skipped_in_a_row} steps in a row; the weights {weights}, the "
-        f"batch and its position are in {path.name} and the last checkpoint is {last.name if last else 'none'}; "
-        f"try a lower --train.learning-rate or a longer --train.warmup-steps"
+        f"batch and its position are in {path.name} and {_last_checkpoint(loop)}; {_REMEDY}"
     )
+
+
+def check_weights(loop: TrainingLoop) -> None:
+    """Keep weights that are not finite out of checkpoints: an update by finite gradients may have made them so.
+
+    Raises:
+        TrainingDiverged: if they are not.
+    """
+    if _is_lost(loop, loop.best_model):
+        loop.guarded(loop.saver.wait)
+        loop.record("stop", reason="not finite")
+        raise TrainingDiverged(
+            f"step {loop.progress.step}: the weights are not finite and were not saved; {_last_checkpoint(loop)}; "
+            f"{_REMEDY}"
+        )
+
+
+def check_end(loop: TrainingLoop) -> None:
+    """Look at what training came to; its last checkpoint is written.
+
+    Raises:
+        TrainingDiverged: if that is of no use.
+    """
+    progress = loop.progress
+    if loop.run.train.eval_every and progress.validation_losses:
+        name, loss = "validation loss", progress.validation_losses[-1]
+    else:
+        name, loss = "loss", math.nan if progress.skipped_in_a_row else progress.last_loss
+    reason = uselessness(loss, progress.first_loss, loop.model.vocab_size)
+    if reason is None:
+        return
+    reason = f"the last {name} is {reason}"
+    loop.record("end", elapsed=progress.seconds, diverged=reason)
+    skipped = f" ({progress.skipped:,} updates were skipped)" if progress.skipped else ""
+    raise TrainingDiverged(
+        f"step {progress.step} of {loop.run.train.steps}: training diverged, the model in {loop.directory.path} is of "
+        f"no use: {reason}{skipped}; start anew with another --out, and {_REMEDY}"
+    )
+
+
+def _is_lost(loop: TrainingLoop, model: nn.Module) -> bool:
+    """Whether a weight is not finite, in any process."""
+    return loop.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(model)))
+
+
+def _last_checkpoint(loop: TrainingLoop) -> str:
+    last = loop.directory.newest()
+    return f"the last checkpoint is {last.name if last else 'none'}"
 
 
 def report_spike(loop: TrainingLoop, result: StepResult) -> None:

@@ -116,7 +116,7 @@ def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
         return "not started"
     last = of_training[-1]
     if last["event"] == "end":
-        return "finished"
+        return f"finished, but of no use: {last['diverged']}" if last.get("diverged") else "finished"
     if last["event"] == "import":
         return "imported"
     if last["event"] == "stop":

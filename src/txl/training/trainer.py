@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from txl.attention import attention_backend
-from txl.config import RunConfig, differences, has_absolute_positions, validate, with_unset_data
-from txl.data.corpora import Corpus, open_corpus
+from txl.config import RunConfig, has_absolute_positions, validate, with_unset_data
+from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import build_model
@@ -28,7 +28,7 @@ from txl.training.display import Display
 from txl.training.initial_weights import check_same_model, load_initial_weights
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
-from txl.training.out_directory import begins_here, make_directory, may_differ, remove_begun
+from txl.training.out_directory import begins_here, changed_fields, extension_changes, make_directory, remove_begun
 from txl.training.parallel import TrainedModel
 from txl.training.saver import newest_good
 from txl.training.snapshot import seed_of_process
@@ -44,6 +44,7 @@ class Trainer:
         device: "cpu", "cuda" ...; None: a GPU if there is one.
         data_dir: where prepared corpora live.
         init_from: another run directory whose weights and vocabulary a new run starts from.
+        extend: go on with a run beyond its end, to a larger `train.steps`.
         quiet: nothing on standard error.
 
     Raises:
@@ -58,10 +59,13 @@ class Trainer:
         device: str | None = None,
         data_dir: str | Path | None = None,
         init_from: str | Path | None = None,
+        extend: bool = False,
         quiet: bool = False,
     ):
         validate(run)
         self.run = RunConfig.from_dict(run.to_dict())
+        self.run.data = with_absolute_paths(self.run.data)
+        self.extend = extend
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
@@ -81,6 +85,7 @@ class Trainer:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
+            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
@@ -96,7 +101,9 @@ class Trainer:
         was_ours = (self.directory.path / ".lock").exists()
         try:
             with self.directory.locked():
-                is_new = self.processes.first_does("directory", lambda: begins_here(self.directory, self.run, was_ours))
+                is_new = self.processes.first_does(
+                    "directory", lambda: begins_here(self.directory, self.run, was_ours, self.extend)
+                )
                 try:
                     return self._fit(is_new)
                 finally:
@@ -117,7 +124,7 @@ class Trainer:
         """
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
-        if differences(stored, self.run, ignore=may_differ(self.run)):
+        if changed_fields(stored, self.run):
             return False
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
@@ -237,10 +244,24 @@ class Trainer:
             self._announce(loop, "start")  # it was stopped, the hard way, before its first checkpoint
         else:
             loop.resume(self.directory.checkpoints / found)
+            before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
+            self._note_changes(loop, RunConfig.from_dict(before))
             self._announce(loop, "resume")
         self._note_what_belongs(loop)
         if self.processes.is_first and self.directory.config() != self.run:
             self.directory.write_config(self.run)
+
+    def _note_changes(self, loop: TrainingLoop, before: RunConfig) -> None:
+        """Say what of the configuration is another than before: the text's name, the number of steps."""
+        old, new = absolute_path(before.data.corpus), self.run.data.corpus
+        if old != new:
+            loop.display.message(f"note: {new} is the text that this run was trained on as {old}")
+        steps = before.train.steps, self.run.train.steps
+        if steps[0] != steps[1]:
+            changes = extension_changes(before, self.run, loop.progress.step)
+            loop.record("extend", from_steps=steps[0], to_steps=steps[1], changes=changes)
+            told = "; ".join(changes) or "as if it had been configured so from the start"
+            loop.display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {loop.progress.step} on: {told}")
 
     def _newest_good(self, loop: TrainingLoop) -> str | None:
         """The name of the checkpoint to go on from, if there is one; those that cannot be used are named."""
