@@ -16,8 +16,12 @@ import pytest
 import txl
 from tests.conftest import small_run
 from txl.cli import build_parser, main
+from txl.commands.options import note_lacking
 from txl.config import RunConfig, leaf_fields
 from txl.data.corpora import absolute_path
+from txl.data.vocabulary import CharVocabulary, WordVocabulary
+from txl.errors import UserError
+from txl.run_directory import RunDirectory
 
 HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
 
@@ -544,11 +548,59 @@ def test_out_that_cannot_be_used(refused, trained, story, tmp_path, data_dir):
     assert "--out /proc/run: No such file or directory" in refused(*words, "--out", "/proc/run")
 
 
-def test_a_prompt_with_unknown_characters_names_them(refused, story, data_dir, tmp_path):
+def test_a_prompt_with_unknown_characters_or_words_is_read_with_a_note(story, data_dir, tmp_path, capsys):
     run = small_run(str(story), **{"data.unit": "char", "train.steps": "2"})
     words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), "--data-dir", str(data_dir), "--quiet"]
     assert main([*words, *options_of(run)]) == 0
-    assert "lacks: 'Ω' (U+03A9)" in refused("generate", str(tmp_path / "run"), "--prompt", "The Ω")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "The ΩΩ", "--max-tokens", "3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "note: the vocabulary lacks 'Ω' (U+03A9); read as <unk>\n"
+    assert shown.out.startswith("The ΩΩ")
+    vocabulary = WordVocabulary(["<S>", "the", "<UNK>"], eos="<S>", unk="<UNK>", boundary="end")
+    note_lacking(vocabulary, "the flood")
+    assert capsys.readouterr().err == "note: the vocabulary lacks flood; read as <unk>\n"
+    note_lacking(CharVocabulary("x"), "abcdefghijklm")
+    assert capsys.readouterr().err.endswith("'h' (U+0068) and 5 more; read as <unk>\n")
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
+def test_a_prompt_may_hold_an_undecodable_byte(unit, story, data_dir, tmp_path, capsys):
+    run = small_run(str(story), **{"data.unit": unit, "data.vocab_size": "280", "train.steps": "2"})
+    words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), "--data-dir", str(data_dir), "--quiet"]
+    assert main([*words, *options_of(run)]) == 0
+    for shape in ([], ["--json"]):
+        assert main(["generate", str(tmp_path / "run"), "--prompt", "ab\udcff", "--max-tokens", "3", *shape]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["char", "word", "bpe"])
+def test_a_run_of_before_goes_on_with_the_text_as_it_read_it(unit, story, data_dir, tmp_path, capsys):
+    """Its config.json has no rule of words and `min_count` 1; the same command finds the same text."""
+    (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + story.read_bytes().replace(b"\n", b"\r\n"))
+    given = {"data.unit": unit, "data.vocab_size": "280", "train.steps": "4"}
+    as_before = {"data.normalise": "false", "data.min_count": "1"} | (
+        {"data.word_rule": "whitespace"} if unit == "word" else {}
+    )
+    run = small_run(str(tmp_path / "story.txt"), **given)
+    out, data = tmp_path / "run", tmp_path / "data"
+    txl.Trainer(small_run(str(tmp_path / "story.txt"), **given | as_before), out, data_dir=data, quiet=True).fit()
+    values = json.loads((out / "config.json").read_text())
+    del values["data"]["word_rule"], values["data"]["normalise"]
+    assert values["data"]["min_count"] == 1
+    (out / "config.json").write_text(json.dumps(values))
+    assert json.loads((out / "vocabulary.json").read_text())["format"] == 1
+    assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
+    before = json.loads(capsys.readouterr().out)
+    txl.Trainer(run, out, data_dir=data, quiet=True).fit()
+    assert len(list(data.iterdir())) == 1  # nothing was prepared anew
+    stored = RunDirectory(out).config().data
+    assert (stored.word_rule, stored.normalise) == ("whitespace" if unit == "word" else None, False)
+    assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] == before["nll"]
+    with pytest.raises(UserError, match=r"data\.normalise False -> True"):
+        txl.Trainer(
+            small_run(str(tmp_path / "story.txt"), **given, **{"data.normalise": "true"}), out, data_dir=data
+        ).fit()
 
 
 def test_a_sliding_window_has_the_run_s_temperature_and_says_what_it_is(trained, data_dir, tmp_path, capsys):

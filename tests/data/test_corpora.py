@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gzip
 import lzma
@@ -102,13 +103,71 @@ def test_words_are_split_at_white_space_with_an_eos_a_line(tmp_path, data_dir):
     (folder / "train.txt").write_text(" the mill \n\nthe clock\n")
     (folder / "valid.txt").write_text("the flood")  # no line's end: its line still has an <eos>
     (folder / "test.txt").write_text("clock the\n")
-    corpus = txl.open_corpus(str(folder), "word", data_dir=data_dir, quiet=True)
+    config = DataConfig(min_count=1)
+    corpus = txl.open_corpus(str(folder), "word", config=config, data_dir=data_dir, quiet=True)
     vocabulary = corpus.vocabulary
     assert isinstance(vocabulary, WordVocabulary)
     assert vocabulary.words == ["<eos>", "the", "mill", "clock", "<unk>"]
     assert np.asarray(corpus.tokens("train")).tolist() == [1, 2, 0, 0, 1, 3, 0]
     assert np.asarray(corpus.tokens("valid")).tolist() == [1, 4, 0]
     assert corpus.info()["splits"]["valid"]["unknown"] == 1
+
+
+def windows(text: str) -> bytes:
+    return b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("unit", "block"),
+    [("byte", BLOCK), ("bpe", BLOCK), *((unit, n) for unit in ("char", "word") for n in (1, 7, BLOCK))],
+)
+def test_own_text_of_windows_is_read_like_that_of_unix_but_for_bytes(unit, block, tmp_path, monkeypatch):
+    # Byte pairs do not cross the blocks' edges, which are elsewhere in a text of Windows.
+    monkeypatch.setattr("txl.data.sources.BLOCK", block)
+    config, text = DataConfig(vocab_size=280), "The \r mill\n\nstood “still” \ufeff there\n" * 8
+    opened = {}
+    for kind, content in (("unix", text.encode()), ("windows", windows(text))):
+        folder = tmp_path / kind
+        folder.mkdir()
+        for split in ("train", "valid", "test"):
+            (folder / f"{split}.txt").write_bytes(content)
+        opened[kind] = txl.open_corpus(str(folder), unit, config=config, data_dir=tmp_path / "data", quiet=True)
+    unix, other = opened["unix"], opened["windows"]
+    if unit == "byte":
+        assert np.asarray(other.tokens("train")).astype(np.uint8).tobytes() == windows(text)
+        assert other.info()["splits"]["train"]["bytes"] == len(windows(text))
+        assert other.notes("test") == []
+        return
+    assert other.info()["identity"] == unix.info()["identity"]
+    assert other.info()["splits"]["test"] == unix.info()["splits"]["test"]
+    assert text_of(other, "test") == text.encode()
+    assert other.info()["normalised"] == {"byte_order_marks": 3, "line_ends": 72}
+    assert "is read without 3 byte order marks and with \\n for 72 line ends \\r\\n" in other.notes("test")[0]
+    assert "normalised" not in unix.info()
+    if block == BLOCK:
+        kept = dataclasses.replace(config, normalise=False, min_count=1)
+        raw = txl.open_corpus(str(tmp_path / "windows"), unit, config=kept, data_dir=tmp_path / "data", quiet=True)
+        assert text_of(raw, "test") == windows(text)
+        assert not raw.vocabulary.normalise
+        assert any("\ufeff" in str(each) for each in getattr(raw.vocabulary, "words", ["\ufeff"]))
+
+
+def test_a_cut_between_splits_may_go_through_a_line_end(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_bytes(b"a\r\n" * 60)
+    for position in range(3):  # the cuts at 90 and 95 per cent move with the beginning
+        path.write_bytes(b"b" * position + b"a\r\n" * 60)
+        corpus = txl.open_corpus(str(path), "char", data_dir=tmp_path, quiet=True)
+        assert set(corpus.vocabulary.characters) == {"\n", "a", "b"} - ({"b"} if position == 0 else set())
+        texts = [corpus.vocabulary.decode(corpus.tokens(split)) for split in ("train", "valid", "test")]
+        assert "".join(texts) == "b" * position + "a\n" * 60
+
+
+def test_not_utf8_is_named_at_its_own_place_in_a_text_of_windows(tmp_path):
+    content = windows("one\ntwo\n" * 400)
+    (tmp_path / "latin.txt").write_bytes(content + b"caf\xe9 au lait" + content)
+    for unit in ("char", "word", "bpe"):
+        assert f"byte 0xE9 at offset {len(content) + 3}" in refusal(str(tmp_path / "latin.txt"), tmp_path, unit)
 
 
 def test_words_and_characters_across_blocks_are_whole(tmp_path, data_dir, monkeypatch):
@@ -126,7 +185,7 @@ def test_words_and_characters_across_blocks_are_whole(tmp_path, data_dir, monkey
 
 
 def test_min_count_and_max_words_cut_the_vocabulary(story, data_dir):
-    full = txl.open_corpus(str(story), "word", data_dir=data_dir, quiet=True)
+    full = txl.open_corpus(str(story), "word", config=DataConfig(min_count=1), data_dir=data_dir, quiet=True)
     counted = Counter(np.asarray(full.tokens("train")).tolist())
     frequent = sum(count >= 5 for word, count in counted.items() if word != full.vocabulary.eos_id)
     cut = txl.open_corpus(str(story), "word", config=DataConfig(min_count=5), data_dir=data_dir, quiet=True)

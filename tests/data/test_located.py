@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from txl.data.located import located_tokens
 from txl.data.prepare import Recipe, prepare
 from txl.data.prepared import Corpus
 from txl.data.sources import Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 SEEN = "the cat sat on the mat.\n“naïve” cafés — 日本 語 😀 ran\u00a0off \u3000 \n\n  x\r\n"
@@ -21,6 +21,7 @@ VOCABULARIES = {
     "byte": ByteVocabulary(),
     "char": CharVocabulary(sorted(set(SEEN))[:-3]),
     "word": WordVocabulary(["<eos>", "<unk>", *dict.fromkeys(SEEN.split())][:-2]),
+    "marks": WordVocabulary(["<eos>", "<unk>", "the", "\uffed.", "mat", "“￭"], rule="punctuation"),
     "end": WordVocabulary(["<S>", "<unk>", "the", "cat"], eos="<S>", boundary="end"),
     "both": WordVocabulary(["<S>", "<unk>", "the", "cat"], eos="<S>", boundary="both"),
     "bpe": BpeVocabulary.train([SEEN * 20], 300),
@@ -102,6 +103,42 @@ def test_sentence_marks_stand_nowhere_in_the_text():
     assert rows == [
         (0, 0, 0, None), (2, 0, 3, 0), (3, 4, 7, 1), (0, 7, 8, None), (0, 8, 8, None), (3, 8, 11, 2), (0, 11, 11, None),
     ]  # fmt: skip
+
+
+NORMALISING = {
+    "char": CharVocabulary(sorted(set(SEEN))[:-3], normalise=True),
+    "word": WordVocabulary(["<eos>", "<unk>", *dict.fromkeys(SEEN.split())], normalise=True),
+    "marks": WordVocabulary(["<eos>", "<unk>", "the", "\uffed.", "mat"], rule="punctuation", normalise=True),
+    "bpe": BpeVocabulary.train([SEEN * 20], 300, normalise=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMALISING)
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(alphabet="ab.é \n\ufeff", max_size=30), begins=st.booleans(), size=st.integers(1, 9))
+def test_a_text_of_windows_has_the_tokens_of_unix_at_its_own_places(name, text, begins, size):
+    vocabulary = NORMALISING[name]
+    data = (("\ufeff" if begins else "") + text.replace("\n", "\r\n")).encode()
+    text = text if begins else text.removeprefix("\ufeff")
+    assume(text)
+    whole, unix = located(data, vocabulary), located(text.encode(), as_it_is(vocabulary))
+    for tokens in (whole, located(data, vocabulary, size)) if name != "bpe" else (whole,):
+        assert [(token.id, token.word) for token in tokens] == [(token.id, token.word) for token in unix]
+        for token, expected in zip(tokens, unix, strict=True):
+            assert token.text == data[token.start : token.end] == expected.text.replace(b"\n", b"\r\n")
+    assert [token.id for token in located(data, vocabulary)] == [
+        token.id for token in located_tokens(Piece(Path("x")), [data], as_it_is(vocabulary), normalise=True)
+    ]
+
+
+def as_it_is(vocabulary):
+    """The same vocabulary, which reads texts as they are."""
+    return Vocabulary.from_json({**vocabulary.to_json(), "normalise": False})
+
+
+def test_marks_are_parts_of_the_word_that_they_touch():
+    rows = [(token.id, token.start, token.end, token.word) for token in located(b"the mat.\n", NORMALISING["marks"])]
+    assert rows == [(2, 0, 3, 0), (4, 4, 7, 1), (3, 7, 8, 1), (0, 8, 9, None)]
 
 
 def test_bytes_that_are_no_utf8_are_read_as_bytes():

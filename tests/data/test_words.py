@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -67,6 +67,7 @@ def test_spans_are_those_of_the_words(rule, text):
         assert found == word or (found == "\n" and word == EOS) or (rule == "punctuation" and found in word)
 
 
+@settings(max_examples=25, deadline=None)  # the library compiles its expressions for each
 @given(text=TEXT, known=TEXT)
 def test_the_exported_tokenizer_cuts_alike(text, known):
     vocabulary = vocabulary_of(known, "a, b")
@@ -106,6 +107,11 @@ def own(tmp_path):
     return tmp_path
 
 
+def words_of(corpus) -> WordVocabulary:
+    assert isinstance(corpus.vocabulary, WordVocabulary)
+    return corpus.vocabulary
+
+
 def open_words(folder, **config):
     return txl.open_corpus(
         str(folder), "word", config=DataConfig(**config), data_dir=folder.with_name("data"), quiet=True
@@ -114,8 +120,8 @@ def open_words(folder, **config):
 
 def test_own_text_has_marks_apart_and_an_unknown_that_is_trained(own):
     corpus = open_words(own)
-    assert corpus.vocabulary.words == ["<eos>", "the", "mill", JOINER + ",", "<unk>"]
-    assert corpus.vocabulary.rule == "punctuation"
+    assert words_of(corpus).words == ["<eos>", "the", "mill", JOINER + ",", "<unk>"]
+    assert words_of(corpus).rule == "punctuation"
     assert {split: record["unknown"] for split, record in corpus.info()["splits"].items()} == {
         "train": 2, "valid": 0, "test": 1,
     }  # fmt: skip
@@ -126,8 +132,8 @@ def test_own_text_has_marks_apart_and_an_unknown_that_is_trained(own):
 
 def test_own_text_can_be_read_as_before(own):
     corpus = open_words(own, word_rule="whitespace", min_count=1, normalise=False)
-    assert corpus.vocabulary.words == ["<eos>", "the", "mill", "mill,", "rare,", "once", "<unk>"]
-    assert corpus.vocabulary.to_json() == {"format": 1, "kind": "word", "words": corpus.vocabulary.words}
+    assert words_of(corpus).words == ["<eos>", "the", "mill", "mill,", "rare,", "once", "<unk>"]
+    assert words_of(corpus).to_json() == {"format": 1, "kind": "word", "words": words_of(corpus).words}
     (note,) = corpus.notes("test")
     assert "which training never saw" in note
     assert "noise" in note
@@ -137,13 +143,13 @@ def test_own_text_can_be_read_as_before(own):
 def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):
     (own / "train.txt").write_text("the mill , the <unk> @-@ once\n" * 2 + "twice\n")
     corpus = open_words(own)
-    assert corpus.vocabulary.words == ["<eos>", "the", "mill", ",", "<unk>", "@-@", "once", "twice"]
+    assert words_of(corpus).words == ["<eos>", "the", "mill", ",", "<unk>", "@-@", "once", "twice"]
     assert capsys.readouterr().err == ""
     txl.open_corpus(str(own), "word", data_dir=own.with_name("loud"))
     assert "holds <unk>, so it was cut into words before" in capsys.readouterr().err
     apart = open_words(own, word_rule="punctuation", min_count=3)
-    assert apart.vocabulary.words[:3] == ["<eos>", "<unk>", "the"]
-    assert apart.vocabulary.rule == "punctuation"
+    assert words_of(apart).words[:3] == ["<eos>", "<unk>", "the"]
+    assert words_of(apart).rule == "punctuation"
 
 
 def test_words_cut_by_blocks_are_the_same(own, monkeypatch):

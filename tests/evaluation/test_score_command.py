@@ -60,6 +60,42 @@ def unescaped(token: str) -> bytes:
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_a_text_of_windows_is_scored_as_that_of_unix_and_that_is_said(unit, runs, text, tmp_path, capsys):
+    unix, windows = tmp_path / "unix.txt", tmp_path / "windows.txt"
+    unix.write_bytes(text.joinpath("test.txt").read_bytes()[:600])
+    windows.write_bytes(b"\xef\xbb\xbf" + unix.read_bytes().replace(b"\n", b"\r\n"))
+    ends = unix.read_bytes().count(b"\n")
+    tables, told = {}, {}
+    for name, words in {
+        "unix": [str(unix)], "windows": [str(windows)], "raw": [str(windows), "--no-normalise"],
+    }.items():  # fmt: skip
+        assert main(["score", str(runs / unit), *words]) == 0
+        shown = capsys.readouterr()
+        tables[name], told[name] = rows_of(shown.out), shown.err
+    values = {
+        name: [(row["unknown"], row["surprisal"], row["word"], row["word_surprisal"]) for row in rows]
+        for name, rows in tables.items()
+    }
+    assert (values["windows"] == values["unix"]) == (unit != "byte")
+    if unit == "byte":
+        assert "note" not in told["windows"]
+        return
+    data = windows.read_bytes()
+    for row in tables["windows"]:
+        assert unescaped(row["token"]) == data[int(row["start"]) : int(row["end"])]
+    assert f"without a byte order mark and with \\n for {ends} line ends \\r\\n" in told["windows"]
+    assert "byte order mark" not in told["unix"]
+    assert "byte order mark" in told["raw"]
+    assert (f"{ends:,} \\r that the vocabulary lacks; --normalise reads it without" in told["raw"]) == (unit == "char")
+
+
+def test_scores_say_how_much_is_unknown_and_what_that_does(runs, text, capsys):
+    for unit, expected in (("word", "whose spelling costs nothing"), ("char", "which training never saw")):
+        assert main(["score", str(runs / unit), str(text / "test.txt")]) == 0
+        assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_the_table_says_what_eval_says(unit, runs, text, data_dir, tmp_path, capsys, monkeypatch):
     run, file, out = str(runs / unit), text / "test.txt", tmp_path / "table.tsv"
     assert main(["score", run, str(file), "--out", str(out)]) == 0, capsys.readouterr().err

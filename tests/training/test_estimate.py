@@ -14,7 +14,7 @@ import torch
 from txl.config import RunConfig, with_options
 from txl.models import build_model
 from txl.presets import presets
-from txl.training.estimate import estimate, parameters_by_part
+from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import build_optimizer, optimizer_tensors
 
 # Run in a process of its own: the most memory it ever held, over what it held once everything was loaded.
@@ -200,6 +200,30 @@ def test_each_parameter_is_counted_where_it_belongs():
         "layer norm": 3 * 2 * 2 * 10,
         "softmax": 17 + 2 * 10 + 2 + 10 * (10 + 5 + 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        (
+            {},
+            "cpu",
+            "81% of a step's products are the softmax over 31,000 tokens, which is slow on a CPU; --data.max-words",
+        ),
+        ({"data.unit": "bpe"}, "cpu", "--data.vocab-size 4096 makes fewer, --model.cutoffs 3100,10333"),
+        ({"data.corpus": "wikitext-2"}, "cpu", "CPU; --model.cutoffs 3100,10333 (adaptive softmax) keeps all"),
+        ({}, "cuda", None),
+        ({"model.cutoffs": "1000"}, "cpu", None),
+        ({"model.d_inner": "20000"}, "cpu", None),
+    ],
+)
+def test_a_large_softmax_on_a_cpu_is_told_with_ways_out(options, device, expected):
+    words = {"data.unit": "word", "data.corpus": "my.txt", "model.d_inner": "3500"}
+    shape = {"model.n_layer": "1", "model.d_model": "64", "model.n_head": "2", "model.d_head": "32"}
+    run = with_options(RunConfig(), words | shape | options)
+    told = softmax_hint(run, 31_000, estimate(run, 31_000).parameters, device)
+    assert told is None if expected is None else expected in (told or "")
+    assert softmax_hint(run, 9_000, estimate(run, 9_000).parameters, device) is None
 
 
 def test_a_window_and_bfloat16_need_less():

@@ -107,7 +107,8 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
             continue
         text = rest + text
         ended = text.endswith("\n")
-        cut = max(text.rfind(space) for space in "\n \t\r") + 1
+        # Not between \r and \n: the two may be one line's end.
+        cut = max(*(text.rfind(space) for space in "\n \t"), text.rfind("\r", 0, len(text) - 1)) + 1
         rest = text[cut:]
         if len(rest) > LONGEST_WORD:
             raise UserError(
