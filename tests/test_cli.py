@@ -329,8 +329,8 @@ def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
 
 def test_ctrl_c_while_a_command_waits(trained):
     command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt-file", "-"]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **streams) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         time.sleep(1.5)  # it reads
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
@@ -361,7 +361,12 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["train", "stdlib-tiny", "--out", "x", "--device", "warp"], "--device warp cannot be used here"),
         (["train", "stdlib-tiny"], "--out is missing"),
         (["train"], "the following arguments are required: PRESET"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "unknown command 'fly'; expected one of presets, data, train"),
+        (["evel", "x"], "unknown command 'evel'; did you mean eval?"),
+        (["data", "lst"], "unknown command 'lst'; did you mean list?"),
+        (["eval", "x", "--dtype", "bfloat61"], "argument --dtype: invalid choice: 'bfloat61'; did you mean bfloat16?"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
+         "unknown option --model.n_layers; did you mean --model.n-layer or --model."),
         ([], "required: COMMAND"),
         (["presets", "extra"], "unknown argument extra"),
         (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import txl
 from txl.commands import (
@@ -69,6 +69,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.register("type", int, bounded_int)  # every type=int, of every command
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As the base class, but what is no choice is told its neighbours."""
+        if action.choices is not None and value not in action.choices:
+            what = f"unknown command {value!r}" if action.dest in ("command", "action", "workload") else None
+            near = difflib.get_close_matches(str(value), map(str, action.choices), n=3, cutoff=0.6)
+            every = ", ".join(map(str, action.choices))
+            hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {every}"
+            raise argparse.ArgumentError(None if what else action, f"{what or f'invalid choice: {value!r}'}; {hint}")
+
     def error(self, message: str) -> NoReturn:
         """Refuse, in one line."""
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -78,7 +87,8 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].split("=")[0]
-            known = [name for name in self._option_string_actions if name.startswith("--")]
+            # --model.n_layer is --model.n-layer too; one spelling is enough.
+            known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
             near = difflib.get_close_matches(option.replace("_", "-"), known, n=3, cutoff=0.6)
             hint = f"; did you mean {' or '.join(near)}?" if near and option.startswith("-") else ""
             kind = "option" if option.startswith("-") else "argument"

@@ -14,7 +14,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from txl.reporting.attention import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
+from txl.reporting.context_figures import gains_plot
 from txl.reporting.plots import COLORS
+from txl.reporting.style import STYLE
 
 N_KEY = 40
 WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"]
@@ -95,7 +97,28 @@ def test_what_a_token_does_not_see_is_masked_and_what_it_ignores_is_not():
 
 def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
     red, green, blue, _ = HEAT.get_bad()
-    assert not {to_hex(each) for each in (HEAT(0.0), HEAT(1.0), (red, green, blue))} & set(COLORS.values())
+    assert not {to_hex(each) for each in (HEAT(1.0), (red, green, blue))} & set(COLORS.values())
+
+
+def test_heat_maps_follow_the_page_into_dark_mode():
+    weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
+    weights[0, 7] = 0.9  # beyond the scale, which then ends in a triangle
+    record = a_record(1, weights=weights)
+    record["heads"] += [each | {"layer": 2} for each in record["heads"]]  # a line between the layers
+    drawn = attention_section(record)
+    dark = STYLE[STYLE.index("prefers-color-scheme: dark") :]
+    (turned,) = re.findall(r"^  (figure svg [^{]*) \{ filter: invert", dark, flags=re.MULTILINE)
+    assert turned.split(", ") == ["figure svg image", 'figure svg [id*="QuadMesh"]', 'figure svg [id$="heat-end"]']
+    assert re.search(r'<g id="[^"]*-heat-end">', drawn)
+    assert "<image" in drawn
+    rest = re.sub(r'<g id="[^"]*-heat-end">.*?</g>', "", drawn, flags=re.DOTALL)
+    assert re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", rest) == []  # all else has the page's colours
+
+
+def test_the_gains_of_longer_contexts_follow_it_too():
+    plot = gains_plot({"A": {(1, 2): 0.5, (1, 3): 0.7, (2, 3): 1.0}}, "gains", "Gains")
+    assert re.search(r'id="[^"]*QuadMesh', plot.drawing().wide)
+    assert "fill: var(--accent" not in plot.drawing().wide
 
 
 @pytest.mark.parametrize("n_row", [1, 16, 48, 49, 130])

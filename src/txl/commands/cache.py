@@ -141,8 +141,7 @@ def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[st
     )
     for name in tuned.at_edge:
         print(f"the best {name} is at an end of those that were tried; try others with --{name}s")
-    for row in rows:
-        print_rows([row])
+    print_rows(rows)
     print(f"with the cache again: {shlex.join(_again(arguments, tuned))}")
 
 

@@ -21,6 +21,7 @@ from txl.commands.options import (
     numbers,
     pick_device,
     print_json,
+    print_table,
     progress_bar,
     run_to_read,
     say,
@@ -290,8 +291,7 @@ def record(run_directory: RunDirectory, event: str, step: int, **fields: Any) ->
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A table of results, with what was scored below it."""
-    from rich.console import Console
-    from rich.table import Table
+    from txl.units import ppl_text
 
     from txl.reporting.wording import split_text
 
@@ -304,25 +304,27 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         columns = [("sliding window", lambda row: str(row["segment"]))]
     columns += [
         ("nats/token", lambda row: f"{row['nll']:.4f}"),
-        ("ppl", lambda row: f"{row['ppl']:.3f}") if by_word else ("bpc", lambda row: f"{row['bpc']:.4f}"),
+        ("ppl", lambda row: ppl_text(row["ppl"])) if by_word else ("bpc", lambda row: f"{row['bpc']:.4f}"),
         ("bits/byte", lambda row: "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"),
         ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
     ]
+    if len({row["cache_size"] for row in rows}) > 1:
+        columns.insert(0, ("cache", lambda row: "none" if row["cache_size"] is None else f"{row['cache_size']:,}"))
     first = rows[0]
-    table = Table(title=f"{first['corpus']}, {split_text(first['split'])}, {first['checkpoint']}")
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*[show(row) for _, show in columns])
-    Console().print(table)
+    print_table(
+        f"{first['corpus']}, {split_text(first['split'])}, {first['checkpoint']}",
+        [heading for heading, _ in columns],
+        [[show(row) for _, show in columns] for row in rows],
+    )
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
     if first["sliding"]:
         print(f"{first['tokens']:,} targets, each from the {first['segment']} tokens before it alone")
     else:
         print(f"{first['tokens']:,} targets in {first['batch_size']} lanes, segments of {first['segment']}{dropped}")
-    if first["cache_size"] is not None:
-        shown = f"theta {first['cache_theta']:g}, lambda {first['cache_lambda']:g}"
-        print(f"with a continuous cache of {first['cache_size']:,} tokens, {shown}")
+    last = rows[-1]  # of `txl cache`, the one with a cache
+    if last["cache_size"] is not None:
+        shown = f"theta {last['cache_theta']:g}, lambda {last['cache_lambda']:g}"
+        print(f"with a continuous cache of {last['cache_size']:,} tokens, {shown}")
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:

@@ -103,7 +103,7 @@ def attention_section(record: dict[str, Any]) -> str:
         note(lead, "lead"),
         figure(
             average_figure(record),
-            f"Average attention of every head by distance (Figure 5 of the paper). Darker is more; the scale is "
+            f"Average attention of every head by distance (Figure 5 of the paper). The more a place stands out from the page, the more it is; the scale is "
             f"logarithmic.{_fall(record)}",
         ),
         _farthest(record),
@@ -219,6 +219,8 @@ def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> No
     extend = "max" if weights.max() > most else "neither"
     bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend=extend)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    for end in bar.ax.patches:
+        end.set_gid("heat-end")  # by this the page's style finds it
     bar.set_label("attention weight")
 
 

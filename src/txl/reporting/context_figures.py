@@ -27,7 +27,8 @@ _LINES = (
     (INK, "--", "^"), (ACCENT, "--", "D"), (SECOND, ":", "o"), (SOFT, ":", "s"), (INK, ":", "^"),
 )  # fmt: skip
 """Colour, line and marker of the first, second ... model; on the paper's tables the first is its own."""
-_WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", ACCENT])
+# One off ACCENT, in whose place dark mode puts another colour: there the style turns the whole map.
+_WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", "#b3452d"])
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from txl.files import replacing
 from txl.reporting.wording import plain, quality, quality_label, quality_text, split_text
 
-COLORS = {"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"}
+COLORS = {
+    **{"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"},
+    "paper": "#ffffff",
+}
 """By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
-INK, SOFT, LINE, ACCENT, SECOND = COLORS.values()
+INK, SOFT, LINE, ACCENT, SECOND, _ = COLORS.values()
 POINTS = 400
 """Of a curve at most: a longer log is averaged down to them."""
 

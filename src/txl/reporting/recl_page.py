@@ -69,7 +69,7 @@ def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[
                 ),
                 figure(
                     plots[f"gains-r{r}"].drawing(),
-                    "exp f(c,c) − exp f(c,c′) of every pair; what is darker gains more from the longer context.",
+                    "exp f(c,c) − exp f(c,c′) of every pair; what stands out more gains more from the longer context.",
                 ),
             )
         )

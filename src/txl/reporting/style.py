@@ -10,6 +10,8 @@ STYLE = """
     --ink: #e4e8ec; --soft: #9ba7b3; --line: #46515c; --hair: #313a43; --wash: #12171c; --paper: #1a2027;
     --accent: #ea8b6f; --second: #74aede; --bar: #4c5966;
   }
+  /* Heat maps, and the scales beside them: nothing is the page's colour, much stands out from it, hues stay. */
+  figure svg image, figure svg [id*="QuadMesh"], figure svg [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg); }
 }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
@@ -46,7 +48,12 @@ figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .narrow { display: none; }
 figcaption { max-width: 42rem; margin-top: .3rem; }
 
-.scroll { overflow-x: auto; margin: 1.2rem 0; }
+/* A shadow at an edge says that there is more beyond it; it is covered where the table ends. */
+.scroll { overflow-x: auto; margin: 1.2rem 0; background:
+  linear-gradient(to right, var(--paper) 30%, transparent) left / 2.4rem 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 30%, transparent) right / 2.4rem 100% no-repeat local,
+  linear-gradient(to right, var(--line), transparent) left / .7rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--line), transparent) right / .7rem 100% no-repeat scroll; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; line-height: 1.4; }
 caption { text-align: left; padding-bottom: .5rem; }
 th, td { text-align: left; padding: .34rem 1rem .34rem 0; border-bottom: 1px solid var(--hair);
@@ -95,9 +102,9 @@ pre .control { color: var(--soft); border: 1px solid var(--line); border-radius:
   .result b { font-size: 2.1rem; }
   .columns, .beside { columns: 1; grid-template-columns: 1fr; }
   .bars .bar { width: 30%; }
-  .scroll table { font-size: .82rem; }
-  .scroll th, .scroll td { padding-right: .7rem; }
-  .scroll tbody th { white-space: nowrap; }
+  .scroll table { font-size: .78rem; }
+  .scroll th, .scroll td { padding-right: .5rem; }
+  .scroll thead .number { white-space: normal; }
 }
 @media screen and (max-width: 36rem) {
   .wide { display: none; }

@@ -153,8 +153,8 @@ def _context_figures(outcome: Outcome) -> list[str]:
         first = next((gains for gains in outcome.gains if gains.group == group), None)
         if first is not None:
             text = (
-                f"exp f(c,c) − exp f(c,c′) with r = 0.1, seed {first.seed}; what is darker gains more from the longer "
-                f"context."
+                f"exp f(c,c) − exp f(c,c′) with r = 0.1, seed {first.seed}; what stands out more gains more from the "
+                f"longer context."
             )
             parts.append(_figure(f"Figure 3, group {group}", gains_figure(first, keys), text))
     return parts
