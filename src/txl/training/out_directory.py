@@ -7,16 +7,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from txl.config import RunConfig, differences
+from txl.config import RunConfig, differences, may_change
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_name
 
-MAY_DIFFER = frozenset(
-    {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
-    | {"train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard"}
-)
-"""Fields that a continued run may change, because they do not change what it computes."""
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
 """What a start that failed before its config.json was written may leave behind."""
 
@@ -81,7 +76,7 @@ def may_differ(run: RunConfig) -> frozenset[str]:
         fixed |= {"train.eval_every"}
     if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
         fixed |= {"train.checkpoint_every"}
-    return MAY_DIFFER - fixed
+    return may_change() - fixed
 
 
 def remove_begun(path: Path) -> None:
