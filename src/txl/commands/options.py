@@ -59,7 +59,13 @@ class _Help(argparse.Action):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
         self.family = family
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         family = MODEL_FAMILIES.get(self.family) or _family_of_preset(namespace)
         for action in parser._actions:
             section, _, name = action.dest.partition(".")

@@ -4,7 +4,7 @@
 help and what depends on it in its metadata (`values.setting`). `fields` finds fields by name.
 """
 
-from txl.config.fields import Option, differences, leaf_fields, may_change, options, with_options
+from txl.config.fields import Option, differences, leaf_fields, may_change, options, parsed_options, with_options
 from txl.config.models import (
     MODEL_FAMILIES,
     MODEL_FIELDS,
@@ -60,6 +60,7 @@ __all__ = [
     "model_with",
     "options",
     "parse_value",
+    "parsed_options",
     "validate",
     "validate_lengths",
     "validate_temperature",

@@ -85,19 +85,30 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
             model's family lacks.
     """
     result = RunConfig.from_dict(config.to_dict())
-    types_of = {option.name: option.hint for option in options()}
     of_model: dict[str, Any] = {}
-    for option, text in given.items():
-        name = option.replace("-", "_")
-        if name not in types_of:
-            near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
-            raise UserError(f"unknown option --{option}{hint}")
+    for name, value in parsed_options(given).items():
         section, field_name = name.split(".")
-        value = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
         if section == "model":
             of_model[field_name] = value
         else:
             setattr(getattr(result, section), field_name, value)
     result.model = model_with(result.model, of_model, drop)
     return result
+
+
+def parsed_options(given: dict[str, str]) -> dict[str, Any]:
+    """The values of options, by their names with "_" for "-".
+
+    Raises:
+        UserError: for a name that is no field (with the nearest ones), or a value of the wrong type.
+    """
+    types_of = {option.name: option.hint for option in options()}
+    values = {}
+    for option, text in given.items():
+        name = option.replace("-", "_")
+        if name not in types_of:
+            near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
+            raise UserError(f"unknown option --{option}{hint}")
+        values[name] = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
+    return values

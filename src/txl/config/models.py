@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig, validate_lengths
 from txl.config.values import ANYTHING, check_ranges, checked, hints_of, require, setting, shown
@@ -93,10 +93,12 @@ class ModelConfig(ABC):
     """Whether scores depend on the distance to a key, which can then be clamped."""
     constant_state: ClassVar[bool] = False
     """Whether the state has a constant size, so that no position of the past is ever dropped."""
-    mem_len: ClassVar[int] = 0
-    window: ClassVar[int | None] = None
-    clamp_len: ClassVar[int | None] = None
-    """Of a family whose models have no memory of positions; Transformer-XL's fields take their place."""
+    if TYPE_CHECKING:
+        mem_len: int = field(init=False)
+        window: int | None = field(init=False)
+        clamp_len: int | None = field(init=False)
+    else:  # no fields: models without a memory of positions have nothing to set there
+        mem_len, window, clamp_len = 0, None, None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:
@@ -274,16 +276,9 @@ class TransformerXLConfig(TransformerConfig):
 
     family: str = _family("transformer-xl")
     encoding: RelativeEncoding = _shaping("relative", _ENCODING)
-    # The base says of these three that there is no memory, which the type checker takes for theirs.
-    mem_len: int = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
-        512, "positions M of hidden states carried from segment to segment", lacking=0
-    )
-    window: int | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
-        None, "keys a query sees, itself included; none: all of memory and segment"
-    )
-    clamp_len: int | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
-        None, "distances above this one count as it; none: no clamp"
-    )
+    mem_len: int = setting(512, "positions M of hidden states carried from segment to segment", lacking=0)
+    window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
+    clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
     max_distance: int = _shaping(
         64,
         "shaw: distances above this one share its vector",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
+from txl.config import DataConfig, ModelConfig, RunConfig, model_with, parsed_options, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset, presets
@@ -45,7 +45,7 @@ class NotTrained(Exception):
 def unknown_to_this_version(row: Row) -> str | None:
     """The first field or value of a row's overrides that this version does not know; None if it knows all."""
     try:
-        with_options(RunConfig(), row.options(segment=2, mem_len=2, longest=2))
+        parsed_options(row.options(segment=2, mem_len=2, longest=2))
     except UserError as error:
         return str(error).partition(";")[0]
     return None
