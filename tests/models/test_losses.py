@@ -307,8 +307,8 @@ def test_auxiliary_losses_train_go_on_and_evaluate(story, data_dir, tmp_path, ca
     [
         ({"model.layer_losses": "true"}, r"layer_losses is true, but model\.encoding is relative"),
         ({"model.n_target": "2"}, r"n_target is 2, but model\.encoding is relative"),
-        ({"model.n_target": "0"}, r"model\.n_target is 0; expected 1"),
-        ({"model.extra_target_weight": "-1"}, r"extra_target_weight is -1"),
+        ({"model.encoding": "learned", "model.n_target": "0"}, r"model\.n_target is 0; expected 1"),
+        ({"model.encoding": "learned", "model.extra_target_weight": "-1"}, r"extra_target_weight is -1"),
         ({"model.encoding": "learned", "model.n_target": "2", "model.cutoffs": "3,5"}, r"expected no cutoffs"),
         ({"model.encoding": "learned", "model.n_target": "2", "train.loss": "last"}, r"train\.loss is last"),
         ({"train.loss": "most"}, r"expected one of full, half, last"),

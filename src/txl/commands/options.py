@@ -13,7 +13,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from txl.config import MODEL_FAMILIES, DataConfig, ModelConfig, RunConfig, options, whole_number, with_options
+from txl.config import (
+    MODEL_FAMILIES,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    chosen_family,
+    options,
+    parsed_options,
+    whole_number,
+    with_options,
+)
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +91,8 @@ def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None
     if name is None:
         return None
     with suppress(UserError):
-        return type(with_options(base_config(name), config_options(namespace), drop=True).model)
+        given = {name.partition(".")[2]: value for name, value in parsed_options(config_options(namespace)).items()}
+        return chosen_family(given, base_config(name).model)
     return None
 
 

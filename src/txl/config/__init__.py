@@ -17,6 +17,7 @@ from txl.config.models import (
     TransformerXLConfig,
     VanillaConfig,
     as_family,
+    chosen_family,
     model_from_dict,
     model_with,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Unit",
     "VanillaConfig",
     "as_family",
+    "chosen_family",
     "differences",
     "leaf_fields",
     "may_change",

@@ -372,7 +372,7 @@ class VanillaConfig(TransformerConfig):
 
     title: ClassVar[str] = "Transformers without memory (model.encoding learned or sinusoid)"
     no_memory: ClassVar[str] = (
-        "it has no memory: its positions are absolute, and those of two segments could not be told apart (Section 3.3)"
+        "it has no memory, for its positions are absolute: those of two segments could not be told apart (Section 3.3)"
     )
 
     @property
@@ -587,7 +587,7 @@ def model_with(model: ModelConfig, given: dict[str, Any], drop: bool = False) ->
     Raises:
         UserError: for a setting that the family lacks.
     """
-    family = _chosen_family(given, model)
+    family = chosen_family(given, model)
     result = as_family(model, family)
     lacking = {}
     for name, value in given.items():
@@ -618,7 +618,7 @@ def model_from_dict(values: Any) -> ModelConfig:
     if unknown:
         raise UserError(f"configuration field model.{unknown[0]} is not known to this version")
     given = {name: checked(MODEL_FIELDS[name].hint, value, f"model.{name}") for name, value in values.items()}
-    family = _chosen_family(given)
+    family = chosen_family(given)
     own = [item.name for item in dataclasses.fields(family) if item.init]
     result = family(**{name: value for name, value in given.items() if name in own})
     others = {name: value for name, value in given.items() if name not in ("family", *own)}
@@ -652,8 +652,16 @@ def refuse_lacking(model: ModelConfig, values: dict[str, Any], carried: bool = F
         )
 
 
-def _chosen_family(given: dict[str, Any], model: ModelConfig | None = None) -> type[ModelConfig]:
-    """The family that `family` names, or else `kind` and `encoding`, which another model's stand in for."""
+def chosen_family(given: dict[str, Any], model: ModelConfig | None = None) -> type[ModelConfig]:
+    """The family that `family` names, or else `kind` and `encoding`.
+
+    Args:
+        given: fields of a model by name.
+        model: whose kind and encoding count where none is given.
+
+    Raises:
+        UserError: if there is no such family.
+    """
     if "family" in given:
         if given["family"] not in MODEL_FAMILIES:
             raise UserError(f"model.family is {given['family']!r}; expected one of {', '.join(MODEL_FAMILIES)}")
