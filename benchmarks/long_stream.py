@@ -21,15 +21,17 @@ from benchmarks.process import status
 from benchmarks.record import write
 from torch import Tensor
 
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.models.transformer_xl import TransformerXL
 
-SHAPE = ModelConfig(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0)
+SHAPE = TransformerXLConfig(
+    n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0
+)
 VOCABULARY, SEGMENT, LAST = 256, 100, 500
 """SEGMENT does not divide what a memory's buffers hold, so that they move; LAST tokens at the end are compared."""
 
 
-def lively_model(shape: ModelConfig) -> TransformerXL:
+def lively_model(shape: TransformerXLConfig) -> TransformerXL:
     """Weights that are large enough for every term of the attention to matter."""
     torch.manual_seed(0)
     model = TransformerXL(shape, VOCABULARY).eval()

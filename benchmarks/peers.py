@@ -31,6 +31,7 @@ from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[repor
 import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
+from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
@@ -87,7 +88,7 @@ def text(work: Workload, segment: int) -> torch.Tensor:
 
 def peer_of(run: RunConfig, work: Workload) -> Any:
     """Hugging Face's model of a preset's shape, random weights."""
-    shape = run.model
+    shape = transformer_xl_of(run)
     torch.manual_seed(0)
     config = TransfoXLConfig(
         vocab_size=work.vocab_size,

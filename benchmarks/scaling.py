@@ -19,9 +19,8 @@ from benchmarks.record import write
 import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import bytes_read_once, matmul_rate, read_bandwidth
-from txl.benchmarking.workloads import Speed, bench_evaluation, bench_training
+from txl.benchmarking.workloads import Speed, bench_evaluation, bench_training, transformer_xl_of
 from txl.config import RunConfig
-from txl.models import build_model
 
 BASE = {"segment": 128, "memory": 128, "layers": 2, "batch": 2, "vocabulary": 204}
 AXES = {
@@ -97,7 +96,7 @@ def workload(name: str) -> dict[str, Any]:
     """One of enwik8-12L's workloads: its operations, what it reads at least, and its time."""
     point = BASE | {"layers": txl.preset("enwik8-12L").model.n_layer} | WORKLOADS[name]
     speed = timed(name if name == "training step" else "evaluation", point)
-    model = build_model(run_of(point, "float32").model, point["vocabulary"])
+    model = txl.TransformerXL(transformer_xl_of(run_of(point, "float32")), point["vocabulary"])
     return {
         "name": name,
         "operations": speed.operations_per_step,

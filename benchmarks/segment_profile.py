@@ -22,6 +22,7 @@ from benchmarks.record import write_if_asked
 import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import matmul_rate
+from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.decoder import Decoder
 from txl.models.linear import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
@@ -102,7 +103,7 @@ def operations(model: TransformerXL, n_lane: int, segment: int, memory: int) -> 
 def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int, dtype: torch.dtype) -> dict[str, Any]:
     """One shape."""
     torch.manual_seed(0)
-    model = TransformerXL(txl.preset(preset).model, vocab_size).to(dtype).eval()
+    model = TransformerXL(transformer_xl_of(txl.preset(preset)), vocab_size).to(dtype).eval()
     state = model.init_state(n_lane, mem_len=memory).filled_with_noise()
     uniform = torch.rand(n_lane, segment, dtype=torch.float64)  # ranks roughly as natural text has them (Zipf)
     tokens = ((vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, vocab_size - 1)

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.allocator import keep_freed_memory
+from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
@@ -35,7 +36,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     """Shares of one shape."""
     torch.manual_seed(0)
     run = txl.preset("enwik8-12L")
-    shape = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, mem_len=length)
+    shape = dataclasses.replace(transformer_xl_of(run), dropout=0.0, dropatt=0.0, mem_len=length)
     model = TransformerXL(shape, VOCABULARY).train()
     train = dataclasses.replace(run.train, batch_size=LANES, segment=length, dtype=dtype, micro_batches=1)
     optimizer = build_optimizer(model, train)

@@ -17,6 +17,7 @@ import torch
 from benchmarks.process import run_alone, status
 from benchmarks.record import write
 
+from txl.benchmarking.workloads import transformer_xl_of
 from txl.models import cross_entropy
 from txl.models.transformer_xl import TransformerXL
 from txl.presets import preset
@@ -34,7 +35,7 @@ def measure(way: dict[str, Any]) -> dict[str, Any]:
     """One way: bytes held at most, over those held before the first step."""
     if not way["chunked"]:
         cross_entropy.MAX_LOGITS = 2**62
-    shape = replace(preset("wt103-base").model, n_layer=2, mem_len=SEGMENT, cutoffs=way["cutoffs"])
+    shape = replace(transformer_xl_of(preset("wt103-base")), n_layer=2, mem_len=SEGMENT, cutoffs=way["cutoffs"])
     torch.manual_seed(0)
     model = TransformerXL(shape, VOCABULARY).train()
     # Ranks as natural text has them, roughly (Zipf).

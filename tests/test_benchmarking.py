@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import forward_operations, matmul_rate
 from txl.cli import main
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.native.build import compiled_code
 
-SHAPE = ModelConfig(n_layer=3, d_model=14, n_head=3, d_head=5, d_inner=22, mem_len=11, dropout=0.0)
+SHAPE = TransformerXLConfig(n_layer=3, d_model=14, n_head=3, d_head=5, d_inner=22, mem_len=11, dropout=0.0)
 V, B, T = 19, 2, 7
 
 
@@ -54,7 +54,7 @@ def test_a_training_step_is_counted_as_three_forward_passes():
 
 
 def test_models_that_the_formula_does_not_describe_are_refused():
-    for shape in (ModelConfig(cutoffs=(3,)), ModelConfig(d_embed=8)):
+    for shape in (TransformerXLConfig(cutoffs=(3,)), TransformerXLConfig(d_embed=8)):
         with pytest.raises(UserError, match="plain softmax"):
             forward_operations(shape, 100, 1, 1, 0)
 
@@ -100,7 +100,7 @@ from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 config = TrainConfig()
-model = build_model(ModelConfig(n_layer=2, d_model=128, n_head=8, d_head=16, d_inner=256, mem_len=256), 64)
+model = build_model(TransformerXLConfig(n_layer=2, d_model=128, n_head=8, d_head=16, d_inner=256, mem_len=256), 64)
 optimizer, states = build_optimizer(model, config), [model.init_state(4)]
 faults = []
 for _ in range(12):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import txl
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
 from txl.decoding.sampling import chances
 from txl.errors import UserError
@@ -24,7 +24,7 @@ LETTERS = CharVocabulary("abcdefgh .")
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    shape = ModelConfig(n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, window=7, dropout=0.4)
+    shape = TransformerXLConfig(n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, window=7, dropout=0.4)
     model = build_model(shape, len(LETTERS))
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4)
@@ -158,7 +158,7 @@ def test_several_bytes_of_a_character_appear_as_one_piece():
 def test_words_are_separated_from_the_prompt():
     vocabulary = WordVocabulary(["<eos>", "<unk>", "the", "mill"])
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=4), 4)
+    model = build_model(TransformerXLConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=4), 4)
     model.softmax.bias.data[:] = torch.tensor([-50.0, -50.0, -50.0, 50.0])
     assert "".join(generate(model, vocabulary, "the", max_tokens=2)) == " mill mill"
     assert "".join(generate(model, vocabulary, "the\n", max_tokens=2)) == "mill mill"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import txl
-from txl.config import has_absolute_positions, validate
+from txl.config import TransformerXLConfig, VanillaConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
@@ -74,11 +74,9 @@ def test_every_preset_is_a_valid_configuration_of_its_name(name):
     assert run.name == name
     cluster_bounds(txl.presets()[name].vocab_size, run.model.cutoffs)
     assert txl.RunConfig.from_dict(run.to_dict()) == run
-    if run.model.kind != "transformer":
+    if run.model.no_memory:
         assert run.eval.mem_len == 0
-        return
-    if has_absolute_positions(run.model):
-        assert run.eval.segment == run.model.max_segment
+        assert run.model.context in (None, run.eval.segment)
         return
     assert run.eval.mem_len > run.train.segment or run.eval.mem_len >= run.model.mem_len
 
@@ -99,11 +97,12 @@ def test_the_rows_of_table_6():
     }
     for name, (encoding, recurrence, loss, published) in table.items():
         run = txl.preset(name)
+        assert isinstance(run.model, (TransformerXLConfig, VanillaConfig))
         assert (run.model.encoding, run.model.mem_len > 0, run.train.loss) == (encoding, recurrence, loss), name
         assert txl.presets()[name].published == published
         assert (run.eval.mem_len > 0) == recurrence
-    assert txl.preset("wt103-ablation-shaw").model.max_distance == 255
-    assert txl.preset("wt103-ablation-shaw-no-memory").model.max_distance == 127
+    for name, farthest in (("wt103-ablation-shaw", 255), ("wt103-ablation-shaw-no-memory", 127)):
+        assert txl.preset(name).to_dict()["model"]["max_distance"] == farthest
     assert [txl.preset(f"wt103-ablation-no-memory{end}").train.segment for end in ("-176", "-half-172")] == [176, 172]
 
 
@@ -154,6 +153,7 @@ def test_test_settings_are_the_authors():
 def test_vanilla_presets_are_al_rfou_et_al_s_experimental_setup(corpus, n_layer, dropout):
     run = txl.preset(f"{corpus}-vanilla-{n_layer}L")
     model, train = run.model, run.train
+    assert isinstance(model, VanillaConfig)
     assert (model.d_model, model.d_inner, model.n_head, model.d_head, model.n_layer) == (512, 2048, 2, 256, n_layer)
     assert (run.data.corpus, train.segment, train.batch_size, train.steps) == (corpus, 512, 16, 4_000_000)
     assert (train.optimizer, train.momentum, train.schedule, train.warmup_steps) == ("sgd", 0.99, "constant", 0)
@@ -168,6 +168,6 @@ def test_vanilla_presets_are_al_rfou_et_al_s_experimental_setup(corpus, n_layer,
 def test_the_small_vanilla_preset_is_about_as_large_as_the_one_it_is_compared_with():
     vanilla, other = txl.preset("enwik8-vanilla-small"), txl.preset("enwik8-small")
     assert abs(parameters("enwik8-vanilla-small") / parameters("enwik8-small") - 1) < 0.15
-    assert vanilla.model.layer_losses
+    assert vanilla.model.n_auxiliary == 11
     vanilla.train.epoch_shift = 0
     assert vanilla.train == other.train

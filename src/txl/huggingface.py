@@ -25,14 +25,15 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 from txl.attention.memory import Memory
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig as ModelFields
 from txl.models.transformer_xl import TransformerXL
 
 MODEL_TYPE = "txl-transformer-xl"
+_FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
 
 
 class TransformerXLConfig(PreTrainedConfig):
-    """The fields of `txl.config.ModelConfig`, by the same names, and the vocabulary's size.
+    """The fields of `txl.config.TransformerXLConfig`, by the same names, and the vocabulary's size.
 
     `mem_len`, `window` and `clamp_len` are those that the run is tested with.
     """
@@ -43,17 +44,17 @@ class TransformerXLConfig(PreTrainedConfig):
 
     def __init__(self, vocab_size: int = 256, **values: Any):
         self.vocab_size = vocab_size
-        for item in dataclasses.fields(ModelConfig):
+        for item in _FIELDS:
             setattr(self, item.name, values.pop(item.name, item.default))  # none of the defaults is mutable
         values.setdefault("tie_word_embeddings", False)  # the model ties what it ties by itself
         super().__init__(**values)
 
-    def to_model_config(self) -> ModelConfig:
+    def to_model_config(self) -> ModelFields:
         """The configuration of the model inside."""
-        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(ModelConfig)}
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in _FIELDS}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        return ModelConfig(**values)
+        return ModelFields(**values)
 
 
 class TransformerXLCache:

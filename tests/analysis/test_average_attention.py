@@ -13,7 +13,7 @@ from txl.analysis.attention_record import marked
 from txl.analysis.observation import attentions
 from txl.attention.positions import sinusoid
 from txl.attention.reference import score_terms
-from txl.config import ModelConfig
+from txl.config import model_from_dict
 from txl.errors import UserError
 from txl.models import build_model
 
@@ -23,7 +23,7 @@ VOCABULARY, N_TOKEN = 11, 47
 
 def make_model(**options):
     torch.manual_seed(3)
-    model = build_model(ModelConfig(**(SHAPE | options)), VOCABULARY).double()
+    model = build_model(model_from_dict(SHAPE | options), VOCABULARY).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.5)
@@ -137,7 +137,7 @@ def test_the_vanilla_transformer_sees_its_segment_alone():
                 weights = (torch.einsum("hd,shd->hs", query[i], key[: i + 1]) / math.sqrt(5)).softmax(-1).numpy()
                 expected[:, : i + 1] += weights[:, ::-1]
     np.testing.assert_allclose(found.weights[0], expected / 12, atol=1e-12)
-    with pytest.raises(UserError, match=r"positions are absolute .model\.encoding learned"):
+    with pytest.raises(UserError, match=r"positions are absolute .model\.encoding is learned"):
         average_attention(model, ids, segment=6, batch_size=1, terms=True)
 
 

@@ -14,7 +14,7 @@ from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
 
 from txl.attention import BACKENDS, attention_backend
 from txl.cli import main
-from txl.config import AttentionName, ModelConfig
+from txl.config import AttentionName, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
 
@@ -165,8 +165,8 @@ def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys
 
 def test_declarations_say_what_they_mean():
     assert not any(BACKENDS[name].clamp_len for name in ("factorised", "flex"))
-    learned = ModelConfig(encoding="learned", dropout=0.0)
-    assert "needs the sinusoid R" in (BACKENDS["flex"].refusal(learned) or "")
+    shaw = TransformerXLConfig(encoding="shaw", dropout=0.0)
+    assert "needs the sinusoid R" in (BACKENDS["flex"].refusal(shaw) or "")
     assert "cannot train in torch.float64" in (BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64) or "")
 
 

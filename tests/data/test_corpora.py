@@ -20,7 +20,7 @@ import txl
 from txl.config import DataConfig
 from txl.data import prepare as prepare_module
 from txl.data.sources import BLOCK, stdlib_pieces, user_pieces
-from txl.data.vocabulary import WordVocabulary
+from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
 
 
@@ -158,6 +158,7 @@ def test_a_cut_between_splits_may_go_through_a_line_end(tmp_path):
     for position in range(3):  # the cuts at 90 and 95 per cent move with the beginning
         path.write_bytes(b"b" * position + b"a\r\n" * 60)
         corpus = txl.open_corpus(str(path), "char", data_dir=tmp_path, quiet=True)
+        assert isinstance(corpus.vocabulary, CharVocabulary)
         assert set(corpus.vocabulary.characters) == {"\n", "a", "b"} - ({"b"} if position == 0 else set())
         texts = [corpus.vocabulary.decode(corpus.tokens(split)) for split in ("train", "valid", "test")]
         assert "".join(texts) == "b" * position + "a\n" * 60

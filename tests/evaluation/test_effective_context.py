@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import txl
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig, VanillaConfig, model_from_dict
 from txl.errors import UserError
 from txl.evaluation.effective_context import perplexity_gains, relative_gains
 from txl.models.language_model import LanguageModel
@@ -119,8 +119,8 @@ def test_what_is_not_a_group_of_losses(losses, settings, message):
 @pytest.mark.parametrize("encoding", ["relative", "sinusoid"])
 def test_losses_at_a_context_see_exactly_that_much(encoding):
     torch.manual_seed(0)
-    shape = ModelConfig(encoding=encoding, n_layer=3, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=9)
-    shape.mem_len = 6 if encoding == "relative" else 0
+    shape = {"n_layer": 3, "d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 9, "encoding": encoding}
+    shape = model_from_dict(shape | ({"mem_len": 6} if encoding == "relative" else {"max_segment": 9}))
     model = txl.build_model(shape, 13).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
@@ -143,8 +143,7 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
 
 def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
     torch.manual_seed(0)
-    shape = ModelConfig(encoding="learned", n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=7)
-    shape.mem_len = 0
+    shape = VanillaConfig(encoding="learned", n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=7)
     model, tokens, told, read = txl.build_model(shape, 13), torch.randint(13, (40,)), [], []
     found = txl.losses_at_contexts(
         model,
@@ -165,7 +164,9 @@ def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
 
 def test_exact_contexts_under_a_clamp():
     torch.manual_seed(0)
-    model = txl.build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13).double()
+    model = txl.build_model(
+        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13
+    ).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
     tokens = torch.randint(13, (30,))
@@ -186,7 +187,7 @@ def test_exact_contexts_under_a_clamp():
 
 def test_the_last_loss_is_nll_s_last():
     torch.manual_seed(0)
-    model = txl.build_model(ModelConfig(n_layer=1, d_model=8, cutoffs=(4,), mem_len=3), 13).double().eval()
+    model = txl.build_model(TransformerXLConfig(n_layer=1, d_model=8, cutoffs=(4,), mem_len=3), 13).double().eval()
     tokens, targets = torch.randint(13, (2, 5)), torch.randint(13, (2, 5))
     nll, _ = model.nll(tokens, targets, model.init_state(2))
     for last_nll in (model.last_nll, lambda *arguments: LanguageModel.last_nll(model, *arguments)):
@@ -199,6 +200,6 @@ def test_the_last_loss_is_nll_s_last():
     "settings", [{"targets": [4]}, {"targets": [7, 10]}, {"targets": []}, {"context": 0}, {"dtype": "float16"}]
 )
 def test_targets_that_cannot_be_scored(settings):
-    model = txl.build_model(ModelConfig(n_layer=1, d_model=8, mem_len=3), 13)
+    model = txl.build_model(TransformerXLConfig(n_layer=1, d_model=8, mem_len=3), 13)
     with pytest.raises(UserError):
         txl.losses_at_context(model, torch.zeros(10), **({"context": 5, "targets": [5]} | settings))

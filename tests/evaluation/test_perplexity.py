@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import small_run
 
 import txl
-from txl.config import DataConfig, ModelConfig
+from txl.config import DataConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
 from txl.models import build_model
@@ -26,7 +26,9 @@ V = 13
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, dropout=0.3), V)
+    model = build_model(
+        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, dropout=0.3), V
+    )
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4)
     return model.double()
@@ -114,7 +116,7 @@ def test_with_an_exact_window_neither_segment_nor_dropout_matters(model):
 
 
 def test_a_uniform_model_scores_log2_v():
-    uniform = build_model(ModelConfig(n_layer=1, d_model=4, n_head=1, d_head=4, d_inner=4, mem_len=3), V)
+    uniform = build_model(TransformerXLConfig(n_layer=1, d_model=4, n_head=1, d_head=4, d_inner=4, mem_len=3), V)
     for parameter in uniform.parameters():
         parameter.data.zero_()
     result = evaluate(uniform, token_stream(50), batch_size=2)
@@ -174,7 +176,7 @@ def place_of_word(text: str, number: int) -> int:
 
 def test_bfloat16_is_near_float32_but_not_the_same():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=32, mem_len=6), V)
+    model = build_model(TransformerXLConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=32, mem_len=6), V)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
     exact = evaluate(model, token_stream(400), batch_size=2)
@@ -257,7 +259,7 @@ def test_settings_that_make_no_sense_are_refused(model, settings, message):
 @pytest.mark.parametrize("cutoffs", [(), (4, 9)])
 def test_temperature_flattens_the_whole_distribution(cutoffs):
     torch.manual_seed(0)
-    shape = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, cutoffs=cutoffs)
+    shape = TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, mem_len=6, cutoffs=cutoffs)
     model = build_model(shape, V).double().eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import txl
-from txl.config import ModelConfig
+from txl.config import model_from_dict
 from txl.data.vocabulary import ByteVocabulary, WordVocabulary
 from txl.errors import UserError
 from txl.models.cache import ContinuousCache
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def model_of(vocab_size: int = 256, **fields: Any):
     torch.manual_seed(3)
     heads = {} if "kind" in fields else HEADS
-    model = txl.build_model(ModelConfig(**SHAPE | heads | fields), vocab_size)
+    model = txl.build_model(model_from_dict(SHAPE | heads | fields), vocab_size)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4)
     return model.double()

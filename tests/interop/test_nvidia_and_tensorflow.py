@@ -158,7 +158,7 @@ def test_tensorflow_s_variables_give_the_authors_losses(case, untie_r, tmp_path,
     monkeypatch.setattr(import_module, "read_tensorflow", lambda prefix: source)
     run, notes = import_run(tmp_path, tmp_path / "run", model_options=options_of(case))
     assert any("says nothing of memory" in note for note in notes)
-    assert run.model.untie_r is untie_r
+    assert run.to_dict()["model"]["untie_r"] is untie_r
     model, _ = txl.load(tmp_path / "run")
     found = losses(model, torch.tensor(EXPECTED[case]["tokens"]))
     torch.testing.assert_close(found, torch.tensor(EXPECTED[case]["losses"]), rtol=0, atol=1e-5)

@@ -50,7 +50,7 @@ def test_every_token_has_the_loss_that_the_authors_code_gives_it(file, tmp_path)
 def test_options_are_recovered_whole(file, tmp_path):
     options = BASE | CASES[file.partition(".")[0]]
     run, _ = import_run(GOLDEN / file, tmp_path / "run")
-    model = run.model
+    model: Any = run.model
     for name in ("n_layer", "n_head", "d_model", "d_head", "d_inner", "mem_len", "dropout", "dropatt"):
         assert getattr(model, name) == options[name], name
     assert model.cutoffs == tuple(options["cutoffs"])

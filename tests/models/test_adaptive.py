@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, cluster_bounds, cluster_widths
 
@@ -17,7 +17,7 @@ V, E = 31, 12
 
 def build(**changes) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
     torch.manual_seed(0)
-    config = ModelConfig(d_model=E, **changes)
+    config = TransformerXLConfig(d_model=E, **changes)
     embedding = AdaptiveEmbedding(V, config)
     softmax = AdaptiveSoftmax(embedding, config)
     for module in (embedding, softmax):

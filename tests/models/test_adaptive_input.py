@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from txl.config import ModelConfig
+from txl.config import VanillaConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.vanilla import VanillaTransformer
 
 V, B, T, E = 23, 2, 7, 8
-CONFIG = ModelConfig(
+CONFIG = VanillaConfig(
     encoding="sinusoid",
     max_segment=12,
-    mem_len=0,
     n_layer=2,
     d_model=E,
     n_head=2,

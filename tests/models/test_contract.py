@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 
 V, B, LENGTH = 17, 3, 23
-SMALL = ModelConfig(n_layer=3, d_model=10, n_head=3, d_head=5, d_inner=13, mem_len=7, dropout=0.2, dropatt=0.1)
+SMALL = TransformerXLConfig(n_layer=3, d_model=10, n_head=3, d_head=5, d_inner=13, mem_len=7, dropout=0.2, dropatt=0.1)
 VARIANTS = {
     "post-norm": SMALL,
     "pre-norm": dataclasses.replace(SMALL, pre_norm=True),
@@ -30,7 +30,7 @@ VARIANTS = {
 }
 
 
-def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> TransformerXL:
+def lively(config: TransformerXLConfig, dtype: torch.dtype = torch.float64) -> TransformerXL:
     """A model in evaluation mode whose weights are large enough for every term to matter."""
     torch.manual_seed(0)
     model = TransformerXL(config, V).to(dtype).eval()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl.config import ModelConfig
+from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, VanillaConfig, as_family
 from txl.models import build_model
 from txl.models.decoder import Decoder
 
 V, B, LENGTH = 17, 3, 12
-TRANSFORMER = ModelConfig(n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, mem_len=LENGTH, dropout=0.2)
-VANILLA = dataclasses.replace(TRANSFORMER, encoding="learned", max_segment=LENGTH, mem_len=0)
-LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=3, d_model=10, d_hidden=14, dropout=0.2)
+TRANSFORMER = TransformerXLConfig(n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, mem_len=LENGTH, dropout=0.2)
+VANILLA = dataclasses.replace(as_family(TRANSFORMER, VanillaConfig), max_segment=LENGTH)
+LSTM = RecurrentConfig(kind="lstm", n_layer=3, d_model=10, d_hidden=14, dropout=0.2)
 AWD = {"weight_drop": 0.5, "locked_dropout": True, "dropout_words": 0.1, "activation_reg": 2.0, "temporal_reg": 1.0}
 CARRYING = {
     "transformer-xl": TRANSFORMER,

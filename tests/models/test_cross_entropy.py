@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.models import build_model
 from txl.models.cross_entropy import linear_cross_entropy
 
@@ -88,7 +88,7 @@ def test_a_step_on_a_large_vocabulary_never_holds_tokens_times_vocabulary(cutoff
     """WikiText-103's vocabulary; also where all targets fall into the largest cluster."""
     vocab_size, tokens = 267_735, torch.randint(20_000, (4, 64))
     targets = torch.randint(40_000, 200_000, tokens.shape) if rare else torch.randint(vocab_size, tokens.shape)
-    shape = ModelConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=0, cutoffs=cutoffs)
+    shape = TransformerXLConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=0, cutoffs=cutoffs)
     model = build_model(shape, vocab_size)
     with LargestTensor() as seen:
         loss, _ = model.training_loss(tokens, targets, model.init_state(4))

@@ -8,15 +8,17 @@ import math
 import pytest
 import torch
 
-from txl.config import ModelConfig
+from txl.config import RecurrentConfig, TransformerXLConfig
 from txl.models import build_model
 from txl.models.mixture import MixtureOfSoftmaxes
 
 V, B, T = 17, 2, 5
-LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=2, d_model=6, d_hidden=10, d_last=8, dropout=0.0, n_softmax=3)
+LSTM = RecurrentConfig(kind="lstm", n_layer=2, d_model=6, d_hidden=10, d_last=8, dropout=0.0, n_softmax=3)
 ON = {
     "lstm": LSTM,
-    "transformer-xl": ModelConfig(n_layer=1, d_model=6, n_head=2, d_head=3, d_inner=7, dropout=0.0, n_softmax=3),
+    "transformer-xl": TransformerXLConfig(
+        n_layer=1, d_model=6, n_head=2, d_head=3, d_inner=7, dropout=0.0, n_softmax=3
+    ),
     "adaptive": dataclasses.replace(LSTM, cutoffs=(4, 9), div_val=2),
 }
 

@@ -12,14 +12,14 @@ from tests.conftest import small_run
 
 import txl
 from txl.cli import main
-from txl.config import ModelConfig, validate, with_options
+from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model, recurrent
 from txl.models.recurrent import LSTMLayer, QRNNLayer, RecurrentModel
 from txl.run_directory import RunDirectory
 
 V, B, T = 17, 3, 11
-LSTM = ModelConfig(kind="lstm", mem_len=0, n_layer=3, d_model=6, d_hidden=10, dropout=0.2)
+LSTM = RecurrentConfig(kind="lstm", n_layer=3, d_model=6, d_hidden=10, dropout=0.2)
 QRNN = dataclasses.replace(LSTM, kind="qrnn", kernel_sizes=(3, 1))
 AWD = dataclasses.replace(LSTM, weight_drop=0.5, locked_dropout=True, dropout_words=0.1, activation_reg=2.0)
 
@@ -193,7 +193,7 @@ def test_the_same_seed_drops_the_same():
 def test_first_weights_are_those_of_the_models_codes(kind):
     """PyTorch's for layers and a mixture's own, within 1/sqrt(fan in); awd-lstm-lm's zeros for tail clusters."""
     torch.manual_seed(0)
-    shape = ModelConfig(kind=kind, mem_len=0, n_layer=1, d_model=64, d_last=100, n_softmax=8, cutoffs=(20, 40))
+    shape = RecurrentConfig(kind=kind, n_layer=1, d_model=64, d_last=100, n_softmax=8, cutoffs=(20, 40))
     model = build_model(dataclasses.replace(shape, init_std=0.0577), 60)
     found = dict(model.named_parameters())
     bounds = {"mixture.prior.weight": 0.1, "mixture.latent.weight": 0.1, "mixture.latent.bias": 0.1}
@@ -270,7 +270,11 @@ def test_there_are_no_positions_to_count(lengths):
 
 def test_the_state_of_another_model_is_refused():
     model = built(LSTM)
-    for other in (built(QRNN), built(dataclasses.replace(LSTM, d_hidden=9)), build_model(ModelConfig(n_layer=3), V)):
+    for other in (
+        built(QRNN),
+        built(dataclasses.replace(LSTM, d_hidden=9)),
+        build_model(TransformerXLConfig(n_layer=3), V),
+    ):
         with pytest.raises(UserError, match="belongs to another model"):
             model.nll(text(), text(), other.init_state(B))
 
@@ -292,7 +296,10 @@ def test_the_state_of_another_model_is_refused():
         ({"model.n_softmax": "0"}, r"model\.n_softmax is 0"),
         ({"model.kind": "qrnn", "model.kernel_sizes": "2,2,2"}, r"model\.kernel_sizes is \[2, 2, 2\]; expected 1 to 2"),
         ({"model.kind": "qrnn", "model.kernel_sizes": "0"}, r"model\.kernel_sizes"),
-        ({"model.kind": "transformer", "model.weight_drop": "0.1"}, r"model\.kind is transformer"),
+        (
+            {"model.kind": "transformer", "model.weight_drop": "0.1"},
+            r"weight_drop is 0\.1, but model\.encoding is relative",
+        ),
         ({"model.dropout_tail": "0.1"}, r"model\.dropout_tail"),
         ({"train.momentum": "0.9"}, r"train\.momentum is 0.9, but train\.optimizer is adam"),
     ],
@@ -376,5 +383,5 @@ def test_a_run_of_another_kind_is_no_start(story, data_dir, trained, tmp_path):
     trainer = txl.Trainer(
         small_run(str(story), **options), tmp_path / "run", data_dir=data_dir, init_from=trained, quiet=True
     )
-    with pytest.raises(UserError, match=r"model\.kind transformer -> lstm"):
+    with pytest.raises(UserError, match=r"model\.family transformer-xl -> recurrent"):
         trainer.fit()

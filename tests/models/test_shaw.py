@@ -13,14 +13,14 @@ from tests.conftest import small_run
 from torch import Tensor
 
 import txl
-from txl.config import ModelConfig, validate
+from txl.config import TransformerXLConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 from txl.training.estimate import parameters_by_part
 
 V, B = 13, 2
-SHAW = ModelConfig(
+SHAW = TransformerXLConfig(
     encoding="shaw", max_distance=5, n_layer=2, d_model=10, n_head=3, d_head=5, d_inner=7, mem_len=4, dropout=0.0
 )
 
@@ -34,7 +34,9 @@ def model_of(**changes) -> TransformerXL:
     return model
 
 
-def attended(weights: Mapping[str, Tensor], hidden: Tensor, memory: Tensor, config: ModelConfig, clip: int) -> Tensor:
+def attended(
+    weights: Mapping[str, Tensor], hidden: Tensor, memory: Tensor, config: TransformerXLConfig, clip: int
+) -> Tensor:
     """a_i = sum_j softmax_j(q_i . (k_j + w_{min(i-j, clip)}) / sqrt(D)) v_j, number by number: [B,T,H*D].
 
     Shaw et al. 2018, equations 2, 4 and 5, without their vectors on the values.

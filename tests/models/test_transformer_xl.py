@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from txl.config import ModelConfig
+from txl.config import ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
@@ -23,12 +23,14 @@ def count(config: ModelConfig, vocab_size: int) -> int:
     ("config", "vocab_size", "parameters"),
     [
         (
-            ModelConfig(n_layer=16, d_model=410, n_head=10, d_head=41, d_inner=2100, cutoffs=(20_000, 40_000, 200_000)),
+            TransformerXLConfig(
+                n_layer=16, d_model=410, n_head=10, d_head=41, d_inner=2100, cutoffs=(20_000, 40_000, 200_000)
+            ),
             267_735,
             151_107_538,
         ),
         (
-            ModelConfig(
+            TransformerXLConfig(
                 n_layer=18,
                 d_model=1024,
                 n_head=16,
@@ -48,13 +50,13 @@ def test_parameter_counts_with_adaptive_softmax(config, vocab_size, parameters):
 
 
 def test_untied_biases_add_one_pair_a_layer():
-    shared = ModelConfig(n_layer=5, n_head=3, d_head=7)
+    shared = TransformerXLConfig(n_layer=5, n_head=3, d_head=7)
     assert count(dataclasses.replace(shared, untie_r=True), 11) - count(shared, 11) == 4 * 2 * 3 * 7
 
 
 def test_initial_weights_follow_the_authors():
     torch.manual_seed(0)
-    model = TransformerXL(ModelConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
+    model = TransformerXL(TransformerXLConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
     for name, parameter in model.named_parameters():
         mean, std = parameter.mean().item(), parameter.std().item()
         if name.endswith("norm.weight"):
@@ -73,14 +75,14 @@ def dropout_layers(model: nn.Module) -> dict[str, float]:
 
 
 def test_dropout_sites_are_those_of_the_original():
-    model = build_model(ModelConfig(n_layer=2, dropout=0.3, dropatt=0.2), 11)
+    model = build_model(TransformerXLConfig(n_layer=2, dropout=0.3, dropatt=0.2), 11)
     sites = dropout_layers(model)
     assert sites["dropout_embed"] == sites["dropout_out"] == sites["dropout_r"] == 0.3
     assert sites["layers.0.attention.dropout"] == 0.3  # attention output
     assert sites["layers.0.feed_forward.dropout"] == 0.3  # after the ReLU and at the output
     assert sites["layers.0.attention.dropout_qkv"] == 0.0
     own = {"dropout_r": 0.0, "dropout_embed": 0.6, "dropout_out": 0.5}
-    changed = dropout_layers(build_model(dataclasses.replace(ModelConfig(n_layer=1, dropout=0.3), **own), 11))
+    changed = dropout_layers(build_model(dataclasses.replace(TransformerXLConfig(n_layer=1, dropout=0.3), **own), 11))
     assert {name: changed[name] for name in own} == own
 
 
@@ -99,7 +101,7 @@ def test_dropout_sites_are_those_of_the_original():
 )
 def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
     torch.manual_seed(0)
-    model = TransformerXL(ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0), 11)
+    model = TransformerXL(TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0), 11)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.5)
     layer = model.layers[0]
@@ -131,7 +133,9 @@ def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
 
 def test_each_site_draws_its_own_mask():
     """Counted by hooks."""
-    model = build_model(ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.5), 11).train()
+    model = build_model(
+        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.5), 11
+    ).train()
     calls: dict[str, list[tuple[int, ...]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
@@ -150,7 +154,7 @@ def test_each_site_draws_its_own_mask():
 
 def test_log_probs_in_training_have_dropout_as_the_loss_has():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=1, d_model=64, dropout=0.25), 11).train()
+    model = build_model(TransformerXLConfig(n_layer=1, d_model=64, dropout=0.25), 11).train()
     tokens = torch.randint(11, (2, 8))
     torch.manual_seed(1)
     log_probs, _ = model.log_probs(tokens, model.init_state(2))
@@ -161,7 +165,7 @@ def test_log_probs_in_training_have_dropout_as_the_loss_has():
 
 def test_regularisers_are_the_means_of_squares_of_the_final_states_and_of_their_steps():
     torch.manual_seed(0)
-    shape = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0, dropout_out=0.5)
+    shape = TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.0, dropout_out=0.5)
     model = build_model(dataclasses.replace(shape, activation_reg=0.3, temporal_reg=0.7), 11).double().train()
     tokens, targets = torch.randint(11, (2, 2, 7))
     state = model.init_state(2)
@@ -183,7 +187,7 @@ def test_regularisers_are_the_means_of_squares_of_the_final_states_and_of_their_
 
 def test_bfloat16_autocast_gives_float32_losses_and_memory_close_to_float32_ones():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, dropout=0.0), 50)
+    model = build_model(TransformerXLConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, dropout=0.0), 50)
     tokens = torch.randint(50, (2, 40))
     exact, _ = model.nll(tokens, tokens, model.init_state(2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -210,11 +214,11 @@ def test_bfloat16_autocast_gives_float32_losses_and_memory_close_to_float32_ones
 )
 def test_shapes_that_cannot_be_built_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        build_model(dataclasses.replace(ModelConfig(), **changes), 11)
+        build_model(dataclasses.replace(TransformerXLConfig(), **changes), 11)
 
 
 def test_a_model_does_not_share_its_configuration_with_the_caller():
-    config = ModelConfig(n_layer=1)
+    config = TransformerXLConfig(n_layer=1)
     model = build_model(config, 11)
     config.mem_len = 3
     assert model.config.mem_len == 512

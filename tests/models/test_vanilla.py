@@ -13,15 +13,15 @@ from tests.conftest import small_run
 import txl
 from txl.attention.positions import sinusoid
 from txl.cli import main
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.evaluation.perplexity import nll_at
 from txl.models import build_model
 from txl.models.vanilla import NoMemory, VanillaTransformer
 
 V, B, T = 17, 3, 9
-LEARNED = ModelConfig(
-    encoding="learned", max_segment=12, mem_len=0, n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, dropout=0.2
+LEARNED = VanillaConfig(
+    encoding="learned", max_segment=12, n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, dropout=0.2
 )
 VARIANTS = {
     "learned": LEARNED,
@@ -167,7 +167,7 @@ def test_the_state_is_a_value_without_memory(model):
         with pytest.raises(UserError, match="no memory"):
             model.init_state(B, **lengths)
     with pytest.raises(UserError, match="another model"):
-        model.nll(*text(), txl.build_model(ModelConfig(n_layer=2, d_model=10), V).init_state(B))
+        model.nll(*text(), txl.build_model(TransformerXLConfig(n_layer=2, d_model=10), V).init_state(B))
 
 
 def test_a_segment_beyond_the_positions_is_refused(model):
@@ -185,6 +185,7 @@ def test_a_segment_beyond_the_positions_is_refused(model):
         ({"train.segment": "13"}, r"train\.segment is 13; expected at most model\.max_segment, 12"),
         ({"eval.segment": "13"}, r"eval\.segment"),
         ({"model.max_segment": "0"}, r"max_segment"),
+        ({"model.attention": "shifted"}, r"model\.attention is shifted, but model\.encoding is learned"),
     ],
 )
 def test_configurations_that_cannot_work(changes, message):
@@ -194,11 +195,6 @@ def test_configurations_that_cannot_work(changes, message):
         from txl.config import validate
 
         validate(small_run("x", **(settings | changes)))
-
-
-def test_another_attention_than_its_own_is_refused():
-    with pytest.raises(UserError, match=r"model\.attention is 'shifted'"):
-        build_model(dataclasses.replace(LEARNED, attention="shifted"), V)
 
 
 def test_the_window_slides_by_one(model):
@@ -231,7 +227,7 @@ def test_a_sliding_window_at_a_temperature(model):
 def test_a_model_with_memory_slides_as_well():
     """It then gives what memory of the whole window gives."""
     torch.manual_seed(0)
-    model = build_model(ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=7), V).double()
+    model = build_model(TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=7), V).double()
     tokens = torch.randint(V, (40,))
     slid = txl.evaluate_sliding(model, tokens, context=8)
     read = txl.evaluate(model, tokens, segment=5, mem_len=7, window=8, batch_size=1)

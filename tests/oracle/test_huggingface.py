@@ -86,7 +86,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(case, safe, tmp_pat
     options = BASE | CASES[case]
     assert run.model.window == (11 if options["same_length"] else None)
     assert run.model.clamp_len == (options["clamp_len"] if options["clamp_len"] > 0 else None)
-    assert run.model.untie_r == options["untie_r"]
+    assert run.to_dict()["model"]["untie_r"] == options["untie_r"]
     ours, vocabulary = txl.load(tmp_path / "ours")
     assert vocabulary is None
     tokens = torch.randint(VOCABULARY, (LANES, SEGMENT * SEGMENTS + 1))

@@ -7,8 +7,6 @@ from txl.reporting.wording import (
     change_text,
     counted,
     duration_text,
-    layer_width,
-    model_name,
     plain,
     quality_text,
     short_name,
@@ -66,4 +64,4 @@ def test_only_what_cannot_be_shown_is_escaped():
 )
 def test_a_model_is_called_what_it_is(preset, name, width):
     model = txl.preset(preset).model
-    assert (model_name(model), layer_width(model)) == (name, width)
+    assert (model.display_name, model.layer_width) == (name, width)

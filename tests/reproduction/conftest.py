@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
 from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.outcome import gather
@@ -16,7 +16,7 @@ from txl.reproduction.scales import TINY, Scale
 def micro_run(steps: int = 6) -> RunConfig:
     return RunConfig(
         name="micro",
-        model=ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, mem_len=8, dropout=0.0),
+        model=TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, mem_len=8, dropout=0.0),
         train=TrainConfig(
             steps=steps,
             batch_size=2,

@@ -74,7 +74,7 @@ def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
         assert row.preset is not None
         run = configure(table, row, PAPER, DataConfig(corpus=table.corpus, unit="word"), 267_735, estimated_segment)
         assert run.model == presets()[row.preset].make().model
-        if run.model.kind != "transformer":
+        if run.model.constant_state:
             continue
         options = row.options(run.train.segment, run.model.mem_len, run.train.segment)
         varied = with_options(presets()["wt103-ablation"].make(), options)
@@ -179,8 +179,7 @@ def test_rows_of_equal_parameters_have_them_and_a_width_to_speak_of(table, scale
             )
             found, asked = (count_parameters(each, vocab_size) for each in (run, other))
             assert found == pytest.approx(asked, rel=0.01), row.key
-            assert run.model.d_hidden is not None
-            assert run.model.d_hidden >= run.model.d_model // 2, row.key
+            assert run.model.layer_width >= run.model.d_model // 2, row.key
 
 
 def test_equal_memory_gives_the_longest_segment_and_equal_tokens():

@@ -115,8 +115,8 @@ def test_a_budget_too_small_for_one_token_is_refused():
 
 
 def test_with_a_segment_the_rest_of_the_configuration_agrees():
-    assert with_segment(a_run(**LEARNED), 3).model.max_segment == 3
-    assert with_segment(a_run(**RUNS["shaw"]), 3).model.max_distance == 10
+    assert with_segment(a_run(**LEARNED), 3).model.context == 3
+    assert with_segment(a_run(**RUNS["shaw"]), 3).to_dict()["model"]["max_distance"] == 10
     for changes in (LEARNED, RUNS["shaw"], LEARNED | {"model.max_segment": "60", "train.random_segments": "true"}):
         for segment in (1, 8, 30):
             validate(with_segment(a_run(**changes), segment))

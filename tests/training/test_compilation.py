@@ -16,14 +16,14 @@ from tests.models.test_contract import SMALL, B, lively, stream
 from torch import nn
 
 from txl.cli import main
-from txl.config import ModelConfig
+from txl.config import RecurrentConfig
 from txl.models import build_model
 from txl.training import compilation
 from txl.training import trainer as trainer_module
 from txl.training.compilation import compile_layers
 from txl.training.trainer import Trainer
 
-QRNN = ModelConfig(kind="qrnn", n_layer=4, d_model=8, d_hidden=12, kernel_sizes=(2, 1), mem_len=0, dropout=0.0)
+QRNN = RecurrentConfig(kind="qrnn", n_layer=4, d_model=8, d_hidden=12, kernel_sizes=(2, 1), dropout=0.0)
 
 
 @pytest.fixture(scope="module")

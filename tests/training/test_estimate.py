@@ -48,7 +48,7 @@ torch.set_num_threads(1)
 run = with_options(RunConfig(), json.loads(sys.argv[1]))
 small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4"}
 small["model.mem_len"] = str(min(4, run.model.mem_len))
-if run.model.kind != "transformer":
+if run.model.constant_state:
     small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
 train(with_options(run, small), 2)
 before = kilobytes("VmRSS")

@@ -65,7 +65,11 @@ VANILLA |= {"eval.mem_len": "0", "eval.window": "none", "train.warmup_steps": "0
         ("learned", {"model.max_segment": "16"}, r"model\.max_segment 8 -> 16;"),
         ("sinusoid", {"model.max_segment": "16"}, None),
         ("shaw", {"model.max_distance": "5"}, r"model\.max_distance 7 -> 5;"),
-        ("shaw", {"model.encoding": "learned"}, r"another model: model\.encoding shaw -> learned; set"),
+        (
+            "shaw",
+            {"model.encoding": "learned"},
+            r"another model: model\.family transformer-xl -> vanilla, model\.encoding shaw -> learned; set",
+        ),
     ],
 )
 def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, named, story, data_dir, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import txl
-from txl.config import ModelConfig, TrainConfig, validate, with_options
+from txl.config import RecurrentConfig, TrainConfig, TransformerXLConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
@@ -82,7 +82,7 @@ def test_without_warm_up_the_first_update_has_the_peak():
 
 def small_model(**changes) -> TransformerXL:
     torch.manual_seed(0)
-    shape = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
+    shape = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
     return TransformerXL(dataclasses.replace(shape, **changes), 11)
 
 
@@ -129,7 +129,7 @@ def test_an_optimiser_s_state_of_another_model_is_refused():
 @pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.0)])
 def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, momentum):
     """A tail cluster has no gradient until a target is in it; its moments begin then, and go on exactly."""
-    shape = ModelConfig(kind="lstm", n_layer=1, d_model=8, mem_len=0, dropout=0.0)
+    shape = RecurrentConfig(kind="lstm", n_layer=1, d_model=8, dropout=0.0)
     shape = dataclasses.replace(shape, cutoffs=(5,), div_val=2, tie_projections="none", tie_embeddings=False)
     train = TrainConfig(optimizer=optimizer, momentum=momentum, learning_rate=0.1, weight_decay=0.01, clip=0)
     late = ("softmax.own_projections.1", "softmax.own_tables.1")

@@ -181,8 +181,8 @@ def _chosen_terms(model: Decoder[Any], wanted: bool | None) -> str:
     known = known_terms(model)
     if wanted and not known:
         raise UserError(
-            f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute (model.encoding "
-            f"{model.config.encoding}) and go into its hidden states, not into terms of the score"
+            f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute "
+            f"({model.config.chosen_by}) and go into its hidden states, not into terms of the score"
         )
     return "" if wanted is False else "".join(name for name in known if name != "c")
 

@@ -20,7 +20,6 @@ from txl.errors import UserError
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 from txl.models.vanilla import CausalSelfAttention
 
-TERMS = {"relative": "abcd", "shaw": "ab"}
 """The terms of A^rel (Section 3.3) that an encoding's scores have; the others' cannot be told apart by position."""
 
 
@@ -92,7 +91,7 @@ def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelf
 
 def known_terms(model: Any) -> str:
     """Which of the terms (a) to (d) the model's scores are the sum of; "" if its positions are absolute."""
-    return TERMS.get(model.config.encoding, "")
+    return model.config.score_terms
 
 
 @contextmanager

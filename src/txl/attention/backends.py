@@ -14,7 +14,7 @@ from txl.attention.flex import FlexKernel
 from txl.attention.reference import reference_attention
 from txl.attention.scope import KeyScope
 from txl.attention.shifted import shifted_attention
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
 
 
@@ -57,7 +57,9 @@ class Backend:
     dropout_r: bool = True
     """Also dropout on W_kR R (`dropout_qkv`)."""
 
-    def refusal(self, model: ModelConfig, device: str | None = None, dtype: torch.dtype | None = None) -> str | None:
+    def refusal(
+        self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
+    ) -> str | None:
         """Why it cannot train a model there, and what to do about it; None if it can.
 
         Args:
@@ -68,7 +70,7 @@ class Backend:
         reason = self._missing(model) or self._misplaced(device, dtype)
         return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
 
-    def _missing(self, model: ModelConfig) -> str | None:
+    def _missing(self, model: TransformerXLConfig) -> str | None:
         """The first part of the model that it does not have."""
         if not self.any_encoding and model.encoding != "relative":
             return f"needs the sinusoid R (model.encoding is {model.encoding})"
@@ -128,7 +130,7 @@ _FASTEST_FIRST = ("shifted",)
 every model everywhere; `flex` has not been measured on a GPU yet."""
 
 
-def attention_backend(model: ModelConfig, device: str | None = None) -> Backend:
+def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
     """The backend that a configuration asks for; "auto" is the fastest that supports it on the device.
 
     Args:

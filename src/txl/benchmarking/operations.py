@@ -20,17 +20,16 @@ are frozen (evaluation, generation), the keys and values of memory and W_kR R ar
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
-from txl.models.decoder import Decoder
+from txl.models.transformer_xl import TransformerXL
 
 
 def forward_operations(
-    model: ModelConfig,
+    model: TransformerXLConfig,
     vocab_size: int,
     batch_size: int,
     segment: int,
@@ -95,7 +94,7 @@ def read_bandwidth(device: str = "cpu") -> float:
     return numbers.nbytes / best
 
 
-def bytes_read_once(model: Decoder[Any], memory: int) -> int:
+def bytes_read_once(model: TransformerXL, memory: int) -> int:
     """Bytes that a step without gradients must read at least once, behind `memory` positions in one lane.
 
     Weights, keys and values, and W_kR R of the distances that are told apart; not W_kR, which no step needs any more,

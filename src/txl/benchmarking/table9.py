@@ -17,7 +17,7 @@ import torch
 
 from txl.benchmarking import TABLE_9
 from txl.benchmarking.workloads import timed_alternately
-from txl.config import ModelConfig
+from txl.config import TransformerXLConfig, VanillaConfig, as_family
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
@@ -46,7 +46,7 @@ class Slowdown:
 
 
 def slowdown(
-    shape: ModelConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
+    shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
 ) -> Slowdown:
     """Time both models at one attention length, on random tokens and random weights.
 
@@ -70,7 +70,7 @@ Step = Callable[[], None]
 
 
 def _recurrent(
-    shape: ModelConfig, vocab_size: int, length: int, segment: int, device: str
+    shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str
 ) -> tuple[Step, TransformerXL]:
     """Reads one segment behind a full memory."""
     torch.manual_seed(0)
@@ -86,11 +86,11 @@ def _recurrent(
     return read_segment, model
 
 
-def _vanilla(shape: ModelConfig, vocab_size: int, length: int, device: str) -> tuple[Step, VanillaTransformer]:
+def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> tuple[Step, VanillaTransformer]:
     """Reads one window for its last token."""
     torch.manual_seed(0)
-    without = {"mem_len": 0, "window": None, "clamp_len": None, "encoding": "learned", "max_segment": length}
-    model = VanillaTransformer(dataclasses.replace(shape, **without), vocab_size).to(device)
+    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length)
+    model = VanillaTransformer(without, vocab_size).to(device)
 
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)

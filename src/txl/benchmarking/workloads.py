@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
-from txl.config import RunConfig
+from txl.config import RunConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluation_mode
 from txl.models import build_model
@@ -73,6 +73,17 @@ def _seconds(step: Callable[[], None], device: str) -> float:
     return time.perf_counter() - start
 
 
+def transformer_xl_of(run: RunConfig) -> TransformerXLConfig:
+    """The model of a configuration.
+
+    Raises:
+        UserError: if it is not a Transformer-XL, whose operations alone are counted here.
+    """
+    if not isinstance(run.model, TransformerXLConfig):
+        raise UserError(f"{run.name} is a baseline ({run.model.chosen_by}); give a preset of Transformer-XL")
+    return run.model
+
+
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
     """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start.
 
@@ -80,7 +91,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
         UserError: if `train.compile` is set and this machine has no working compiler.
     """
     torch.manual_seed(0)
-    train, dtype = run.train, run.train.dtype
+    train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model = build_model(run.model, vocab_size, device).to(device).train()
     if train.compile and (reason := compile_layers(model, device)) is not None:
         raise UserError(
@@ -102,7 +113,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     memory = states[0].length
     # Each part of the lanes projects R for itself.
     part = (train.batch_size // train.micro_batches, train.segment)
-    operations = 3 * train.micro_batches * forward_operations(run.model, vocab_size, *part, memory, run.model.window)
+    operations = 3 * train.micro_batches * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
     tokens_per_second = train.batch_size * train.segment / seconds
     name = model.attention_name
     return Speed(
@@ -113,8 +124,8 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
 def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
     """Time evaluation in segments on random tokens, memory full from the start, with the run's test settings."""
     torch.manual_seed(0)
-    model = build_model(run.model, vocab_size).to(device).eval()
-    settings = run.eval
+    settings, model_shape = run.eval, transformer_xl_of(run)
+    model = build_model(model_shape, vocab_size).to(device).eval()
     clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
     state = model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len)
     state = state.filled_with_noise()
@@ -130,7 +141,7 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     with evaluation_mode(model), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    operations = forward_operations(run.model, vocab_size, *shape, state.length, settings.window, frozen=True)
+    operations = forward_operations(model_shape, vocab_size, *shape, state.length, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds
     return Speed(
         "evaluation", dtype, *shape, state.length, seconds, tokens_per_second, operations, rate, model.attention_name

@@ -19,7 +19,7 @@ from txl.commands.options import (
     pick_device,
     print_json,
 )
-from txl.config import has_absolute_positions, validate, validate_model, with_options
+from txl.config import validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
     workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
     for workload, what in (("train", "a training step"), ("eval", "evaluation in segments")):
-        each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.")
+        each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.", add_help=False)
         each.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
         each.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
         each.add_argument("--steps", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
@@ -42,10 +42,11 @@ def add_parser(commands: Any) -> None:
             each.add_argument("--compile", action="store_true", help="also with compiled layers, and how much it gains")
         add_device(each)
         add_json(each)
-        add_config_options(each, ("model", "train") if workload == "train" else ("model", "eval"))
+        add_config_options(each, ("model", workload), "transformer-xl")
         each.set_defaults(run=run)
     what = "how much slower a vanilla Transformer is to evaluate"
-    table = workloads.add_parser("table9", help=what, description=f"Measure {what} (Table 9), on random tokens.")
+    about = f"Measure {what} (Table 9), on random tokens."
+    table = workloads.add_parser("table9", help=what, description=about, add_help=False)
     table.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
     table.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
     table.add_argument("--lengths", type=numbers, default=[800, 1800, 2800, 3800], metavar="L,L,...", help=_LENGTHS)
@@ -54,13 +55,14 @@ def add_parser(commands: Any) -> None:
     table.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add_device(table)
     add_json(table)
-    add_config_options(table, ("model",))
+    add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
     add_budget(workloads)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
+    from txl.benchmarking.workloads import transformer_xl_of
     from txl.presets import preset
 
     if arguments.steps < 1:
@@ -70,8 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if "train.compile" in config_options(arguments):
         raise UserError("--train.compile does nothing here; use --compile, which measures a step with and without")
     config = preset(arguments.preset)
-    if config.model.kind != "transformer":
-        raise UserError(f"{config.name} is recurrent (model.kind {config.model.kind}); give a preset of a Transformer")
+    transformer_xl_of(config)
     if arguments.workload == "train":
         # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.
         config.model = dataclasses.replace(config.model, mem_len=128, dropout=0.0, dropatt=0.0, dropout_r=0.0)
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         config.eval = dataclasses.replace(config.eval, batch_size=1)  # as a stream is read
     config = with_options(config, config_options(arguments))
+    transformer_xl_of(config)
     validate(config)
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.workloads import bench_evaluation, bench_training
@@ -139,6 +141,7 @@ def _compare(results: list[Speed]) -> None:
 
 def run_table9(arguments: argparse.Namespace) -> None:
     """Measure and print a row a length."""
+    from txl.benchmarking.workloads import transformer_xl_of
     from txl.presets import preset
 
     for name, least in (("steps", 1), ("segment", 1), ("vocabulary", 1)):
@@ -147,9 +150,8 @@ def run_table9(arguments: argparse.Namespace) -> None:
     if not arguments.lengths or min(arguments.lengths) < 1:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
-    validate_model(config.model)
-    if has_absolute_positions(config.model) or config.model.kind != "transformer":
-        raise UserError(f"{config.name} is a baseline itself; give a preset of Transformer-XL")
+    shape = transformer_xl_of(config)
+    shape.validate()
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.table9 import slowdown
     from txl.training.environment import describe_hardware, describe_software
@@ -158,9 +160,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     rows = []
     for length in arguments.lengths:
-        row = slowdown(
-            config.model, arguments.vocabulary, length, arguments.segment, arguments.steps, device, arguments.dtype
-        )
+        row = slowdown(shape, arguments.vocabulary, length, arguments.segment, arguments.steps, device, arguments.dtype)
         rows.append(row.to_dict())
         if not arguments.json:
             published = f", {rows[-1]['published']:,} in the paper (another machine)" if rows[-1]["published"] else ""

@@ -10,6 +10,7 @@ from txl.commands.options import (
     add_data_dir,
     add_device,
     add_json,
+    base_config,
     config_options,
     pick_device,
     print_json,
@@ -26,6 +27,7 @@ def add_workload(workloads: Any) -> None:
         help="the longest segment that trains in a given memory",
         description="Find, by measurement, the longest segment whose training holds no more memory than a reference "
         "configuration's, or than a number of bytes (Table 10). Options of the configuration are for both.",
+        add_help=False,
     )
     parser.add_argument(
         "preset", metavar="PRESET", help="the configuration whose segment is sought, or a run directory"
@@ -100,8 +102,6 @@ def _configuration(name: str, options: dict[str, str]) -> RunConfig:
     Raises:
         UserError: for a segment that is none. What is measured has others, so that no later rule would see it.
     """
-    from txl.commands.train import base_config
-
     config = with_options(base_config(name), options)
     if config.train.segment < 1:
         raise UserError(f"train.segment is {config.train.segment}; expected 1 or more")

@@ -18,7 +18,8 @@ TEST_TOKENS = 200_000
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("demo", help="train, evaluate, generate and report in minutes, without a download")
+    about = "train, evaluate, generate and report in minutes, without a download"
+    parser = commands.add_parser("demo", help=about, add_help=False)
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="the run directory (default: runs/demo)")
     parser.add_argument("--preset", default="stdlib-tiny", metavar="NAME", help="default: stdlib-tiny")
     parser.add_argument(

@@ -291,9 +291,8 @@ def record(run_directory: RunDirectory, event: str, step: int, **fields: Any) ->
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A table of results, with what was scored below it."""
-    from txl.units import ppl_text
-
     from txl.reporting.wording import split_text
+    from txl.units import ppl_text
 
     by_word = rows[0]["unit"] in ("word", "bpe")
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [

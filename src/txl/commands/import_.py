@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def add_parser(commands: Any) -> None:
         help="bring in a checkpoint of an earlier implementation",
         description="Bring in a checkpoint of an earlier implementation: the authors' model.pt, a directory of Hugging "
         "Face's or a model's name on its Hub, NVIDIA's, or the authors' TensorFlow checkpoint. Nothing in it is run.",
+        add_help=False,
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory, or a model's name on the Hugging Face Hub")
     parser.add_argument("--out", metavar="DIR", required=True, help="the run directory to write")
@@ -27,14 +29,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--corpus", metavar="NAME", default="", help="the corpus that txl eval reads if not told another"
     )
-    add_config_options(parser, ("model",))
+    add_config_options(parser, ("model",), "transformer-xl")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Import, and show the configuration that was recovered."""
-    from txl.config import RunConfig, with_options
+    from txl.config import RunConfig, TransformerXLConfig, with_options
     from txl.data.corpora import with_absolute_paths
     from txl.interop.hub import checkpoint_path
 
@@ -42,7 +44,10 @@ def run(arguments: argparse.Namespace) -> None:
     base = RunConfig()
     base.data.corpus = ""
     stated = with_options(base, options)
+    if not isinstance(stated.model, TransformerXLConfig):
+        raise UserError(f"{stated.model.chosen_by}, but only checkpoints of Transformer-XL are imported")
     given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
+    given &= {item.name for item in dataclasses.fields(stated.model) if item.init}
     stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -13,7 +13,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from txl.config import DataConfig, RunConfig, leaf_fields, whole_number
+from txl.config import (
+    MODEL_FAMILIES,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    chosen_family,
+    options,
+    parsed_options,
+    whole_number,
+    with_options,
+)
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,20 +35,80 @@ _NAMED = 8
 """Words or characters that a message names before it only counts them."""
 
 
-def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
-    """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``."""
-    for name, item, hint, _ in leaf_fields(RunConfig()):
-        section = name.partition(".")[0]
+def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...], help_of: str = "") -> None:
+    """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``.
+
+    Args:
+        parser: where they are added, those of each class of models as a group.
+        sections: model, data, train, eval.
+        help_of: a family of models whose options alone are shown in the help. Empty: that of the preset, if one stands
+            before --help, else all of them.
+    """
+    groups: dict[str, Any] = {}
+    for option in options():
+        section = option.name.partition(".")[0]
         if section not in sections:
             continue
-        option = f"--{name.replace('_', '-')}"
-        flags = [option] if option == f"--{name}" else [option, f"--{name}"]
+        title = f"{section}, {option.owner.title}" if option.owner else section
+        flag = f"--{option.name.replace('_', '-')}"
+        flags = [flag] if flag == f"--{option.name}" else [flag, f"--{option.name}"]
         switch: dict[str, Any] = (
-            {"nargs": "?", "const": "true"} if hint is bool else {}
+            {"nargs": "?", "const": "true"} if option.hint is bool else {}
         )  # --model.pre-norm alone switches it on
-        parser.add_argument(
-            *flags, dest=name, metavar="X", default=argparse.SUPPRESS, help=item.metadata["help"], **switch
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            *flags, dest=option.name, metavar="X", default=argparse.SUPPRESS, help=option.help, **switch
         )
+    if "model" in sections:
+        parser.add_argument(
+            "-h", "--help", action=_Help, nargs=0, family=help_of, help="show this help message and exit"
+        )
+
+
+class _Help(argparse.Action):
+    """`--help` that shows the fields of one family of models alone."""
+
+    def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
+        self.family = family
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        family = MODEL_FAMILIES.get(self.family) or _family_of_preset(namespace)
+        for action in parser._actions:
+            section, _, name = action.dest.partition(".")
+            if family is not None and section == "model" and name not in family.__dataclass_fields__:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
+def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None:
+    """The family of the configuration that the words before --help name, if they do."""
+    name = getattr(namespace, "preset", None)
+    if name is None:
+        return None
+    with suppress(UserError):
+        given = {name.partition(".")[2]: value for name, value in parsed_options(config_options(namespace)).items()}
+        return chosen_family(given, base_config(name).model)
+    return None
+
+
+def base_config(name: str) -> RunConfig:
+    """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
+    from txl.presets import preset, presets
+
+    if name in presets() or not (Path(name) / "config.json").is_file():
+        return preset(name)
+    from txl.run_directory import RunDirectory
+
+    return RunDirectory(name).config()
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:
@@ -48,7 +118,6 @@ def config_options(arguments: argparse.Namespace) -> dict[str, str]:
 
 def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
     """A corpus's configuration with the given ``--data.*`` options set."""
-    from txl.config import with_options
     from txl.data.corpora import with_absolute_paths
 
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)

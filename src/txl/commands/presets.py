@@ -17,7 +17,6 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the presets with their sizes and published results; sources, vocabularies and widths with --json."""
-    from txl.config import parameter_count
     from txl.presets.named import named_presets
 
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
                 "description": each.description,
                 "n_layer": config.model.n_layer,
                 "d_model": config.model.d_model,
-                "parameters": parameter_count(config.model, each.vocab_size),
+                "parameters": config.model.parameter_count(each.vocab_size),
                 "vocabulary_size": each.vocab_size,
                 "train": f"{config.train.segment} / {config.model.mem_len}",
                 "test": f"{config.eval.segment} / {config.eval.mem_len}",

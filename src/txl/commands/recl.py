@@ -22,7 +22,6 @@ from txl.commands.options import (
     say,
     writable_folder,
 )
-from txl.config import has_absolute_positions
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[An
         UserError: if one was given for models none of which tells distances.
     """
     configs = [directory.config() for directory in directories]
-    tell_distances = [each.model.kind == "transformer" and not has_absolute_positions(each.model) for each in configs]
+    tell_distances = [each.model.tells_distances for each in configs]
     if given not in (None, "none") and not any(tell_distances):
         raise UserError(f"--clamp-len is {given}, but no model here tells distances that could be clamped")
     return [

@@ -11,6 +11,7 @@ from txl.commands.options import (
     add_data_dir,
     add_device,
     add_json,
+    base_config,
     check_corpus,
     config_options,
     pick_device,
@@ -26,7 +27,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model, or go on with a run that was stopped",
-        description="Train a model. The same command goes on with a run that was stopped.",
+        description="Train a model. The same command goes on with a run that was stopped. Fields of the model are "
+        "those of the preset's family: txl train PRESET --help shows them.",
+        add_help=False,
     )
     parser.add_argument("preset", metavar="PRESET", help="a configuration by name (see txl presets), or another run's")
     parser.add_argument("--out", metavar="DIR", help="the run directory; required unless --dry-run")
@@ -122,16 +125,6 @@ def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Pa
         number += 1
         candidate = out.with_name(f"{out.name}-fork-{number}")
     return candidate, out
-
-
-def base_config(name: str) -> RunConfig:
-    """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
-    from txl.presets import preset, presets
-    from txl.run_directory import RunDirectory
-
-    if name not in presets() and (Path(name) / "config.json").is_file():
-        return RunDirectory(name).config()
-    return preset(name)
 
 
 def vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:

@@ -1,34 +1,52 @@
 """The configuration of a run: dataclasses, JSON in and out, and the rules that their values must obey.
 
-`sections` has the fields; `values` reads them from JSON and text, `fields` finds them by name. The rules are in
-`model_rules` and `run_rules` and, for each kind of model, in `kinds`; `parameters` counts.
+`models` has the families of models, `sections` what all of them share, `run` the whole. Each field has its range, its
+help and what depends on it in its metadata (`values.setting`). `fields` finds fields by name.
 """
 
-from txl.config.fields import differences, leaf_fields, with_options, with_unset_data
-from txl.config.model_rules import (
-    has_absolute_positions,
-    has_auxiliary_losses,
-    longest_distance,
-    validate_lengths,
-    validate_model,
+from txl.config.fields import (
+    Option,
+    differences,
+    leaf_fields,
+    may_change,
+    options,
+    parsed_options,
+    with_options,
+    with_unset_data,
 )
-from txl.config.parameters import parameter_count
-from txl.config.run_rules import RANDOM_LENGTHS, validate, validate_temperature
-from txl.config.sections import (
+from txl.config.models import (
+    MODEL_FAMILIES,
+    MODEL_FIELDS,
     AttentionName,
-    DataConfig,
     Encoding,
+    ModelConfig,
+    RecurrentConfig,
+    RecurrentKind,
+    TransformerConfig,
+    TransformerXLConfig,
+    VanillaConfig,
+    as_family,
+    chosen_family,
+    model_from_dict,
+    model_with,
+)
+from txl.config.run import RunConfig, validate
+from txl.config.sections import (
+    RANDOM_LENGTHS,
+    DataConfig,
     EvalConfig,
     LossName,
-    ModelConfig,
-    RunConfig,
     TrainConfig,
     Unit,
     WordRule,
+    validate_lengths,
+    validate_temperature,
 )
 from txl.config.values import parse_value, whole_number
 
 __all__ = [
+    "MODEL_FAMILIES",
+    "MODEL_FIELDS",
     "RANDOM_LENGTHS",
     "AttentionName",
     "DataConfig",
@@ -36,20 +54,28 @@ __all__ = [
     "EvalConfig",
     "LossName",
     "ModelConfig",
+    "Option",
+    "RecurrentConfig",
+    "RecurrentKind",
     "RunConfig",
     "TrainConfig",
+    "TransformerConfig",
+    "TransformerXLConfig",
     "Unit",
+    "VanillaConfig",
     "WordRule",
+    "as_family",
+    "chosen_family",
     "differences",
-    "has_absolute_positions",
-    "has_auxiliary_losses",
     "leaf_fields",
-    "longest_distance",
-    "parameter_count",
+    "may_change",
+    "model_from_dict",
+    "model_with",
+    "options",
     "parse_value",
+    "parsed_options",
     "validate",
     "validate_lengths",
-    "validate_model",
     "validate_temperature",
     "whole_number",
     "with_options",

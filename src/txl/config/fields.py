@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from txl.config.sections import RunConfig
-from txl.config.values import parse_value, shown
+from txl.config.models import MODEL_FIELDS, ModelConfig, model_with
+from txl.config.run import RunConfig
+from txl.config.values import hints_of, parse_value, shown
 from txl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as an option."""
+
+    name: str
+    """Dotted: "model.mem_len"."""
+    hint: Any
+    """Its type."""
+    help: str
+    owner: type[ModelConfig] | None
+    """The class of models that have it; None for fields of other sections."""
+
+
+def options() -> Iterator[Option]:
+    """The fields of all sections and families as options."""
+    for name, field in MODEL_FIELDS.items():
+        yield Option(f"model.{name}", field.hint, field.item.metadata["help"], field.owner)
+    for name, item, hint, _ in leaf_fields(RunConfig()):
+        if not name.startswith("model.") and name != "name":
+            yield Option(name, hint, item.metadata["help"], None)
 
 
 def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
     leaves = []
-    hints = typing.get_type_hints(type(config))
+    hints = hints_of(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         name = f"{prefix}{item.name}"
@@ -27,11 +51,15 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
 
 
 def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozenset()) -> list[str]:
-    """The fields in which two configurations differ, as "train.steps 100 -> 200", but for the names in `ignore`."""
+    """The fields in which two configurations differ, as "train.steps 100 -> 200", but for the names in `ignore`.
+
+    Of models of different families, those that both have.
+    """
+    before, after = ({name: value for name, _, _, value in leaf_fields(each)} for each in (old, new))
     return [
-        f"{name} {shown(before)} -> {shown(after)}"
-        for (name, _, _, before), (_, _, _, after) in zip(leaf_fields(old), leaf_fields(new), strict=True)
-        if before != after and name not in ignore
+        f"{name} {shown(before[name])} -> {shown(after[name])}"
+        for name in before
+        if name in after and before[name] != after[name] and name not in ignore
     ]
 
 
@@ -44,24 +72,52 @@ def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
     return result
 
 
-def with_options(config: RunConfig, options: dict[str, str]) -> RunConfig:
+def may_change() -> frozenset[str]:
+    """The fields that nothing depends on that a run computes: one that goes on may change them."""
+    return frozenset(name for name, item, _, _ in leaf_fields(RunConfig()) if item.metadata.get("may_change"))
+
+
+def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False) -> RunConfig:
     """A copy of a configuration with fields set from text, as the command line gives them.
+
+    A field that belongs to another family makes the model one of that family: ``{"model.encoding": "learned"}`` makes a
+    Transformer-XL a Transformer without memory.
 
     Args:
         config: stays as it is.
-        options: dotted names, "-" allowed for "_", to values: ``{"model.mem-len": "128", "model.window": "none"}``.
+        given: dotted names, "-" allowed for "_", to values: ``{"model.mem-len": "128", "model.window": "none"}``.
+        drop: settings of the configuration's model that another family lacks are left out rather than refused, but for
+            a memory's.
+
+    Raises:
+        UserError: for a name that is no field (with the nearest ones), a value of the wrong type, or a setting that the
+            model's family lacks.
+    """
+    result = RunConfig.from_dict(config.to_dict())
+    of_model: dict[str, Any] = {}
+    for name, value in parsed_options(given).items():
+        section, field_name = name.split(".")
+        if section == "model":
+            of_model[field_name] = value
+        else:
+            setattr(getattr(result, section), field_name, value)
+    result.model = model_with(result.model, of_model, drop)
+    return result
+
+
+def parsed_options(given: dict[str, str]) -> dict[str, Any]:
+    """The values of options, by their names with "_" for "-".
 
     Raises:
         UserError: for a name that is no field (with the nearest ones), or a value of the wrong type.
     """
-    result = RunConfig.from_dict(config.to_dict())
-    types_of = {name: hint for name, _, hint, _ in leaf_fields(result) if name != "name"}
-    for option, text in options.items():
+    types_of = {option.name: option.hint for option in options()}
+    values = {}
+    for option, text in given.items():
         name = option.replace("-", "_")
         if name not in types_of:
             near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
             raise UserError(f"unknown option --{option}{hint}")
-        section, field_name = name.split(".")
-        setattr(getattr(result, section), field_name, parse_value(types_of[name], text, f"--{name.replace('_', '-')}"))
-    return result
+        values[name] = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
+    return values

@@ -1,233 +1,283 @@
-"""The sections of a configuration. Every field is an option: ``config.model.mem_len`` is ``--model.mem-len``."""
+"""The sections of a configuration that all families share: data, training, evaluation.
+
+Every field is an option: ``config.train.batch_size`` is ``--train.batch-size``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
-from txl.config.kinds import Kind
-from txl.config.values import from_plain
+from txl.config.values import LARGEST, check_ranges, require, setting
+from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
-AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
-Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
+RANDOM_LENGTHS = 40
+"""By how much segments of random length may be longer than their mean: eight standard deviations."""
+_FRACTION = "from 0 up to but not including 1"
 
 
-def _setting(default: Any, help: str) -> Any:
-    """A dataclass field that carries the help text of its command-line option."""
-    return field(default=default, metadata={"help": help})
+def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, prefix: str = "") -> None:
+    """The rules of memory length, window and clamp.
 
-
-@dataclass
-class ModelConfig:
-    """A Transformer-XL (Section 3 of the paper), or what it is compared with. Lengths count tokens, widths features.
-
-    Fields that a kind of model does not have keep their defaults (`txl.config.kinds`).
+    Raises:
+        UserError: naming the first one that breaks a rule, with `prefix` in front of its name.
     """
+    require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
+    if window is not None:
+        require(window >= 1, f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none")
+        if mem_len < window - 1:
+            raise UserError(
+                f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
+                f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
+            )
+    if clamp_len is not None:
+        require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
 
-    encoding: Encoding = _setting(
-        "relative",
-        "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
-        "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)",
-    )
-    max_distance: int = _setting(64, "shaw: distances above this one share its vector")
-    max_segment: int = _setting(512, "without memory: tokens of the longest segment")
 
-    n_layer: int = _setting(12, "number of layers N")
-    d_model: int = _setting(512, "width of the hidden states (even: R is half sines, half cosines)")
-    n_head: int = _setting(8, "attention heads")
-    d_head: int = _setting(64, "width of one head; n_head * d_head may differ from d_model")
-    d_inner: int = _setting(2048, "width of the position-wise feed-forward's hidden layer")
-    d_embed: int | None = _setting(None, "width of the token embedding; none: d_model")
-    mem_len: int = _setting(512, "positions M of hidden states carried from segment to segment")
-    window: int | None = _setting(None, "keys a query sees, itself included; none: all of memory and segment")
-    clamp_len: int | None = _setting(None, "distances above this one count as it; none: no clamp")
-    dropout: float = _setting(0.1, "dropout on attention output and feed-forward, and wherever no other rate is set")
-    dropatt: float = _setting(0.0, "dropout on attention probabilities")
-    dropout_r: float | None = _setting(None, "dropout on the sinusoid R; none: the same as dropout")
-    dropout_embed: float | None = _setting(None, "dropout on the scaled embeddings; none: the same as dropout")
-    dropout_out: float | None = _setting(None, "dropout on the final hidden states; none: the same as dropout")
-    dropout_qkv: float = _setting(0.0, "dropout on queries, keys, values and the projected R")
-    dropout_words: float = _setting(0.0, "probability with which a word's embedding is zero for a whole step")
-    locked_dropout: bool = _setting(
-        False, "one dropout mask for all positions of a segment (variational), but for attention probabilities"
-    )
-    pre_norm: bool = _setting(False, "LayerNorm before each sub-layer instead of after it")
-    layer_norm_eps: float = _setting(1e-5, "epsilon of LayerNorm (the authors' TensorFlow code: 1e-12)")
-    untie_r: bool = _setting(False, "one pair of biases u and v a layer instead of one pair for all")
-    cutoffs: tuple[int, ...] = _setting((), "adaptive softmax: vocabulary ids at which a new cluster begins")
-    div_val: int = _setting(1, "adaptive embedding: each cluster is this many times narrower than the one before")
-    tie_projections: Literal["all", "all_but_first", "tails", "none"] = _setting(
-        "all", "clusters whose output projection is the embedding's own; tails: the others, the first has none"
-    )
-    tie_embeddings: bool = _setting(True, "the output's tables are the embedding's")
-    init_std: float = _setting(0.02, "standard deviation of the initial weights")
-    proj_init_std: float = _setting(0.01, "standard deviation of the initial embedding projections")
-    activation_reg: float = _setting(0.0, "activation regularisation: adds this times the mean of h^2 to the loss")
-    temporal_reg: float = _setting(
-        0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss"
-    )
-    layer_losses: bool = _setting(
-        False, "without memory: every layer predicts, layer l of n until l/(2n) of training is done (Al-Rfou et al.)"
-    )
-    n_target: int = _setting(1, "without memory: tokens predicted at a position, the next and those after it")
-    extra_target_weight: float = _setting(0.5, "weight of the loss of a target after the next one")
-    attention: AttentionName = _setting("auto", "attention backend; auto picks the fastest that supports the model")
-    dropout_inner: float | None = _setting(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
-    dropout_tail: float = _setting(0.0, "dropout on hidden states in the width of an adaptive softmax's tail cluster")
-    init: Literal["normal", "xavier"] = _setting(
-        "normal", "first weights. normal: the authors'; xavier: as Baevski and Auli's code has it"
-    )
+def validate_temperature(temperature: float, name: str = "temperature") -> None:
+    """A softmax's temperature is a number above 0.
 
-    kind: Kind = _setting("transformer", "transformer: the one that `encoding` names; or recurrent: lstm, qrnn")
-    d_hidden: int | None = _setting(None, "recurrent: units of every layer but the last; none: d_model")
-    d_last: int | None = _setting(
-        None, "recurrent: units of the last layer; none: d_model (others need n_softmax above 1)"
-    )
-    weight_drop: float = _setting(
-        0.0, "recurrent: dropout of the weights, once a segment (lstm: the recurrent ones; qrnn: the convolution's)"
-    )
-    kernel_sizes: tuple[int, ...] = _setting(
-        (2,), "qrnn: tokens that each layer's convolution reads; the last number holds for all further layers"
-    )
-    zoneout: float = _setting(0.0, "qrnn: probability with which a unit keeps its state for a token")
-    n_softmax: int = _setting(1, "softmaxes that are mixed (Yang et al. 2017)")
-    dropout_latent: float | None = _setting(
-        None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"
-    )
+    Raises:
+        UserError: if it is not.
+    """
+    require(0 < temperature < math.inf, name, temperature, "a number above 0 (1 leaves the distribution as it is)")
 
 
 @dataclass
 class DataConfig:
     """Which text, and in which units it is read."""
 
-    corpus: str = _setting("stdlib", "name of a corpus, or a file, folder or glob of the user's")
-    unit: Unit = _setting("byte", "what one token is")
-    source: str | None = _setting(None, "folder or archive to take a named corpus from instead of downloading it")
-    vocab_size: int = _setting(8192, "number of tokens of a bpe vocabulary")
-    min_count: int | None = _setting(
-        None, "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus"
+    corpus: str = setting("stdlib", "name of a corpus, or a file, folder or glob of the user's")
+    unit: Unit = setting("byte", "what one token is")
+    source: str | None = setting(None, "folder or archive to take a named corpus from instead of downloading it")
+    vocab_size: int = setting(8192, "number of tokens of a bpe vocabulary", at_least=1)
+    min_count: int | None = setting(
+        None,
+        "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus",
+        at_least=1,
+        expected="1 or more, or none",
     )
-    max_words: int | None = _setting(None, "keep only this many of the most frequent words; none: all")
-    word_rule: WordRule | None = _setting(
+    max_words: int | None = setting(
+        None,
+        "keep only this many of the most frequent words; none: all",
+        at_least=1,
+        expected="1 or more words, or none for all",
+    )
+    word_rule: WordRule | None = setting(
         None,
         "whitespace: words are what lies between white space; punctuation: each mark is a word of its own too; none: "
         "punctuation in a text of your own, whitespace in a named corpus",
     )
-    normalise: bool | None = _setting(
+    normalise: bool | None = setting(
         None,
         "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: in a text of your own, not in a "
         "named corpus",
     )
-    like_original: bool = _setting(
+    like_original: bool = setting(
         False, "prepare a named corpus as the authors' code does (enwik8 without newlines ...)"
     )
-    boundary: Literal["end", "both"] = _setting("end", "which <S> around a sentence of lm1b is predicted")
-    verify: bool = _setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
+    boundary: Literal["end", "both"] = setting("end", "which <S> around a sentence of lm1b is predicted")
+    verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
+
+    def validate(self) -> None:
+        """The rules of how a text is prepared.
+
+        Raises:
+            UserError: naming the first field that breaks one.
+        """
+        check_ranges(self, "data.")
 
 
 @dataclass
 class TrainConfig:
     """How a model is trained."""
 
-    steps: int = _setting(400_000, "updates of the weights")
-    batch_size: int = _setting(22, "lanes B read in parallel")
-    micro_batches: int = _setting(1, "parts the lanes are divided into, one forward and backward each, to save memory")
-    segment: int = _setting(512, "tokens T of each lane in one step")
-    loss: LossName = _setting(
+    steps: int = setting(400_000, "updates of the weights", at_least=1)
+    batch_size: int = setting(22, "lanes B read in parallel", at_least=1)
+    micro_batches: int = setting(
+        1, "parts the lanes are divided into, one forward and backward each, to save memory", at_least=1
+    )
+    segment: int = setting(512, "tokens T of each lane in one step", at_least=1)
+    loss: LossName = setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
-    epoch_shift: int = _setting(
+    epoch_shift: int = setting(
         0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
     )
-    random_segments: bool = _setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw", "sgd"] = _setting("adam", "optimiser")
-    momentum: float = _setting(0.0, "sgd: Nesterov's momentum; 0: none")
-    learning_rate: float = _setting(2.5e-4, "peak learning rate")
-    min_learning_rate: float = _setting(0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps")
-    embedding_lr_factor: float = _setting(1.0, "the embedding tables' learning rate, relative to the others'")
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = _setting("cosine", "shape after the warm-up")
-    decay_at: tuple[int, ...] = _setting((), "schedule steps: updates after which the learning rate is divided by ten")
-    warmup_steps: int = _setting(0, "steps of linear warm-up")
-    beta1: float = _setting(0.9, "Adam's first-moment decay")
-    beta2: float = _setting(0.999, "Adam's second-moment decay")
-    eps: float = _setting(1e-8, "Adam's epsilon")
-    weight_decay: float = _setting(0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)")
-    clip: float = _setting(0.25, "largest norm of the gradient; 0: no clipping")
-    average_from: int | None = _setting(
+    random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
+    optimizer: Literal["adam", "adamw", "sgd"] = setting("adam", "optimiser")
+    momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
+    learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
+    min_learning_rate: float = setting(
+        0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps", at_least=0
+    )
+    embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = setting("cosine", "shape after the warm-up")
+    decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
+    warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
+    beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
+    beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
+    eps: float = setting(1e-8, "Adam's epsilon", above=0)
+    weight_decay: float = setting(
+        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)", at_least=0
+    )
+    clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
+    average_from: int | None = setting(
         None, "average the weights of all later steps, and use the average; the schedule falls until here; none: never"
     )
-    average_patience: int | None = _setting(
+    average_patience: int | None = setting(
         None,
         "begin to average when an evaluation is worse than the best of more than this many before; none: never",
+        at_least=1,
+        expected="1 or more evaluations",
     )
-    average_mu: float | None = _setting(
-        None, "weight of the newest weights in the average; none: 1/n at the n-th, which is the plain mean"
+    average_mu: float | None = setting(
+        None,
+        "weight of the newest weights in the average; none: 1/n at the n-th, which is the plain mean",
+        above=0,
+        at_most=1,
+        expected="above 0 and at most 1, or none for the plain mean",
     )
-    average_lr_factor: float = _setting(1.0, "factor of the learning rate while weights are averaged")
-    dtype: Literal["float32", "bfloat16", "float64"] = _setting(
+    average_lr_factor: float = setting(1.0, "factor of the learning rate while weights are averaged", above=0)
+    dtype: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "arithmetic: bfloat16 of the matrix products alone (autocast), float64 of everything"
     )
-    parallel: Literal["ddp", "fsdp"] = _setting(
-        "ddp", "several processes (torchrun): ddp keeps the whole model in each, fsdp shards it (FSDP2)"
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp",
+        "several processes (torchrun): ddp keeps the whole model in each, fsdp shards it (FSDP2)",
+        may_change=True,
     )
-    compile: bool = _setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
-    seed: int = _setting(1, "seed of weights and dropout")
-    log_every: int = _setting(100, "steps between lines of the log")
-    eval_every: int = _setting(4000, "steps between evaluations on the validation split; 0: never")
-    eval_tokens: int | None = _setting(None, "tokens of the validation split used while training; none: all")
-    eval_batch_size: int | None = _setting(None, "lanes of the evaluations while training; none: eval.batch_size")
-    checkpoint_every: int = _setting(4000, "steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = _setting(2, "how many of the newest checkpoints are kept, beside the best")
-    async_checkpoints: bool = _setting(True, "write checkpoints while training goes on, from a copy of the state")
-    on_save_error: Literal["stop", "continue"] = _setting("stop", "when a checkpoint cannot be written (a full disk)")
-    max_skipped: int = _setting(
-        10, "updates in a row that are skipped because loss or gradient is not finite, before the run stops"
+    compile: bool = setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
+    seed: int = setting(1, "seed of weights and dropout", at_least=0, at_most=LARGEST)
+    log_every: int = setting(100, "steps between lines of the log", at_least=1, may_change=True)
+    eval_every: int = setting(
+        4000, "steps between evaluations on the validation split; 0: never", at_least=0, may_change=True
     )
-    spike: float | None = _setting(
-        10.0, "a loss this many standard deviations above the recent mean is reported as a spike; none: never"
+    eval_tokens: int | None = setting(
+        None,
+        "tokens of the validation split used while training; none: all",
+        at_least=2,
+        expected="2 or more tokens, or none for all",
     )
-    on_spike: Literal["report", "rollback"] = _setting(
+    eval_batch_size: int | None = setting(
+        None,
+        "lanes of the evaluations while training; none: eval.batch_size",
+        at_least=1,
+        expected="1 lane or more, or none",
+    )
+    checkpoint_every: int = setting(4000, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
+    keep_checkpoints: int = setting(
+        2, "how many of the newest checkpoints are kept, beside the best", at_least=1, may_change=True
+    )
+    async_checkpoints: bool = setting(
+        True, "write checkpoints while training goes on, from a copy of the state", may_change=True
+    )
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop", "when a checkpoint cannot be written (a full disk)", may_change=True
+    )
+    max_skipped: int = setting(
+        10,
+        "updates in a row that are skipped because loss or gradient is not finite, before the run stops",
+        at_least=0,
+        may_change=True,
+    )
+    spike: float | None = setting(
+        10.0,
+        "a loss this many standard deviations above the recent mean is reported as a spike; none: never",
+        above=0,
+        expected="standard deviations above 0, or none",
+    )
+    on_spike: Literal["report", "rollback"] = setting(
         "report", "rollback: go back to the last due checkpoint and on with the text behind the spike"
     )
-    max_rollbacks: int = _setting(3, "times that a run goes back because of a spike")
-    tensorboard: bool = _setting(False, "write the log's figures for TensorBoard too (needs its package)")
+    max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
+    tensorboard: bool = setting(
+        False, "write the log's figures for TensorBoard too (needs its package)", may_change=True
+    )
+
+    def validate(self) -> None:
+        """The rules of how a model is trained.
+
+        Raises:
+            UserError: naming the first field that breaks one.
+        """
+        check_ranges(self, "train.")
+        shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
+        require(
+            self.epoch_shift >= 0 and bool(shifts),
+            "train.epoch_shift",
+            self.epoch_shift,
+            f"0, or a number that is no multiple of train.segment, {self.segment}: whole segments shift nothing",
+        )
+        if self.on_spike == "rollback" and not self.checkpoint_every:
+            raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
+        self._validate_decay()
+        self._validate_averaging()
+        if self.momentum > 0 and self.optimizer != "sgd":
+            raise UserError(f"train.momentum is {self.momentum}, but train.optimizer is {self.optimizer}; expected sgd")
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(
+                f"train.min_learning_rate is {self.min_learning_rate}; expected at most train.learning_rate, "
+                f"{self.learning_rate}"
+            )
+        if self.batch_size % self.micro_batches:
+            raise UserError(
+                f"train.micro_batches is {self.micro_batches}; expected a divisor of train.batch_size, "
+                f"{self.batch_size}"
+            )
+
+    def _validate_decay(self) -> None:
+        """The rules of a learning rate that is divided at given steps; those that training does not reach are none."""
+        if self.schedule != "steps" and self.decay_at:
+            raise UserError(
+                f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "
+                f"no numbers)"
+            )
+        if self.schedule == "steps" and not self.decay_at:
+            raise UserError("train.schedule is steps, but train.decay_at names none; give one or more, or use constant")
+        if any(first >= second for first, second in pairwise((0, *self.decay_at))):
+            raise UserError(
+                f"train.decay_at is {list(self.decay_at)}; expected numbers of updates above 0 that increase strictly"
+            )
+
+    def _validate_averaging(self) -> None:
+        """The rules of the average of the weights."""
+        begin, patience = self.average_from, self.average_patience
+        if begin is not None and patience is not None:
+            raise UserError(
+                f"train.average_from is {begin} and train.average_patience {patience}; expected one of them: an "
+                f"average begins at a step or when the validation stops improving"
+            )
+        if begin is not None:
+            require(0 <= begin < self.steps, "train.average_from", begin, f"a step below train.steps, {self.steps}")
+        if patience is not None and not self.eval_every:
+            raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
+        if self.average_mu is not None and begin is None and patience is None:
+            raise UserError("train.average_mu is set, but nothing begins an average; set train.average_from as well")
 
 
 @dataclass
 class EvalConfig:
     """How a trained model is evaluated, if the command does not say otherwise."""
 
-    segment: int = _setting(128, "tokens of each lane in one step")
-    mem_len: int = _setting(512, "positions of memory")
-    window: int | None = _setting(None, "keys a query sees, itself included; none: all of memory and segment")
-    clamp_len: int | None = _setting(None, "distances above this one count as it; none: no clamp")
-    batch_size: int = _setting(10, "lanes read in parallel")
-    temperature: float = _setting(1.0, "of the softmax: above 1 flattens the distribution")
+    segment: int = setting(128, "tokens of each lane in one step", at_least=1)
+    mem_len: int = setting(512, "positions of memory")
+    window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
+    clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
+    batch_size: int = setting(10, "lanes read in parallel", at_least=1)
+    temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
 
-
-@dataclass
-class RunConfig:
-    """Everything that determines a run, apart from the machine it happens on."""
-
-    name: str = "custom"
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of `to_dict`; missing fields take their defaults.
+    def validate(self) -> None:
+        """The rules of how a model is tested.
 
         Raises:
-            UserError: for a field that this version does not know, or a value of the wrong type.
+            UserError: naming the first field that breaks one.
         """
-        return from_plain(cls, values, prefix="")
+        check_ranges(self, "eval.")
+        validate_lengths(self.mem_len, self.window, self.clamp_len, "eval.")
+        validate_temperature(self.temperature, "eval.temperature")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Literal
 
 from txl.errors import UserError
@@ -15,30 +18,106 @@ products with small ones fit into the 64 bits that tensors count with."""
 _IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
 
 
-def from_plain(cls: type[Any], values: Any, prefix: str = "") -> Any:
+ANYTHING = object()
+"""`lacking` of a setting that never makes a difference where a family lacks it."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    expected: str = "",
+    none: str = "",
+    **marks: Any,
+) -> Any:
+    """A field of a configuration, with what is known about it in its metadata.
+
+    Args:
+        default: its value if nothing is said.
+        help: of its command-line option.
+        at_least: the lowest value of a number; `above`, `at_most` and `below` likewise. Infinity is never allowed.
+        above: see `at_least`.
+        at_most: see `at_least`.
+        below: see `at_least`.
+        expected: these in words, if not those that `check_ranges` finds.
+        none: what None stands for, in these words.
+        marks: `changes_weights`: weights mean something else with another value. `may_change`: a run that goes on may
+            have another value, as nothing that it computes depends on it. `lacking`: the value that means the same as
+            not having the field, if that is not the default.
+    """
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    if limits and not expected:
+        expected = _limits_in_words(**limits) + (f", or none for {none}" if none else "")
+    return dataclasses.field(default=default, metadata={"help": help, "limits": limits, "expected": expected, **marks})
+
+
+def _limits_in_words(
+    at_least: float | None = None, above: float | None = None, at_most: float | None = None, below: float | None = None
+) -> str:
+    if (at_least, below) == (0, 1):
+        return "a probability from 0 up to but not including 1"
+    low = f"a number above {above}" if at_least is None else f"{at_least} or more"
+    high = f", at most {at_most}" if at_most is not None else f", below {below}" if below is not None else ""
+    return low + high
+
+
+def check_ranges(section: Any, prefix: str) -> None:
+    """Refuse the first number of a section that is outside of its limits.
+
+    Raises:
+        UserError: naming it.
+    """
+    for item in dataclasses.fields(section):
+        value, limits = getattr(section, item.name), item.metadata.get("limits")
+        if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
+            continue
+        fits = (
+            limits.get("at_least", -math.inf) <= value <= limits.get("at_most", math.inf)
+            and limits.get("above", -math.inf) < value < limits.get("below", math.inf)
+        )  # fmt: skip
+        require(fits, f"{prefix}{item.name}", value, item.metadata["expected"])
+
+
+@functools.cache
+def hints_of(section: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
+    return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
+
+
+def from_plain(
+    cls: type[Any], values: Any, prefix: str = "", readers: dict[type[Any], Callable[[Any], Any]] | None = None
+) -> Any:
     """A dataclass from plain dictionaries and lists; missing fields take their defaults.
 
     Args:
         cls: the dataclass; its fields may be dataclasses themselves.
         values: as JSON gives them.
-        prefix: of its fields' names in errors: "" or "model.".
+        prefix: of its fields' names in errors: "" or "train.".
+        readers: for fields that are dataclasses with a reader of their own.
 
     Raises:
         UserError: for a field that it does not have, or a value of the wrong type.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     unknown = [name for name in values if name not in hints]
     if unknown:
         raise UserError(f"configuration field {prefix}{unknown[0]} is not known to this version")
     arguments = {}
     for name, value in values.items():
         hint = hints[name]
-        if dataclasses.is_dataclass(hint):
+        if readers and hint in readers:
+            arguments[name] = readers[hint](value)
+        elif dataclasses.is_dataclass(hint):
             arguments[name] = from_plain(typing.cast(type[Any], hint), value, f"{prefix}{name}.")
         else:
-            arguments[name] = _checked(hint, value, f"{prefix}{name}")
+            arguments[name] = checked(hint, value, f"{prefix}{name}")
     return cls(**arguments)
 
 
@@ -94,8 +173,12 @@ def shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _checked(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the field's type, if it is one."""
+def checked(hint: Any, value: Any, name: str) -> Any:
+    """A JSON value as the field's type.
+
+    Raises:
+        UserError: if it is none of that type.
+    """
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)

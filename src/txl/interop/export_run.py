@@ -55,10 +55,8 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
         raise UserError(f"--out {out}: not empty; give another directory")
     directory = RunDirectory(path)
     run = directory.config()
-    if run.model.encoding != "relative":
-        raise UserError(f"{path}: model.encoding is {run.model.encoding}; only Transformer-XL itself is exported")
-    if run.model.kind != "transformer":
-        raise UserError(f"{path}: model.kind is {run.model.kind}; only Transformer-XL itself is exported")
+    if run.model.score_terms != "abcd":
+        raise UserError(f"{path}: {run.model.chosen_by}; only Transformer-XL itself is exported")
     chosen = directory.checkpoint(checkpoint)
     weights, vocabulary = read_tensors(chosen, MODEL_FILE), directory.vocabulary()
     fill = _fill_huggingface if kind == "huggingface" else _fill_safetensors

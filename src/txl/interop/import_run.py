@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, validate
+from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, validate
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
@@ -69,7 +69,7 @@ def import_run(
         path: of the checkpoint.
         out: the directory to write; it must not hold anything.
         vocabulary: to use instead of what the checkpoint brings.
-        model_options: fields of `ModelConfig` that the file does not say.
+        model_options: fields of `TransformerXLConfig` that the file does not say.
         data: the text that `txl eval` is to read if nothing else is said; None: it has to be said.
 
     Returns:
@@ -109,7 +109,7 @@ def import_run(
 
 
 def _configuration(
-    path: Path, source: Source, model: ModelConfig, vocabulary: Vocabulary | None, data: DataConfig | None
+    path: Path, source: Source, model: TransformerXLConfig, vocabulary: Vocabulary | None, data: DataConfig | None
 ) -> RunConfig:
     run = RunConfig(name=path.resolve().name, model=model)
     run.data = dataclasses.replace(data or DataConfig(corpus=""))

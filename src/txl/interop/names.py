@@ -11,22 +11,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from txl.config import ModelConfig
+from txl.config import MODEL_FIELDS, TransformerXLConfig
 from txl.errors import UserError
 from txl.interop.source import Source
 
-FREE = frozenset({"mem_len", "window", "clamp_len", "attention", "layer_norm_eps"}) | {
-    item.name for item in dataclasses.fields(ModelConfig) if item.name.startswith("drop")
-}
-"""Fields that do not change what the weights mean: an option may say otherwise than the file."""
+FREE = {name for name, field in MODEL_FIELDS.items() if not field.item.metadata.get("changes_weights")}
+FREE.add("layer_norm_eps")
+"""Fields that an option may say otherwise than the file: those that do not change what the weights mean, and the
+epsilon, which most files do not state themselves."""
 
 
-def converted(source: Source, options: dict[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
+def converted(source: Source, options: dict[str, Any]) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
     """The configuration and weights of a foreign checkpoint; the tensors are emptied on the way.
 
     Args:
         source: what was read.
-        options: fields of `ModelConfig` that the user states.
+        options: fields of `TransformerXLConfig` that the user states.
 
     Raises:
         UserError: for tensors that make no Transformer-XL, or statements that contradict each other or the tensors.
@@ -48,7 +48,7 @@ def _floating(name: str, tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32)
 
 
-def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str, Any]) -> ModelConfig:
+def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str, Any]) -> TransformerXLConfig:
     """The shape, from tensors, the file's own statements, and options for what neither tells."""
     found = shape_of(tensors, source.kind)
     cutoffs = found.pop("cutoffs", None)
@@ -87,12 +87,12 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str
             f"model.tie_projections is {options['tie_projections']}, but the checkpoint's tensors say {tie}"
         )
     stated["tie_projections"] = tie
-    known = {item.name for item in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{"dropout": 0.0, **{name: value for name, value in stated.items() if name in known}})
+    known = {item.name for item in dataclasses.fields(TransformerXLConfig) if item.init}
+    return TransformerXLConfig(**{"dropout": 0.0, **{name: value for name, value in stated.items() if name in known}})
 
 
 def shape_of(tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
-    """What the tensors' shapes say: fields of `ModelConfig`, and `cutoffs` where every cluster has its own table.
+    """What the tensors' shapes say of a `TransformerXLConfig`, and `cutoffs` where every cluster has its own table.
 
     Raises:
         UserError: if a tensor that every Transformer-XL has is missing, or two of them do not go together.
@@ -178,7 +178,7 @@ def _count(tensors: dict[str, Tensor], name: str) -> int:
     return number
 
 
-def _weights(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
     """Our state dictionary; what is taken leaves `tensors`."""
     ours: dict[str, Tensor] = {}
 

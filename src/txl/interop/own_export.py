@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from txl.config import EvalConfig, ModelConfig, RunConfig
+from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.interop.export_run import EXPORT_KIND, HUGGINGFACE_TYPE
@@ -44,23 +44,27 @@ def read_test_settings(folder: Path) -> EvalConfig | None:
     return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
 
-def read_own_export(folder: Path, options: dict[str, Any]) -> tuple[ModelConfig, dict[str, Tensor], Vocabulary | None]:
+def read_own_export(
+    folder: Path, options: dict[str, Any]
+) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
     """Configuration, weights and vocabulary.
 
     Args:
         folder: what `txl export` wrote, or transformers' `save_pretrained` after it.
-        options: fields of `ModelConfig` that the user states.
+        options: fields of `TransformerXLConfig` that the user states.
 
     Raises:
         UserError: if something is missing, damaged, or contradicts the options.
     """
     stated = _stated(folder) or {}
-    known = {name: value for name, value in stated.items() if name in ModelConfig.__dataclass_fields__}
+    known = {name: value for name, value in stated.items() if name in MODEL_FIELDS}
     for name, value in options.items():
         if name not in FREE and name in known and known[name] != value:
             raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
         known[name] = list(value) if isinstance(value, tuple) else value
-    model = RunConfig.from_dict({"model": known}).model
+    model = model_from_dict(known)
+    if not isinstance(model, TransformerXLConfig):
+        raise UserError(f"{folder}: {model.chosen_by}; only Transformer-XL itself is exported and imported")
     weights = read_weights(folder)
     weights = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
     if "softmax.bias" not in weights:

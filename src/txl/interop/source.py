@@ -26,7 +26,7 @@ class Source:
     tensors: dict[str, Tensor]
     """By the authors' names, with cluster i's logit in row i-1."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of `ModelConfig` that the file states; the others are found from the tensors."""
+    """Fields of `TransformerXLConfig` that the file states; the others are found from the tensors."""
     segment: int | None = None
     """Tokens of a segment, if the file states it."""
     vocabulary: Vocabulary | None = None

@@ -61,7 +61,7 @@ class AdaptiveEmbedding(nn.Module):
         d_embed = config.d_embed or config.d_model
         self.bounds = cluster_bounds(vocab_size, config.cutoffs)
         self.d_model = config.d_model
-        self.scale = math.sqrt(config.d_model) if config.kind == "transformer" else 1.0
+        self.scale = config.embedding_scale
         # The authors split the table only if the clusters differ in width; one table is the same function.
         if config.div_val == 1:
             sizes, widths = [vocab_size], [d_embed]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from txl.config import ModelConfig
+from txl.config import VanillaConfig
 from txl.models.cross_entropy import linear_cross_entropy
 from txl.models.linear import Linear
 from txl.models.objective import Objective
@@ -33,7 +33,7 @@ def layer_counts(layer: int, n_layer: int, progress: float) -> bool:
 class AuxiliaryHeads(nn.Module):
     """The classifiers, and what they add to the loss."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(self, config: VanillaConfig, vocab_size: int):
         super().__init__()
         self.n_layer, self.weight = config.n_layer, config.extra_target_weight
         heads = {}

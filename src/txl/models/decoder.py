@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl.config import ModelConfig, validate_model
+from txl.config import ModelConfig, TrainConfig, TransformerConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.dropout import make_dropout, word_mask
 from txl.models.language_model import LanguageModel, StateT
@@ -32,18 +34,36 @@ class Decoder(LanguageModel[StateT]):
         UserError: for a configuration that cannot be built.
     """
 
+    config_class: ClassVar[type[ModelConfig]]
+    """The configuration of its family."""
     attention_name: str
+    config: ModelConfig
+    compiles_any_length: bool | None = None
+    """Whether compiled layers are made for segments of any length from the first; None: when a second one comes."""
     regularises_dropped = False
     """Whether `activation_reg` squares the final hidden states after their dropout, or before it."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
         super().__init__()
-        validate_model(config)
+        config.validate()
         if vocab_size < 1:
             raise UserError(f"the vocabulary has {vocab_size} tokens; a model needs at least 1")
         self.config = dataclasses.replace(config)
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
+        self.context = config.context
+
+    @abstractmethod
+    def layer_costs(self, train: TrainConfig) -> LayerCosts:
+        """Bytes that the layers take while they train."""
+
+    @staticmethod
+    def check_device(config: ModelConfig, device: str) -> None:
+        """Refuse a configuration that cannot train on a device.
+
+        Raises:
+            UserError: if it cannot.
+        """
 
     def _finish(self, d_last: int | None = None) -> None:
         """What comes after the layers, and the first weights of everything; `d_last` is the width of h^N, E if None."""
@@ -64,7 +84,7 @@ class Decoder(LanguageModel[StateT]):
     @torch.no_grad()
     def init_weights(self) -> None:
         """The first weights: the authors' (everything normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
-        if self.config.init == "xavier":
+        if self.config.first_weights == "xavier":
             self._init_xavier()
             return
         std, proj_std = self.config.init_std, self.config.proj_init_std
@@ -180,7 +200,7 @@ class Decoder(LanguageModel[StateT]):
 class PositionwiseFeedForward(nn.Module):
     """Linear, ReLU, Linear, with residual and LayerNorm: [B,T,E] -> [B,T,E]."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
         self.pre_norm = config.pre_norm
         self.inner = Linear(config.d_model, config.d_inner)

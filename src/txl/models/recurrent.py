@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl.config import ModelConfig
-from txl.config.kinds import kernel_sizes
+from txl.config import RecurrentConfig, TrainConfig
 from txl.errors import UserError
+from txl.models.costs import LayerCosts, dropout_copies
 from txl.models.cross_entropy import at_least_float32
 from txl.models.decoder import Decoder
 from txl.models.language_model import Limit
@@ -166,21 +166,54 @@ class RecurrentModel(Decoder[RecurrentState]):
         UserError: for a configuration that cannot be built.
     """
 
+    config_class = RecurrentConfig
+    config: RecurrentConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
     attention_name = "no"
     regularises_dropped = True
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(self, config: RecurrentConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
-        hidden, last = config.d_hidden or config.d_model, config.d_last or config.d_model
-        widths = [config.d_model, *[hidden] * (config.n_layer - 1), last]
+        # A QRNN's segments have random lengths as a rule, and its first, inner and last layers different shapes, each
+        # with gradients and without: graphs for the first length beside those for all others would be more than PyTorch
+        # keeps of one function, 8, and whatever comes after them runs eagerly.
+        self.compiles_any_length = True if config.kind == "qrnn" else None
+        widths = config.widths
         self.layers = nn.ModuleList(
             LSTMLayer(n_in, n_unit, config.weight_drop)
             if config.kind == "lstm"
             else QRNNLayer(n_in, n_unit, kernel_size, config.weight_drop, config.zoneout)
-            for n_in, n_unit, kernel_size in zip(widths, widths[1:], kernel_sizes(config), strict=False)
+            for n_in, n_unit, kernel_size in zip(widths, widths[1:], config.kernels, strict=False)
         )
         self.dropout_between = self._dropout(config.dropout)
-        self._finish(last)
+        self._finish(widths[-1])
+
+    def layer_costs(self, train: TrainConfig) -> LayerCosts:
+        """See `Decoder.layer_costs`.
+
+        With B lanes of one micro-batch, I features that enter a layer, P its weights and f = 4 bytes:
+
+        - lstm, as PyTorch's on a CPU: f*B*T*5*H, the output and four gates; scratch f*(9*B*T*H + 2*P) of the widest;
+        - qrnn: f*B*T*4*H, and the windows f*B*T*K*I where K > 1; scratch f*(4*B*T*H + P) of the widest;
+        - between layers f*B*T*H for each tensor that dropout keeps, and with dropped weights 2*f of those.
+        """
+        config, is_lstm = self.config, self.config.kind == "lstm"
+        widths = config.widths
+        tokens = train.batch_size // train.micro_batches * train.segment
+        kept, state, weights = 0, 0, []
+        for n_in, n_unit, size in zip(widths, widths[1:], config.kernels, strict=False):
+            if is_lstm:
+                weights.append(4 * n_unit * (n_in + n_unit))
+                kept += tokens * 5 * n_unit + (2 * 4 * n_unit * n_unit if config.weight_drop > 0 else 0)
+                state += 2 * n_unit
+            else:
+                weights.append(3 * n_unit * size * n_in)
+                kept += tokens * (4 * n_unit + (size * n_in if size > 1 else 0))
+                kept += 2 * weights[-1] if config.weight_drop > 0 else 0
+                state += n_unit + (size - 1) * n_in
+        kept += tokens * sum(dropout_copies(config, None)) * sum(widths[1:-1])
+        per_token, per_weight = (9, 2) if is_lstm else (4, 1)
+        scratch = per_token * tokens * max(widths[1:]) + per_weight * max(weights)
+        return LayerCosts(4 * kept, 4 * scratch, 2 * 4 * train.batch_size * state, beside_softmax=False)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -208,12 +241,7 @@ class RecurrentModel(Decoder[RecurrentState]):
         """Zeros for `batch_size` lanes; see `LanguageModel.init_state`."""
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
-        for name, value in (("mem_len", mem_len or None), ("window", window), ("clamp_len", clamp_len)):
-            if value not in (None, "none"):
-                raise UserError(
-                    f"{name} is {value}, but this model is recurrent (model.kind is {self.config.kind}): it carries a "
-                    f"state of constant size, which has no positions to count"
-                )
+        self.config.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
         # Not the parameter itself: one that is sharded would make sharded zeros.
         like = torch.empty(0, dtype=self.softmax.bias.dtype, device=self.softmax.bias.device)
         return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._layers()))

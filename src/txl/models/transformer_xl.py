@@ -25,8 +25,9 @@ from txl.attention.memory import Memory
 from txl.attention.positions import distances_farthest_first, sinusoid
 from txl.attention.projections import FrozenSegment, Projections
 from txl.attention.scope import KeyScope
-from txl.config import ModelConfig, validate_lengths
+from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, validate_lengths
 from txl.errors import UserError
+from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.decoder import Decoder, PositionwiseFeedForward
 from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
@@ -37,7 +38,7 @@ from txl.native.steps import read_token
 class RelativeMultiHeadAttention(nn.Module):
     """The attention sub-layer: projections, A^rel, Masked-Softmax, output projection, residual, LayerNorm."""
 
-    def __init__(self, config: ModelConfig, attend: RelativeAttention):
+    def __init__(self, config: TransformerXLConfig, attend: RelativeAttention):
         super().__init__()
         d_attention = config.n_head * config.d_head
         self.n_head, self.d_head = config.n_head, config.d_head
@@ -161,7 +162,7 @@ class RelativeMultiHeadAttention(nn.Module):
 class TransformerXLLayer(nn.Module):
     """Attention and feed-forward."""
 
-    def __init__(self, config: ModelConfig, attend: RelativeAttention):
+    def __init__(self, config: TransformerXLConfig, attend: RelativeAttention):
         super().__init__()
         self.attention = RelativeMultiHeadAttention(config, attend)
         self.feed_forward = PositionwiseFeedForward(config)
@@ -202,7 +203,10 @@ class TransformerXL(Decoder[Memory]):
         UserError: for a configuration that cannot be built.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
+    config_class = TransformerXLConfig
+    config: TransformerXLConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
+
+    def __init__(self, config: TransformerXLConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
         self.backend = attention_backend(config, device)
         self.attention_name, make_kernel = self.backend.name, self.backend.kernel
@@ -214,6 +218,18 @@ class TransformerXL(Decoder[Memory]):
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.dropout_r = self._dropout(config.dropout_r)
         self._finish()
+
+    def layer_costs(self, train: TrainConfig) -> LayerCosts:
+        """See `Decoder.layer_costs`; a window leaves less memory in use."""
+        config = self.config
+        n_memory = config.mem_len if config.window is None else min(config.mem_len, config.window - 1)
+        return transformer_costs(config, train, n_memory=n_memory, queries=3, keeps_scores=True)
+
+    @staticmethod
+    def check_device(config: ModelConfig, device: str) -> None:
+        """See `Decoder.check_device`: the attention that it asks for may not train there."""
+        assert isinstance(config, TransformerXLConfig)
+        attention_backend(config, device)
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from txl.attention.positions import sinusoid
 from txl.attention.scope import KeyScope
-from txl.config import ModelConfig, has_auxiliary_losses
+from txl.config import TrainConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models.auxiliary import AuxiliaryHeads
+from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.decoder import Decoder, PositionwiseFeedForward, check_targets
 from txl.models.dropout import make_dropout
 from txl.models.language_model import Limit
@@ -69,7 +70,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) 
 class CausalSelfAttention(nn.Module):
     """Scaled dot-product attention within the segment, output projection, residual, LayerNorm."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: VanillaConfig):
         super().__init__()
         d_attention = config.n_head * config.d_head
         self.n_head, self.d_head = config.n_head, config.d_head
@@ -97,7 +98,7 @@ class CausalSelfAttention(nn.Module):
 class VanillaLayer(nn.Module):
     """Attention and feed-forward."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: VanillaConfig):
         super().__init__()
         self.attention = CausalSelfAttention(config)
         self.feed_forward = PositionwiseFeedForward(config)
@@ -114,18 +115,22 @@ class VanillaTransformer(Decoder[NoMemory]):
         UserError: for a configuration that cannot be built.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    config_class = VanillaConfig
+    config: VanillaConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
+    attention_name = "scaled_dot_product_attention"
+
+    def __init__(self, config: VanillaConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
-        if config.attention != "auto":
-            raise UserError(f"model.attention is {config.attention!r}; a model without memory has auto alone")
-        self.attention_name = "scaled_dot_product_attention"
-        self.context = config.max_segment
         self.layers = nn.ModuleList(VanillaLayer(config) for _ in range(config.n_layer))
         if config.encoding == "learned":
             self.positions = nn.Parameter(torch.empty(config.n_layer, config.max_segment, config.d_model))
-        if has_auxiliary_losses(config):
+        if config.n_auxiliary:
             self.auxiliary = AuxiliaryHeads(config, vocab_size)
         self._finish()
+
+    def layer_costs(self, train: TrainConfig) -> LayerCosts:
+        """See `Decoder.layer_costs`; without dropout on them, the fused attention keeps no probabilities."""
+        return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=self.config.dropatt > 0)
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
@@ -133,12 +138,7 @@ class VanillaTransformer(Decoder[NoMemory]):
         """Nothing, for `batch_size` lanes; see `LanguageModel.init_state`."""
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
-        for name, value in (("mem_len", mem_len or None), ("window", window), ("clamp_len", clamp_len)):
-            if value not in (None, "none"):
-                raise UserError(
-                    f"{name} is {value}, but this model has no memory (model.encoding is {self.config.encoding}): its "
-                    f"positions are absolute, and those of two segments could not be told apart (Section 3.3)"
-                )
+        self.config.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
         return NoMemory(batch_size)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> NoMemory:
@@ -153,7 +153,7 @@ class VanillaTransformer(Decoder[NoMemory]):
         self, tokens: Tensor, targets: Tensor, state: NoMemory, objective: Objective = EVERY_TARGET
     ) -> tuple[Tensor, Tensor, NoMemory]:
         """As `Decoder.training_terms`; auxiliary losses are in the second term."""
-        if not has_auxiliary_losses(self.config):
+        if not self.config.n_auxiliary:
             return super().training_terms(tokens, targets, state, objective)
         check_targets(tokens, targets)
         hidden = list(self._layer_outputs(tokens, state))

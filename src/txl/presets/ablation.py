@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from txl.config import Encoding, EvalConfig, LossName, RunConfig, has_absolute_positions, longest_distance
+from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,18 @@ def apply(row: Row, base: RunConfig) -> RunConfig:
     """
     run = RunConfig.from_dict(base.to_dict())
     run.name += row.suffix
-    model, train = run.model, run.train
-    model.encoding, train.loss = row.encoding, row.loss
+    train = run.train
+    train.loss = row.loss
     if row.segment is not None:
         train.segment = row.segment
     if row.recurrence:
         if row.attention_length is not None:
             run.eval.mem_len = run.eval.window = row.attention_length
     else:
-        model.mem_len, model.window, model.clamp_len = 0, None, None
+        run.model = model_with(run.model, {"mem_len": 0, "window": None, "clamp_len": None})
         run.eval = EvalConfig(segment=train.segment, mem_len=0, batch_size=base.eval.batch_size)
-    if has_absolute_positions(model):
-        model.max_segment = train.segment
-    elif model.encoding == "shaw":
-        model.max_distance = longest_distance(model, train.segment)
+    reach = {"max_distance": base.model.mem_len + train.segment} if row.encoding == "shaw" else {}
+    run.model = model_with(run.model, {"encoding": row.encoding, **reach}).for_segment(train.segment)
+    if row.encoding == "shaw":
         run.eval.clamp_len = None  # distances are clipped already
     return run

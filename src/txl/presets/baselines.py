@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.config import DataConfig, EvalConfig, RecurrentConfig, RunConfig, TrainConfig, VanillaConfig
 from txl.presets.small import words
 
 WT103_SPLITS = (2800, 20_000, 76_000)
@@ -21,9 +21,8 @@ def ptb_awd_lstm() -> RunConfig:
     """Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs of 681 steps."""
     return RunConfig(
         name="ptb-awd-lstm",
-        model=ModelConfig(
+        model=RecurrentConfig(
             kind="lstm",
-            mem_len=0,
             n_layer=3,
             d_model=400,
             d_hidden=1150,
@@ -68,8 +67,9 @@ def ptb_awd_lstm_mos() -> RunConfig:
     """Penn Treebank, 22M parameters: 15 softmaxes over 3 layers of 960, 960 and 620; 1,000 epochs of 1,135 steps."""
     run = ptb_awd_lstm()
     run.name = "ptb-awd-lstm-mos"
-    run.model.d_model, run.model.d_hidden, run.model.d_last, run.model.n_softmax = 280, 960, 620, 15
-    run.model.dropout, run.model.dropout_latent = 0.225, 0.29
+    run.model = replace(
+        run.model, d_model=280, d_hidden=960, d_last=620, n_softmax=15, dropout=0.225, dropout_latent=0.29
+    )
     run.train.batch_size, run.train.learning_rate = 12, 20.0
     run.train.steps, run.train.eval_every = 1000 * 1135, 1135
     return run
@@ -79,9 +79,9 @@ def ptb_qrnn() -> RunConfig:
     """Penn Treebank, 24M parameters: 4 layers of 1,550, the first of which reads two tokens; 550 epochs."""
     run = ptb_awd_lstm()
     run.name = "ptb-qrnn"
-    run.model.kind, run.model.n_layer, run.model.d_hidden = "qrnn", 4, 1550
-    run.model.kernel_sizes = (2, 1)
-    run.model.weight_drop, run.model.dropout = 0.1, 0.3
+    run.model = replace(
+        run.model, kind="qrnn", n_layer=4, d_hidden=1550, kernel_sizes=(2, 1), weight_drop=0.1, dropout=0.3
+    )
     run.train.clip, run.train.steps = 0.2, 550 * 681
     return run
 
@@ -95,9 +95,8 @@ def wt103_qrnn() -> RunConfig:
     epoch = 12_604
     return RunConfig(
         name="wt103-qrnn",
-        model=ModelConfig(
+        model=RecurrentConfig(
             kind="qrnn",
-            mem_len=0,
             n_layer=4,
             d_model=400,
             d_hidden=2500,
@@ -128,8 +127,7 @@ def wt103_lstm() -> RunConfig:
     """
     run = wt103_qrnn()
     run.name = "wt103-lstm"
-    run.model.kind, run.model.kernel_sizes = "lstm", ModelConfig().kernel_sizes
-    run.model.n_layer, run.model.d_hidden = 3, 1760
+    run.model = replace(run.model, kind="lstm", kernel_sizes=RecurrentConfig().kernel_sizes, n_layer=3, d_hidden=1760)
     return run
 
 
@@ -143,10 +141,9 @@ def wt103_adaptive() -> RunConfig:
     """
     return RunConfig(
         name="wt103-adaptive",
-        model=ModelConfig(
+        model=VanillaConfig(
             encoding="sinusoid",
             max_segment=3072,
-            mem_len=0,
             n_layer=16,
             d_model=1024,
             n_head=8,
@@ -203,9 +200,8 @@ def small_recurrent(
     """
     run = words(name, corpus, cutoffs)
     lstm = kind == "lstm"
-    run.model = ModelConfig(
+    run.model = RecurrentConfig(
         kind=kind,
-        mem_len=0,
         n_layer=2 if lstm else 4,
         d_model=160,
         d_hidden=360 if lstm else 320,
@@ -227,8 +223,7 @@ def small_recurrent(
 def small_mos() -> RunConfig:
     """ptb-awd-lstm-small with three softmaxes."""
     run = small_recurrent("ptb-awd-lstm-mos-small", "ptb", (), "lstm", awd=True)
-    run.model.n_softmax, run.model.d_last, run.model.d_hidden = 3, 240, 280
-    run.model.d_model = 140
+    run.model = replace(run.model, n_softmax=3, d_last=240, d_hidden=280, d_model=140)
     return run
 
 
@@ -236,10 +231,9 @@ def small_adaptive() -> RunConfig:
     """WikiText-2 with the adaptive-input Transformer, about as large as wikitext-2-small."""
     cutoffs = (2000, 10_000)
     run = words("wikitext-2-adaptive-small", "wikitext-2", cutoffs)
-    run.model = ModelConfig(
+    run.model = VanillaConfig(
         encoding="sinusoid",
         max_segment=128,
-        mem_len=0,
         n_layer=6,
         d_model=256,
         n_head=8,

@@ -7,7 +7,9 @@ weights N(0, 0.02), shared biases u and v, post-norm. The authors test with `sam
 
 from __future__ import annotations
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from dataclasses import replace
+
+from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig, VanillaConfig
 
 WT103_CUTOFFS = (20_000, 40_000, 200_000)
 LM1B_CUTOFFS = (60_000, 100_000, 640_000)
@@ -17,7 +19,7 @@ def characters_12l(corpus: str) -> RunConfig:
     """enwik8 and text8, 12 layers."""
     return RunConfig(
         name=f"{corpus}-12L",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048, mem_len=512, dropout=0.1, dropatt=0.0
         ),
         data=_characters(corpus),
@@ -33,8 +35,8 @@ def enwik8_18l() -> RunConfig:
     """
     run = characters_24l("enwik8")
     run.name = "enwik8-18L"
-    run.model.n_layer, run.model.d_model, run.model.d_head, run.model.d_inner = 18, 640, 80, 2240
-    run.model.mem_len = run.train.segment = 784
+    run.model = replace(run.model, n_layer=18, d_model=640, d_head=80, d_inner=2240, mem_len=784)
+    run.train.segment = 784
     return run
 
 
@@ -42,7 +44,7 @@ def characters_24l(corpus: str) -> RunConfig:
     """enwik8 and text8, 24 layers."""
     return RunConfig(
         name=f"{corpus}-24L",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072, mem_len=768, dropout=0.15, dropatt=0.15
         ),
         data=_characters(corpus),
@@ -66,10 +68,8 @@ def vanilla(corpus: str, n_layer: int) -> RunConfig:
     dropout = 0.2 if n_layer <= 12 else 0.55
     return RunConfig(
         name=f"{corpus}-vanilla-{n_layer}L",
-        model=ModelConfig(
-            encoding="learned",
+        model=VanillaConfig(
             max_segment=512,
-            mem_len=0,
             n_layer=n_layer,
             d_model=512,
             n_head=2,
@@ -100,7 +100,7 @@ def wt103_base() -> RunConfig:
     """WikiText-103, 151M parameters."""
     return RunConfig(
         name="wt103-base",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=16,
             d_model=410,
             n_head=10,
@@ -123,7 +123,7 @@ def wt103_large() -> RunConfig:
     """WikiText-103, 285M parameters (the paper says 257M)."""
     return RunConfig(
         name="wt103-large",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=18,
             d_model=1024,
             n_head=16,
@@ -152,8 +152,8 @@ def wt103_ablation() -> RunConfig:
     """
     run = wt103_base()
     run.name = "wt103-ablation"
-    run.model.d_model, run.model.d_head, run.model.d_inner = 380, 38, 1200
-    run.model.mem_len = run.train.segment = 128
+    run.model = replace(run.model, d_model=380, d_head=38, d_inner=1200, mem_len=128)
+    run.train.segment = 128
     run.eval = EvalConfig(segment=64, mem_len=500, window=500, clamp_len=400)
     return run
 
@@ -169,7 +169,7 @@ def lm1b_base() -> RunConfig:
     """One Billion Word, 358M parameters as the authors' script has it (the paper says 0.46B)."""
     return RunConfig(
         name="lm1b-base",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=18,
             d_model=1024,
             n_head=8,
@@ -192,8 +192,9 @@ def lm1b_large() -> RunConfig:
     """One Billion Word, 0.8B parameters."""
     run = lm1b_base()
     run.name = "lm1b-large"
-    run.model.n_layer, run.model.d_model, run.model.n_head, run.model.d_head = 24, 1280, 16, 80
-    run.model.d_inner, run.model.dropout, run.model.dropatt = 8192, 0.05, 0.05
+    run.model = replace(
+        run.model, n_layer=24, d_model=1280, n_head=16, d_head=80, d_inner=8192, dropout=0.05, dropatt=0.05
+    )
     run.train.steps, run.train.batch_size, run.train.warmup_steps = 1_200_000, 512, 30_000
     return run
 
@@ -205,7 +206,7 @@ def lm1b_ablation() -> RunConfig:
     """
     run = lm1b_base()
     run.name = "lm1b-ablation"
-    run.model.n_layer, run.model.d_inner = 20, 2048
+    run.model = replace(run.model, n_layer=20, d_inner=2048)
     run.train.steps = 400_000
     return run
 
@@ -222,7 +223,7 @@ def ptb() -> RunConfig:
     epoch = 1362
     return RunConfig(
         name="ptb",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=16,
             d_model=380,
             n_head=10,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from dataclasses import replace
+
+from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig, VanillaConfig, as_family
 from txl.presets.published import WT103_CUTOFFS
 
 
@@ -10,7 +12,7 @@ def stdlib_tiny() -> RunConfig:
     """The demo's."""
     return RunConfig(
         name="stdlib-tiny",
-        model=ModelConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
+        model=TransformerXLConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
         data=DataConfig(corpus="stdlib", unit="byte"),
         train=TrainConfig(
             steps=1000,
@@ -31,7 +33,7 @@ def characters(name: str, corpus: str, unit: str) -> RunConfig:
     """Bytes and characters."""
     return RunConfig(
         name=name,
-        model=ModelConfig(n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=256, dropout=0.0),
+        model=TransformerXLConfig(n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=256, dropout=0.0),
         data=DataConfig(corpus=corpus, unit="char" if unit == "char" else "byte"),
         train=TrainConfig(
             steps=4000,
@@ -51,8 +53,7 @@ def characters(name: str, corpus: str, unit: str) -> RunConfig:
 def vanilla_characters(name: str, corpus: str, unit: str) -> RunConfig:
     """Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and the training of `characters`."""
     run = characters(name, corpus, unit)
-    run.model.encoding, run.model.mem_len, run.model.max_segment = "learned", 0, 256
-    run.model.layer_losses, run.model.n_target = True, 2
+    run.model = replace(as_family(run.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2)
     run.train.epoch_shift = 97
     run.eval = EvalConfig(segment=256, mem_len=0)
     return run
@@ -62,7 +63,7 @@ def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
     """Penn Treebank and WikiText-2: the paper's Penn Treebank recipe, its rates scaled down with the model."""
     return RunConfig(
         name=name,
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=4,
             d_model=160,
             n_head=5,
@@ -115,7 +116,7 @@ def wt103() -> RunConfig:
     """WikiText-103 with adaptive embeddings and softmax."""
     return RunConfig(
         name="wt103-small",
-        model=ModelConfig(
+        model=TransformerXLConfig(
             n_layer=6,
             d_model=256,
             n_head=8,

@@ -21,9 +21,7 @@ from txl.reporting.wording import (
     arithmetic_words,
     counted,
     duration_text,
-    layer_width,
     manner_words,
-    model_name,
     quality,
     quality_text,
     settings_text,
@@ -88,8 +86,8 @@ def _header(config: RunConfig, found: Findings) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
     title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
-        f"{model_name(config.model)}, {found.start['total_parameters']:,} parameters in "
-        f"{counted(config.model.n_layer, 'layer')} of width {layer_width(config.model)}, reading "
+        f"{config.model.display_name}, {found.start['total_parameters']:,} parameters in "
+        f"{counted(config.model.n_layer, 'layer')} of width {config.model.layer_width}, reading "
         f"{token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
         f"{duration_text(last['elapsed'])}, begun {_day(found.stretches[0]['time'])}."
     )
@@ -108,7 +106,7 @@ def _header(config: RunConfig, found: Findings) -> str:
 def _training(config: RunConfig, found: Findings) -> str:
     last, corpus = found.train[-1], found.start["corpus"]
     tokens = corpus["splits"]["train"]["tokens"]
-    dropout = ", with dropout" if config.model.dropout or config.model.dropatt else ""
+    dropout = ", with dropout" if config.model.has_dropout else ""
     which = {"half": ", the recent half of each segment", "last": ", the last position of each segment"}
     which = which.get(config.train.loss, "")
     caption = (

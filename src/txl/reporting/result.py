@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from txl.config import model_from_dict
 from txl.reporting.findings import Findings, is_sliding, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
 from txl.reporting.wording import (
@@ -58,7 +59,7 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
 
 def is_recurrent(found: Findings) -> bool:
     """Whether the model carries a state instead of positions of memory."""
-    return found.start["config"]["model"].get("kind", "transformer") != "transformer"
+    return model_from_dict(found.start["config"]["model"]).constant_state
 
 
 def evaluation_headings(unit: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 from unicodedata import category
 
-from txl.config import ModelConfig, has_absolute_positions
 from txl.data.sources import WHOLE
 from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
 from txl.units import ppl_text
@@ -51,23 +50,6 @@ def token_name(unit: str) -> str:
 def short_name(corpus: str) -> str:
     """A corpus's name, or the last part of a path."""
     return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
-
-
-def model_name(model: ModelConfig) -> str:
-    """What a configuration's model is called."""
-    if model.kind == "qrnn":
-        return "QRNN"
-    if model.kind == "lstm":
-        return "AWD-LSTM" if model.weight_drop > 0 else "LSTM"
-    names = {"learned": "Vanilla Transformer", "sinusoid": "Transformer with sinusoids at its input"}
-    names |= {"shaw": "Transformer with Shaw et al.'s encoding"}
-    name = names.get(model.encoding, "Transformer-XL")
-    return name if model.mem_len or has_absolute_positions(model) else f"{name} without memory"
-
-
-def layer_width(model: ModelConfig) -> int:
-    """Of a Transformer's hidden states, or of a recurrent network's layers but the last."""
-    return model.d_model if model.d_hidden is None else model.d_hidden
 
 
 def counted(number: int, noun: str) -> str:

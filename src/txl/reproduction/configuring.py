@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from txl.config import DataConfig, ModelConfig, RunConfig, validate, with_options
-from txl.config.kinds import RECURRENT, has_field
+from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset
@@ -70,7 +69,7 @@ def configure(
         other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
         run = with_equal_tokens(run, fit_segment(run, other, vocab_size))
     if run.model.mem_len == 0:
-        run.model.window = None
+        run.model = model_with(run.model, {"window": None})
         run.eval = dataclasses.replace(
             run.eval, mem_len=0, window=None, clamp_len=None, segment=min(run.eval.segment, run.train.segment)
         )
@@ -85,22 +84,17 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         run = preset(row.preset)
     else:
         run = scale.base(definition.unit)
-        model, shape = run.model, row.shape
-        model.n_layer = max(1, round(model.n_layer * shape.depth))
-        for name in ("d_model", "d_head", "d_inner"):
-            setattr(model, name, 2 * max(1, round(getattr(model, name) * shape.width / 2)))
+        widths = {name: getattr(run.model, name) for name in ("d_model", "d_head", "d_inner")}
+        widths = {name: 2 * max(1, round(width * row.shape.width / 2)) for name, width in widths.items()}
+        run.model = dataclasses.replace(run.model, n_layer=max(1, round(run.model.n_layer * row.shape.depth)), **widths)
         if definition.unit == "word":
-            _settle_clusters(model, row, vocab_size)
+            _settle_clusters(run.model, row, vocab_size)
     longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
     if not (scale.is_published and row.as_published):
-        run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest))
+        run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest), drop=True)
     run.data = dataclasses.replace(data)
     if scale.dtype is not None:
         run.train.dtype = scale.dtype
-    if is_recurrent(run):
-        for item in dataclasses.fields(ModelConfig):
-            if not has_field(run.model.kind, item.name):
-                setattr(run.model, item.name, item.default)
     return run
 
 
@@ -116,11 +110,6 @@ def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
     """The lengths that Tables 6 and 10 try: multiples of the training segment, and the segment itself."""
     lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
     return sorted(lengths | {run.train.segment})
-
-
-def is_recurrent(run: RunConfig) -> bool:
-    """Whether the model is a recurrent network rather than a Transformer."""
-    return run.model.kind in RECURRENT
 
 
 def count_parameters(run: RunConfig, vocab_size: int) -> int:

@@ -12,7 +12,7 @@ from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
 from txl.reporting.wording import is_character_unit, quality
-from txl.reproduction.configuring import attention_lengths, is_recurrent
+from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind
 from txl.reproduction.scales import Scale
 
@@ -109,9 +109,9 @@ def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: in
     A part of a split is read as one stream. Each of several lanes begins with an empty memory, and where they are short
     a long one never fills, while a sliding window sees all of its length.
     """
-    if run.model.mem_len == 0 and not is_recurrent(run):
+    if not run.model.carries_state:
         return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
-    settings: dict[str, Any] = {"mem_len": 0} if is_recurrent(run) else {"mem_len": length, "window": length}
+    settings: dict[str, Any] = {"mem_len": 0} if run.model.constant_state else {"mem_len": length, "window": length}
     if run.eval.clamp_len is not None:
         settings["clamp_len"] = run.eval.clamp_len
     return evaluate(
@@ -127,7 +127,7 @@ def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: in
 
 
 def _described(run: RunConfig, length: int) -> str:
-    if is_recurrent(run):
+    if run.model.constant_state:
         return "state carried along"
     return f"attention length {length}" + ("" if run.model.mem_len else ", sliding by one token")
 

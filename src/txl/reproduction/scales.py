@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from txl.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.errors import UserError
 from txl.presets import small
@@ -139,7 +139,7 @@ def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
 def _tiny(unit: str) -> RunConfig:
     return RunConfig(
         name=f"tiny-{unit}",
-        model=ModelConfig(n_layer=2, d_model=64, n_head=2, d_head=32, d_inner=128, mem_len=32, dropout=0.0),
+        model=TransformerXLConfig(n_layer=2, d_model=64, n_head=2, d_head=32, d_inner=128, mem_len=32, dropout=0.0),
         train=TrainConfig(
             steps=300,
             batch_size=16,
@@ -165,7 +165,7 @@ def _small_words() -> RunConfig:
 
 def _small_characters() -> RunConfig:
     run = small.characters("small-character", "enwik8", "byte")
-    run.model.n_layer, run.model.mem_len, run.train.segment = 4, 128, 128
+    run.model, run.train.segment = replace(run.model, n_layer=4, mem_len=128), 128
     run.eval = EvalConfig(segment=128, mem_len=512, window=512)
     run.train.keep_checkpoints = 1
     return run

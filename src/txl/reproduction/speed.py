@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from txl.benchmarking.table9 import slowdown
+from txl.benchmarking.workloads import transformer_xl_of
 from txl.presets import find_preset
 from txl.reproduction.definition import Row
 from txl.reproduction.scales import Scale
@@ -25,7 +26,7 @@ def measure_speed(row: Row, scale: Scale, device: str) -> dict[str, Any]:
     published = find_preset(row.preset)
     # The full attention lengths ask for the full model: only then are the paper's numbers beside ours.
     whole = scale.speed_lengths == 1
-    shape = published.make().model if whole else scale.base("character").model
+    shape = transformer_xl_of(published.make() if whole else scale.base("character"))
     length, dtype = speed_length(row, scale), scale.dtype or "float32"
     found = slowdown(shape, published.vocab_size, length, SEGMENT, scale.speed_steps, device, dtype)
     return {"slower": found.ratio, **found.to_dict()}

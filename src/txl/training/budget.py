@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from txl.attention.memory import Memory
-from txl.config import RANDOM_LENGTHS, RunConfig, has_absolute_positions, longest_distance, validate
+from txl.config import RunConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.training.averaging import WeightAverage
@@ -142,13 +142,10 @@ class Fit:
 def with_segment(run: RunConfig, segment: int) -> RunConfig:
     """A copy with another backpropagation length, and no more positions than that where they are learned."""
     changed = RunConfig.from_dict(run.to_dict())
-    model = changed.model
     changed.train.segment = segment
-    if has_absolute_positions(model):
-        model.max_segment = segment + (RANDOM_LENGTHS if changed.train.random_segments else 0)
+    changed.model = changed.model.for_segment(segment, changed.train.random_segments)
+    if changed.model.context is not None:
         changed.eval.segment = min(changed.eval.segment, segment)
-    elif model.encoding == "shaw":
-        model.max_distance = min(model.max_distance, longest_distance(model, segment))
     return changed
 
 

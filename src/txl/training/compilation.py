@@ -23,12 +23,8 @@ def compile_layers(model: Decoder[Any], device: str) -> str | None:
     """
     reason = _compiler_missing(device)
     if reason is None:
-        # A QRNN's segments have random lengths as a rule, and its first, inner and last layers different shapes, each
-        # with gradients and without: graphs for the first length beside those for all others would be more than PyTorch
-        # keeps of one function, 8, and whatever comes after them runs eagerly.
-        dynamic = True if model.config.kind == "qrnn" else None
         for layer in model.get_submodule("layers").children():
-            layer.compile(dynamic=dynamic)
+            layer.compile(dynamic=model.compiles_any_length)
     return reason
 
 

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl.config import RunConfig, TrainConfig, has_auxiliary_losses
+from txl.config import RunConfig, TrainConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.models import build_model
+from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.objective import Objective
-from txl.training.estimate_layers import dropout_copies
-from txl.training.estimate_recurrent import recurrent_costs
-from txl.training.estimate_transformer import transformer_costs
 
 _LARGE_VOCABULARY = 16_384
 """Tokens above which a vocabulary is worth a remark."""
@@ -82,8 +80,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
 
     - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P
       (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
-    - memory, activations and scratch of the layers: `txl.training.estimate_transformer`, or for recurrent models, where
-      the memory is a state, `txl.training.estimate_recurrent`,
+    - memory or state, activations and scratch of the layers: the model's `layer_costs`,
     - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
@@ -95,11 +92,10 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     parameters = parameters_by_part(model)
     total, train = sum(parameters.values()), run.train
     ends, logits = _states_at_ends(run), _logits(run, vocab_size)
-    if run.model.kind == "transformer":
-        layers = transformer_costs(run.model, train)
+    layers = model.layer_costs(train)
+    if layers.beside_softmax:
         ends, scratch = ends + logits, layers.scratch
     else:
-        layers = recurrent_costs(run.model, train)
         scratch = max(logits, layers.scratch)  # the softmax is done with before the layers' backward pass begins
     averaged = train.average_from is not None or train.average_patience is not None
     memory = {
@@ -180,6 +176,4 @@ def _logits(run: RunConfig, vocab_size: int) -> int:
     number = 3 * tokens * head * model.n_softmax
     if number > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
         number = 2 * max(MAX_LOGITS, head)
-    if has_auxiliary_losses(model):  # log-probabilities of every classifier
-        number += ((model.n_layer if model.layer_losses else 1) * model.n_target - 1) * tokens * head
-    return 4 * number
+    return 4 * (number + model.n_auxiliary * tokens * head)  # log-probabilities of every classifier

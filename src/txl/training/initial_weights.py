@@ -10,32 +10,6 @@ from txl.errors import UserError
 from txl.run_directory import RunDirectory, load_weights
 from txl.training.checkpoints import MODEL_FILE, read_tensors
 
-WEIGHTS_DEPEND_ON = (
-    "encoding",
-    "n_layer",
-    "d_model",
-    "n_head",
-    "d_head",
-    "d_inner",
-    "d_embed",
-    "pre_norm",
-    "layer_norm_eps",
-    "untie_r",
-    "cutoffs",
-    "div_val",
-    "tie_projections",
-    "tie_embeddings",
-    "kind",
-    "d_hidden",
-    "d_last",
-    "kernel_sizes",
-    "n_softmax",
-)
-"""Fields of the model without which weights mean something else; lengths and dropout may change."""
-
-LENGTH_OF = {"learned": "max_segment", "shaw": "max_distance"}
-"""Encodings with weights for every position or distance, and the field that is their number."""
-
 _AUXILIARY = "auxiliary."
 """How the names of the weights begin that auxiliary losses alone need (`txl.models.auxiliary`)."""
 
@@ -46,12 +20,11 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
     Raises:
         UserError: naming the fields that differ.
     """
-    theirs, ours = source.config().model, run.model
-    length = (LENGTH_OF[ours.encoding],) if theirs.encoding == ours.encoding in LENGTH_OF else ()
+    theirs, ours = source.config().model.weight_settings(), run.model.weight_settings()
     changed = [
-        f"model.{name} {_value(theirs, name)} -> {_value(ours, name)}"
-        for name in (*WEIGHTS_DEPEND_ON, *length)
-        if _value(theirs, name) != _value(ours, name)
+        f"model.{name} {theirs[name]} -> {value}"
+        for name, value in ours.items()
+        if name in theirs and theirs[name] != value
     ]
     if changed:
         raise UserError(
@@ -92,7 +65,3 @@ def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> st
 def _classifiers(names: set[str]) -> str:
     count = len({name.rpartition(".")[0] for name in names})
     return f"{count} classifier{'s' if count > 1 else ''} of auxiliary losses"
-
-
-def _value(model: Any, name: str) -> Any:
-    return model.d_embed or model.d_model if name == "d_embed" else getattr(model, name)

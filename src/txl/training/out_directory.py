@@ -7,18 +7,13 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from txl.config import RunConfig, differences, with_unset_data
+from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import is_named
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_name
 from txl.training.schedules import depends_on_steps, learning_rate
 
-MAY_DIFFER = frozenset(
-    {"name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints"}
-    | {"train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard"}
-)
-"""Fields that a continued run may change, because they do not change what it computes."""
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
 """What a start that failed before its config.json was written may leave behind."""
 
@@ -108,7 +103,7 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
         changes.append(
             f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
         )
-    if run.model.layer_losses and step > 0:
+    if run.model.loss_depends_on_progress and step > 0:
         changes.append(f"the layers' losses end as in {new.steps} steps from here")
     if new.on_spike == "rollback" and step == old.steps and step % new.checkpoint_every:
         changes.append(f"a spike before the next due checkpoint goes back to step {step}")
@@ -122,7 +117,7 @@ def may_differ(run: RunConfig) -> frozenset[str]:
         fixed |= {"train.eval_every"}
     if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
         fixed |= {"train.checkpoint_every"}
-    return MAY_DIFFER - fixed
+    return may_change() - fixed
 
 
 def remove_begun(path: Path) -> None:

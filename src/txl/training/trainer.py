@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from txl.attention import attention_backend
-from txl.config import RunConfig, has_absolute_positions, validate, with_unset_data
+from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
-from txl.models import build_model
+from txl.models import FAMILIES, build_model
 from txl.models.objective import Objective
 from txl.processes import Processes, processes_of
 from txl.run_directory import RunDirectory
@@ -69,8 +68,7 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        if run.model.kind == "transformer" and not has_absolute_positions(run.model):
-            attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
+        FAMILIES[type(run.model)].check_device(run.model, self.device)  # before any text is fetched
         self._compiled = False
         self._init_note: str | None = None
         self.processes = Processes()

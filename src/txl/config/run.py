@@ -1,0 +1,46 @@
+"""The configuration of a run: a model's and the sections that all models share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from txl.config.models import ModelConfig, TransformerXLConfig, model_from_dict
+from txl.config.sections import DataConfig, EvalConfig, TrainConfig
+from txl.config.values import from_plain
+
+
+@dataclass
+class RunConfig:
+    """Everything that determines a run, apart from the machine it happens on."""
+
+    name: str = field(default="custom", metadata={"may_change": True})
+    model: ModelConfig = field(default_factory=TransformerXLConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+        """The inverse of `to_dict`; missing fields take their defaults.
+
+        Raises:
+            UserError: for a field that this version does not know, or a value of the wrong type.
+        """
+        return from_plain(cls, values, prefix="", readers={ModelConfig: model_from_dict})
+
+
+def validate(run: RunConfig) -> None:
+    """The rules of a whole configuration, apart from those that depend on the data.
+
+    Raises:
+        UserError: naming the first field that breaks one.
+    """
+    for section in (run.model, run.train, run.data, run.eval):
+        section.validate()
+    run.model.validate_use(run.train, run.eval)

@@ -1,0 +1,191 @@
+"""Families of models: each has its own fields alone, and files and options of one become another's where they can."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import txl
+from txl.cli import main
+from txl.config import (
+    MODEL_FAMILIES,
+    MODEL_FIELDS,
+    RecurrentConfig,
+    RunConfig,
+    TransformerXLConfig,
+    VanillaConfig,
+    as_family,
+    may_change,
+    validate,
+    with_options,
+)
+from txl.errors import UserError
+from txl.models import FAMILIES
+
+ONE_CLASS: dict[str, Any] = {
+    "encoding": "relative", "max_distance": 64, "max_segment": 512, "n_layer": 2, "d_model": 16, "n_head": 8,
+    "d_head": 64, "d_inner": 2048, "d_embed": None, "mem_len": 8, "window": None, "clamp_len": None, "dropout": 0.1,
+    "dropatt": 0.0, "dropout_r": None, "dropout_embed": None, "dropout_out": None, "dropout_qkv": 0.0,
+    "dropout_words": 0.0, "locked_dropout": False, "pre_norm": False, "layer_norm_eps": 1e-05, "untie_r": False,
+    "cutoffs": [], "div_val": 1, "tie_projections": "all", "tie_embeddings": True, "init_std": 0.02,
+    "proj_init_std": 0.01, "activation_reg": 0.0, "temporal_reg": 0.0, "layer_losses": False, "n_target": 1,
+    "extra_target_weight": 0.5, "attention": "auto", "dropout_inner": None, "dropout_tail": 0.0, "init": "normal",
+    "kind": "transformer", "d_hidden": None, "d_last": None, "weight_drop": 0.0, "kernel_sizes": [2], "zoneout": 0.0,
+    "n_softmax": 1, "dropout_latent": None,
+}  # fmt: skip
+"""A model as config.json had it when one class had the fields of all families."""
+VANILLA = {"encoding": "learned", "mem_len": 0}
+LSTM = {"kind": "lstm", "mem_len": 0}
+
+
+def read(**changes: Any) -> RunConfig:
+    return RunConfig.from_dict({"model": ONE_CLASS | changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "own"),
+    [
+        ({"untie_r": True, "encoding": "shaw"}, "transformer-xl", {"untie_r": True, "encoding": "shaw", "mem_len": 8}),
+        # What did nothing in a model without memory, and was never refused there, is left out.
+        (VANILLA | {"dropout_r": 0.0, "untie_r": True, "max_segment": 9}, "vanilla", {"max_segment": 9}),
+        (VANILLA | {"encoding": "sinusoid", "n_target": 2}, "vanilla", {"encoding": "sinusoid", "n_target": 2}),
+        (LSTM | {"weight_drop": 0.5}, "recurrent", {"kind": "lstm", "weight_drop": 0.5, "kernel_sizes": (2,)}),
+        (LSTM | {"kind": "qrnn", "kernel_sizes": [3, 1]}, "recurrent", {"kind": "qrnn", "kernel_sizes": (3, 1)}),
+    ],
+)
+def test_files_with_the_fields_of_all_families_load(changes, family, own):
+    run = read(**changes)
+    model = run.to_dict()["model"]
+    assert (model["family"], type(run.model)) == (family, MODEL_FAMILIES[family])
+    assert {name: model[name] for name in own} == own
+    shared = model.keys() & ONE_CLASS.keys() - changes.keys() - {"cutoffs", "kernel_sizes"}
+    assert {name: model[name] for name in shared} == {name: ONE_CLASS[name] for name in shared}
+    assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zoneout": 0.1}, r"model\.zoneout is 0\.1, but model\.encoding is relative.*recurrent networks"),
+        ({"layer_losses": True}, r"model\.layer_losses is true.*Transformers without memory"),
+        (LSTM | {"mem_len": 8}, r"model\.mem_len is 8, but model\.kind is lstm.*expected 0"),
+        (LSTM | {"encoding": "learned"}, r"model\.encoding is learned, but model\.kind is lstm"),
+        (VANILLA | {"attention": "flex"}, r"model\.attention is flex, but model\.encoding is learned"),
+        ({"family": "vanilla", "encoding": "learned", "mem_len": 3}, r"model\.mem_len is 3"),
+        ({"family": "transformer"}, "expected one of transformer-xl, vanilla, recurrent"),
+        ({"kinds": "lstm"}, "model.kinds is not known to this version"),
+    ],
+)
+def test_settings_of_other_families_in_a_file_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        read(**changes)
+
+
+def test_options_that_cross_families_convert_the_model():
+    shape = {"model.d_model": "16", "model.dropout_out": "0.3", "model.n_head": "4"}
+    run = with_options(RunConfig(), shape | {"model.mem_len": "7"})
+    vanilla = with_options(run, {"model.encoding": "sinusoid", "model.mem-len": "0"})
+    assert vanilla.model == VanillaConfig(encoding="sinusoid", d_model=16, dropout_out=0.3, n_head=4)
+    # A model without memory does not get one by the way.
+    back = with_options(vanilla, {"model.family": "transformer-xl"})
+    assert back.model == TransformerXLConfig(d_model=16, dropout_out=0.3, n_head=4, mem_len=0)
+    with pytest.raises(UserError, match=r"model\.n_head is 4, but model\.kind is qrnn.*of Transformers;.*default, 8"):
+        with_options(back, {"model.kind": "qrnn"})
+    left_out = with_options(back, {"model.kind": "qrnn"}, drop=True)
+    assert left_out.model == RecurrentConfig(kind="qrnn", d_model=16, dropout_out=0.3)
+    assert left_out.model == with_options(back, {"model.kind": "qrnn", "model.n_head": "8"}).model
+    assert run.model.mem_len == 7
+
+
+def test_an_option_that_does_nothing_is_refused_even_where_a_file_may_have_it():
+    assert with_options(RunConfig(), {"model.max_segment": "512"}) == RunConfig()
+    with pytest.raises(UserError, match=r"model\.max_segment is 64, but model\.encoding is relative"):
+        with_options(RunConfig(), {"model.max_segment": "64"})
+
+
+def test_a_script_cannot_set_what_a_family_lacks_nor_leave_its_family():
+    model: Any = txl.preset("ptb-awd-lstm").model
+    model.mem_len = 0  # says nothing
+    for name, value in (("mem_len", 5), ("n_head", 4)):
+        with pytest.raises(UserError, match=rf"model\.{name} is {value}, but model\.kind is lstm"):
+            setattr(model, name, value)
+    with pytest.raises(AttributeError):
+        model.n_heads = 4
+    run: Any = txl.preset("stdlib-tiny")
+    run.model.encoding = "learned"
+    with pytest.raises(UserError, match=r"model\.encoding is learned; expected relative or shaw"):
+        validate(run)
+
+
+def test_every_family_is_registered_and_names_itself():
+    assert list(FAMILIES) == list(MODEL_FAMILIES.values())
+    assert [each().family for each in FAMILIES] == list(MODEL_FAMILIES)
+    for config, model in FAMILIES.items():
+        assert model.config_class is config
+        assert type(as_family(TransformerXLConfig(), config)) is config
+    kept = {"mem_len", "window", "clamp_len"}
+    assert not kept & {item.name for each in (VanillaConfig, RecurrentConfig) for item in dataclasses.fields(each)}
+
+
+def test_numbers_outside_of_a_field_s_limits_are_refused():
+    """Every field with limits, at the first value beyond each of them."""
+    run = RunConfig()
+    sections: list[Any] = [TransformerXLConfig(), VanillaConfig(), RecurrentConfig(), run.data, run.train, run.eval]
+    for section in sections:
+        for item in dataclasses.fields(section):
+            for limit, bound in item.metadata.get("limits", {}).items():
+                beyond = {"at_least": bound - 1, "above": bound, "at_most": bound + 1, "below": bound}[limit]
+                changed: Any = dataclasses.replace(section, **{item.name: beyond})
+                with pytest.raises(UserError, match=rf"\.{item.name} is {beyond}; expected "):
+                    changed.validate()
+
+
+def test_fields_that_a_run_that_goes_on_may_change():
+    """Adding one needs a thought: nothing that a run computes may depend on it."""
+    assert may_change() == {
+        "name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints",
+        "train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "lacking"),
+    [
+        (["train", "enwik8-12L"], ("kind", "zoneout", "max-segment", "n-target")),
+        (["train", "enwik8-vanilla-12L"], ("kind", "mem-len", "untie-r", "attention")),
+        (["train", "ptb-awd-lstm"], ("encoding", "n-head", "mem-len", "pre-norm")),
+        (["train", "enwik8-12L", "--model.encoding", "learned"], ("kind",)),
+        (["bench", "train"], ("kind", "zoneout", "max-segment")),
+        (["import"], ("kernel-sizes", "zoneout", "max-segment")),
+        (["train"], ()),
+    ],
+)
+def test_help_shows_the_family_s_fields_alone(words, lacking, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # or names are broken at hyphens
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--help"])
+    assert left.value.code == 0
+    shown = {name.replace("_", "-") for name in re.findall(r"--model\.([a-z0-9_-]+)", capsys.readouterr().out)}
+    assert not shown & set(lacking)
+    if words == ["train"]:
+        assert shown == {name.replace("_", "-") for name in MODEL_FIELDS}
+    assert "n-layer" in shown
+
+
+def test_only_families_ask_which_one_it_is():
+    """Elsewhere a property of the configuration or the model answers."""
+    source = Path(txl.__file__).parent
+    asks = re.compile(r"(model|config|shape)\.(kind|encoding)\b(?! is)")
+    found = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if any(asks.search(line) and '"' not in line.split("model.")[0] for line in path.read_text().splitlines())
+    }
+    inside = {"models/transformer_xl.py", "models/vanilla.py", "models/recurrent.py"}
+    relative = {"attention/backends.py", "benchmarking/operations.py", "native/steps.py"}  # Transformer-XL's own
+    assert found <= inside | relative | {"config/models.py"}
