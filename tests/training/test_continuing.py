@@ -20,6 +20,7 @@ from txl.training.status import run_status
 from txl.training.trainer import Trainer
 
 SCHEDULES = {
+    "cosine whose warm-up is not over": {"train.warmup_steps": "11"},
     "constant": {"train.schedule": "constant"},
     "inverse_sqrt": {"train.schedule": "inverse_sqrt"},
     "steps": {"train.schedule": "steps", "train.decay_at": "5,14"},
