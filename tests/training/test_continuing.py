@@ -20,6 +20,7 @@ from txl.training.status import run_status
 from txl.training.trainer import Trainer
 
 SCHEDULES = {
+    "cosine whose warm-up is not over": {"train.warmup_steps": "11"},
     "constant": {"train.schedule": "constant"},
     "inverse_sqrt": {"train.schedule": "inverse_sqrt"},
     "steps": {"train.schedule": "steps", "train.decay_at": "5,14"},
@@ -150,7 +151,7 @@ def test_a_relative_path_is_the_absolute_one(story, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(small_run("text.txt"), "run", tmp_path / "cache")
     assert RunDirectory("run").config().data.corpus == str(tmp_path / "text.txt")
-    txl.open_corpus("./text.txt", data_dir=tmp_path / "cache")
+    assert txl.open_corpus("./text.txt", data_dir=tmp_path / "cache").name == str(tmp_path / "text.txt")
     monkeypatch.chdir(tmp_path / "elsewhere")
     train(small_run("../text.txt"), "../run", tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -112,7 +112,7 @@ def open_corpus(
     """
     if not name:
         raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
-    is_public = name in BENCHMARKS
+    is_public, name = name in BENCHMARKS, absolute_path(name)
     if whole and is_named(name):
         raise UserError(
             f"{name} is read by its splits, {', '.join(SPLITS)}; only a text of your own is read as one, {WHOLE}"
@@ -172,7 +172,7 @@ def absolute_path(corpus: str) -> str:
     """
     if not corpus or is_named(corpus):
         return corpus  # an imported model has none
-    if os.sep not in corpus and not Path(corpus).exists():
+    if os.sep not in corpus and not os.path.exists(corpus):
         try:
             find_files(corpus)  # a glob
         except UserError:
@@ -206,7 +206,7 @@ def _open(
     for path in files:
         status = path.stat()
         stamps.append([str(path), status.st_size, status.st_mtime_ns])
-    everything = [META_FORMAT, absolute_path(name), stamps, recipe.settings(), *told_apart]
+    everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
     safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in label).lstrip(".")[:40] or "text"
     directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"

@@ -37,7 +37,7 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """Its name, or the path that the user gave."""
+        """Its name, or the absolute path of a text of the user's."""
         return self._meta["name"]
 
     @property

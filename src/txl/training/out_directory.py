@@ -12,7 +12,7 @@ from txl.data.corpora import is_named
 from txl.errors import UserError
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import checkpoint_name
-from txl.training.schedules import depends_on_steps, learning_rate
+from txl.training.schedules import learning_rate
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
 """What a start that failed before its config.json was written may leave behind."""
@@ -98,7 +98,8 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
     """In what a run that gets more steps at a step differs from one that had them from the start; mostly in nothing."""
     changes = []
     old, new = before.train, run.train
-    if depends_on_steps(new) and step > 0:
+    # Two cosines part for good when the warm-up is over, so the last rate tells whether all were the same.
+    if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
         changes.append(
             f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"

@@ -7,11 +7,6 @@ import math
 from txl.config import TrainConfig
 
 
-def depends_on_steps(config: TrainConfig) -> bool:
-    """Whether the learning rate of a step depends on how many steps there are."""
-    return config.schedule == "cosine" and config.average_from is None
-
-
 def learning_rate(step: int, config: TrainConfig) -> float:
     """The learning rate of update number `step`, counted from 0.
 
