@@ -103,8 +103,8 @@ def attention_section(record: dict[str, Any]) -> str:
         note(lead, "lead"),
         figure(
             average_figure(record),
-            f"Average attention of every head by distance (Figure 5 of the paper). The more a place stands out from the "
-            f"page, the more it is; the scale is logarithmic.{_fall(record)}",
+            f"Average attention of every head by distance (Figure 5 of the paper). The more a place stands out from "
+            f"the page, the more it is; the scale is logarithmic.{_fall(record)}",
         ),
         _farthest(record),
     ]
