@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,7 +254,7 @@ sys.exit(7)
 """
 
 
-def command_with(module: str, folder: Path, *words: str, **options) -> subprocess.CompletedProcess[str]:
+def command_with(module: str, folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs `python -m txl` where importing a module sends the process SIGINT, swallows what comes, and exits with 7."""
     (folder / f"{module}.py").write_text(INTERRUPTED_IMPORT)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
@@ -291,8 +292,7 @@ def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
 
 def test_ctrl_c_while_a_command_waits(trained):
     command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt-file", "-"]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **streams) as process:
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         time.sleep(1.5)  # it reads
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130

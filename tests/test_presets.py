@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import txl
-from txl.config import has_absolute_positions, validate
+from txl.config import ModelConfig, has_absolute_positions, parameter_count, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
@@ -52,6 +54,37 @@ def parameters(name: str) -> int:
     each = txl.presets()[name]
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_model(each.make().model, each.vocab_size).parameters())
+
+
+def test_parameters_are_counted_without_building_any_model():
+    """Every preset, and what none has: all ways of tying, of dividing and of cutting up the vocabulary."""
+    models = {name: (each.make().model, each.vocab_size) for name, each in txl.presets().items()}
+    for name, options in {
+        "shared biases": {},
+        "own biases": {"untie_r": True},
+        "narrow": {"d_embed": 12},
+        "untied": {"tie_embeddings": False, "d_embed": 12, "tie_projections": "none"},
+        "cut": {"cutoffs": (7, 20)},
+        **{
+            f"divided, {tied}": {"cutoffs": (7, 20), "div_val": 2, "tie_projections": tied}
+            for tied in ("all", "all_but_first", "tails", "none")
+        },
+        "cut, narrow": {"cutoffs": (7, 20), "d_embed": 12, "tie_projections": "none"},
+        "shaw": {"encoding": "shaw", "max_distance": 9},
+        "sinusoid": {"encoding": "sinusoid", "mem_len": 0, "max_segment": 8},
+        "learned": {"encoding": "learned", "mem_len": 0, "max_segment": 8, "n_target": 3},
+        "mixture": {"n_softmax": 3},
+        "lstm": {"kind": "lstm", "d_hidden": 24},
+        "qrnn": {"kind": "qrnn", "kernel_sizes": (3, 2), "n_softmax": 2, "d_last": 10},
+    }.items():
+        shape: dict[str, Any] = {"n_layer": 3, "d_model": 16, "mem_len": 0}
+        if "kind" not in options:
+            shape |= {"n_head": 2, "d_head": 5, "d_inner": 11, "mem_len": 4}
+        models[name] = (ModelConfig(**shape | options), 31)
+    for name, (model, vocab_size) in models.items():
+        with torch.device("meta"):
+            built = build_model(model, vocab_size)
+        assert parameter_count(model, vocab_size) == sum(each.numel() for each in built.parameters()), name
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -79,7 +79,8 @@ def attention_section(record: dict[str, Any]) -> str:
         note(lead, "lead"),
         figure(
             average_figure(record),
-            f"Average attention of every head by distance (Figure 5 of the paper). The more a place stands out from the page, the more it is; the scale is "
+            f"Average attention of every head by distance (Figure 5 of the paper). The more a "
+            f"place stands out from the page, the more it is; the scale is "
             f"logarithmic.{_fall(record)}",
         ),
         _farthest(record),
