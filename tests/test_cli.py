@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,6 +186,24 @@ def test_a_clamp_beyond_all_distances_is_none(trained, data_dir, capsys):
     assert results[0] == results[1]
 
 
+def test_what_there_is_to_say_does_not_land_in_generated_text(trained, tmp_path):
+    command = [sys.executable, "-u", "-m", "txl", "generate", str(trained), "--prompt", "The ", "--max-tokens", "9"]
+    env = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, check=True)
+    note, text = done.stdout.split("\n", 1)
+    assert "CXX is 'no-such-compiler'" in note
+    assert text.startswith("The ")
+
+
+def test_a_note_about_the_warm_up_comes_where_it_matters(story, data_dir, tmp_path, capsys):
+    words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), *options_of(small_run(str(story)))]
+    words += ["--train.warmup-steps=99", "--data-dir", str(data_dir)]
+    assert main([*words, "--data.corpus", str(tmp_path / "missing.txt")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(words) == 0
+    assert "note: the warm-up of 99 steps is not over when training ends" in capsys.readouterr().err
+
+
 def test_a_drawn_seed_is_told(trained, capsys):
     words = ["generate", str(trained), "--prompt", "The ", "--max-tokens", "9", "--json"]
     assert main(words) == 0
@@ -291,7 +310,7 @@ sys.exit(7)
 """
 
 
-def command_with(module: str, folder: Path, *words: str, **options) -> subprocess.CompletedProcess[str]:
+def command_with(module: str, folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs `python -m txl` where importing a module sends the process SIGINT, swallows what comes, and exits with 7."""
     (folder / f"{module}.py").write_text(INTERRUPTED_IMPORT)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
@@ -329,8 +348,7 @@ def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
 
 def test_ctrl_c_while_a_command_waits(trained):
     command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt-file", "-"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         time.sleep(1.5)  # it reads
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
@@ -364,7 +382,7 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["fly"], "unknown command 'fly'; expected one of presets, data, train"),
         (["evel", "x"], "unknown command 'evel'; did you mean eval?"),
         (["data", "lst"], "unknown command 'lst'; did you mean list?"),
-        (["eval", "x", "--dtype", "bfloat61"], "argument --dtype: invalid choice: 'bfloat61'; did you mean bfloat16?"),
+        (["eval", "x", "--dtype", "bfloat61"], "argument --dtype: invalid choice: 'bfloat61'; did you mean bfloat16 or"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
          "unknown option --model.n_layers; did you mean --model.n-layer or --model."),
         ([], "required: COMMAND"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import txl
-from txl.config import TransformerXLConfig, VanillaConfig, validate
+from txl.config import RecurrentConfig, TransformerXLConfig, VanillaConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
@@ -52,6 +54,40 @@ def parameters(name: str) -> int:
     each = txl.presets()[name]
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_model(each.make().model, each.vocab_size).parameters())
+
+
+def test_parameters_are_counted_without_building_any_model():
+    """Every preset, and what none has: all ways of tying, of dividing and of cutting up the vocabulary."""
+    models = {name: (each.make().model, each.vocab_size) for name, each in txl.presets().items()}
+    for name, options in {
+        "shared biases": {},
+        "own biases": {"untie_r": True},
+        "narrow": {"d_embed": 12},
+        "untied": {"tie_embeddings": False, "d_embed": 12, "tie_projections": "none"},
+        "cut": {"cutoffs": (7, 20)},
+        **{
+            f"divided, {tied}": {"cutoffs": (7, 20), "div_val": 2, "tie_projections": tied}
+            for tied in ("all", "all_but_first", "tails", "none")
+        },
+        "cut, narrow": {"cutoffs": (7, 20), "d_embed": 12, "tie_projections": "none"},
+        "shaw": {"encoding": "shaw", "max_distance": 9},
+        "sinusoid": {"encoding": "sinusoid", "max_segment": 8},
+        "learned": {"encoding": "learned", "max_segment": 8, "n_target": 3},
+        "mixture": {"n_softmax": 3},
+        "lstm": {"kind": "lstm", "d_hidden": 24},
+        "qrnn": {"kind": "qrnn", "kernel_sizes": (3, 2), "n_softmax": 2, "d_last": 10},
+    }.items():
+        shape: dict[str, Any] = {"n_layer": 3, "d_model": 16, **options}
+        if "kind" in options:
+            model = RecurrentConfig(**shape)
+        else:
+            absolute = options.get("encoding") in ("sinusoid", "learned")
+            model = (VanillaConfig if absolute else TransformerXLConfig)(**shape, n_head=2, d_head=5, d_inner=11)
+        models[name] = (model, 31)
+    for name, (model, vocab_size) in models.items():
+        with torch.device("meta"):
+            built = build_model(model, vocab_size)
+        assert model.parameter_count(vocab_size) == sum(each.numel() for each in built.parameters()), name
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -64,7 +64,7 @@ def test_a_terminal_gets_a_live_panel():
     os.close(controller)
     assert done.stdout == b""
     for text in (
-        "[demo]", "a [note]", "40/100", "1.0000 nats", "2.7183", "ppl 7.3891 at step 40", "5,000 tokens/s", "1.00e-03",
+        "[demo]", "a [note]", "40/100", "1.0000 nats", "2.718", "ppl 7.389 at step 40", "5,000 tokens/s", "1.00e-03",
         "0.250", "1:01",
     ):  # fmt: skip
         assert text in shown

@@ -373,22 +373,30 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    rows = list(rows)
-    for place, heading in enumerate(headings):
-        if heading in text:
-            table.add_column(Text(heading), overflow="fold")
-        else:
-            words = [min(len(word), 12) for word in heading.split()]
-            least = max([*words, *(len(row[place]) for row in rows)], default=1)
-            table.add_column(Text(heading), justify="right", overflow="fold", min_width=least)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    needed = Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+    rows, console = list(rows), Console()
+
+    def made(roomy: bool) -> Table:
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, heading in enumerate(headings):
+            if heading in text:
+                table.add_column(Text(heading), overflow="fold")
+            else:
+                words = [heading] if roomy else [word[:12] for word in heading.split()]
+                width = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
+                table.add_column(Text(heading), justify="right", overflow="fold", width=width)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def measured(table: Table) -> Measurement:
+        return Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+
+    table, width = made(roomy=True), measured(made(roomy=True)).maximum
+    if console.is_terminal and width > console.width:
+        table = made(roomy=False)
+        width = max(console.width, measured(table).minimum)
     print(title)
     sys.stdout.flush()
-    width = max(console.width, needed.minimum) if console.is_terminal else needed.maximum
     Console(width=width).print(table)
 
 

@@ -53,5 +53,5 @@ def run(arguments: argparse.Namespace) -> None:
             del columns["layers"], columns["test"]
         print_table(group, tuple(columns), list(zip(*columns.values(), strict=True)), text=("preset",))
         print()
-    print("train, test: tokens of a segment / of memory; parameters at the published vocabulary")
-    print("vocabularies, widths, sources: txl presets --json; all of one: txl train NAME --dry-run")
+    print("train, test: segment / memory in tokens; parameters at the published vocabulary")
+    print("sources and more: txl presets --json; all of one: txl train NAME --dry-run")
