@@ -73,7 +73,10 @@ VANILLA |= {"eval.mem_len": "0", "eval.window": "none", "train.warmup_steps": "0
     ],
 )
 def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, named, story, data_dir, tmp_path):
-    options = VANILLA | {"model.encoding": encoding} | ({"model.max_distance": "7"} if encoding == "shaw" else {})
+    options = VANILLA | {"model.encoding": encoding}
+    if encoding == "shaw":
+        options["model.max_distance"] = "7"
+        del options["model.max_segment"]
     train(small_run(str(story), **options), tmp_path / "first", data_dir)
     second = small_run(str(story), **(VANILLA if "model.encoding" in changed else options) | changed)
     with nullcontext() if named is None else pytest.raises(UserError, match=named):

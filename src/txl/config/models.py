@@ -85,6 +85,8 @@ class ModelConfig(ABC):
         0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss", at_least=0
     )
 
+    choice: ClassVar[str] = "encoding"
+    """The field that says which model of the family it is."""
     title: ClassVar[str] = "every model"
     """The models that have these fields, as messages call them."""
     no_memory: ClassVar[str] = ""
@@ -107,9 +109,9 @@ class ModelConfig(ABC):
         super().__setattr__(name, value)
 
     @property
-    @abstractmethod
     def chosen_by(self) -> str:
         """The field that says which model of which family it is, and its value, as messages have it."""
+        return f"model.{self.choice} is {getattr(self, self.choice)}"
 
     @property
     @abstractmethod
@@ -211,6 +213,9 @@ class ModelConfig(ABC):
             UserError: naming the first field that breaks one.
         """
         check_ranges(self, "model.")
+        choices, chosen = get_args(hints_of(type(self))[self.choice]), getattr(self, self.choice)
+        expected = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
+        require(chosen in choices, f"model.{self.choice}", chosen, expected)
         if any(first >= second for first, second in pairwise((0, *self.cutoffs))):
             raise UserError(
                 f"model.cutoffs is {list(self.cutoffs)}; expected numbers above 0 that increase strictly, or nothing"
@@ -334,11 +339,6 @@ class TransformerXLConfig(TransformerConfig):
     tells_distances: ClassVar[bool] = True
 
     @property
-    def chosen_by(self) -> str:
-        """Its encoding."""
-        return f"model.encoding is {self.encoding}"
-
-    @property
     def display_name(self) -> str:
         """With its encoding, if that is not the paper's, and whether it is without memory."""
         name = "Transformer-XL" if self.encoding == "relative" else "Transformer with Shaw et al.'s encoding"
@@ -371,7 +371,6 @@ class TransformerXLConfig(TransformerConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        _require_choice(self, "encoding", RelativeEncoding)
         validate_lengths(self.mem_len, self.window, self.clamp_len, "model.")
 
     def _layer_parameters(self, vocab_size: int) -> int:
@@ -423,11 +422,6 @@ class VanillaConfig(TransformerConfig):
     )
 
     @property
-    def chosen_by(self) -> str:
-        """Its encoding."""
-        return f"model.encoding is {self.encoding}"
-
-    @property
     def display_name(self) -> str:
         """By its encoding."""
         return "Vanilla Transformer" if self.encoding == "learned" else "Transformer with sinusoids at its input"
@@ -461,7 +455,6 @@ class VanillaConfig(TransformerConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        _require_choice(self, "encoding", AbsoluteEncoding)
         if self.n_auxiliary and self.cutoffs:
             given = "model.layer_losses is true" if self.layer_losses else f"model.n_target is {self.n_target}"
             raise UserError(
@@ -515,14 +508,10 @@ class RecurrentConfig(ModelConfig):
     )
     zoneout: float = _rate(0.0, "qrnn: probability with which a unit keeps its state for a token")
 
+    choice: ClassVar[str] = "kind"
     title: ClassVar[str] = "recurrent networks (model.kind lstm or qrnn)"
     constant_state: ClassVar[bool] = True
     no_memory: ClassVar[str] = "it carries a state of constant size, which has no positions to count"
-
-    @property
-    def chosen_by(self) -> str:
-        """Its kind."""
-        return f"model.kind is {self.kind}"
 
     @property
     def display_name(self) -> str:
@@ -555,7 +544,6 @@ class RecurrentConfig(ModelConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        _require_choice(self, "kind", RecurrentKind)
         if self.kind == "lstm":
             for name in ("kernel_sizes", "zoneout"):
                 value, default = getattr(self, name), self.__dataclass_fields__[name].default
@@ -739,17 +727,6 @@ def chosen_family(given: dict[str, Any], model: ModelConfig | None = None) -> ty
         return RecurrentConfig
     encoding = given.get("encoding", getattr(model, "encoding", "relative"))
     return VanillaConfig if encoding in get_args(AbsoluteEncoding) else TransformerXLConfig
-
-
-def _require_choice(model: ModelConfig, name: str, choices: Any) -> None:
-    """Refuse a choice of another family, which a script may have set here."""
-    value, expected = getattr(model, name), " or ".join(get_args(choices))
-    require(
-        value in get_args(choices),
-        f"model.{name}",
-        value,
-        f"{expected} in the family {model.family} (txl.config.with_options chooses another)",
-    )
 
 
 def _shown(value: Any) -> str:
