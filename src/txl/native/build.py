@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp"))
-HEADERS = tuple(_HERE / name for name in ("vectors.h", "panels.h"))
+from txl.native.sources import cpp_sources
+
 COMPILERS = ("c++", "g++", "clang++")
 # What these drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
 # order. -march=native: the library is for this machine.
@@ -69,13 +68,13 @@ def _built() -> Path:
     Raises:
         ValueError, OSError, SubprocessError: if that is not possible; the message says why.
     """
-    code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
+    sources = cpp_sources()
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
     compiler = next((found for found in map(shutil.which, names) if found), None)
     if compiler is None:
         raise ValueError(f"no C++ compiler found ({', '.join(names)})")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    told_apart = "\n".join([*code, compiler, version, *FLAGS, _processor()])
+    told_apart = "\n".join([*sources.values(), compiler, version, *FLAGS, _processor()])
     name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}.so"
     folder = cache_folder()
     if not (folder / name).exists():
@@ -83,8 +82,10 @@ def _built() -> Path:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / name
+            for source, text in sources.items():
+                (Path(scratch) / source).write_text(text, encoding="utf-8")
             done = subprocess.run(
-                [compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)],
+                [compiler, *FLAGS, *(str(path) for path in Path(scratch).glob("*.cpp")), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=300,
