@@ -17,7 +17,6 @@ import torch
 
 from txl.benchmarking.workloads import timed_alternately
 from txl.config import ModelConfig
-from txl.evaluation.perplexity import evaluation_mode
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
@@ -61,9 +60,9 @@ def slowdown(
         device: where.
         dtype: "float32", or "bfloat16" for autocast.
     """
-    read_segment, recurrent = _recurrent(shape, vocab_size, length, segment, device)
-    read_window, vanilla = _vanilla(shape, vocab_size, length, device)
-    with evaluation_mode(recurrent), evaluation_mode(vanilla), _arithmetic(device, dtype):
+    read_segment = _recurrent(shape, vocab_size, length, segment, device)
+    read_window = _vanilla(shape, vocab_size, length, device)
+    with torch.no_grad(), _arithmetic(device, dtype):
         of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
     return Slowdown(length, segment, dtype, of_window, of_segment / segment)
 
@@ -71,13 +70,11 @@ def slowdown(
 Step = Callable[[], None]
 
 
-def _recurrent(
-    shape: ModelConfig, vocab_size: int, length: int, segment: int, device: str
-) -> tuple[Step, TransformerXL]:
+def _recurrent(shape: ModelConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
     """Reads one segment behind a full memory."""
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
-    model = TransformerXL(shape, vocab_size).to(device)
+    model = TransformerXL(shape, vocab_size).to(device).eval()
     state = model.init_state(1).filled_with_noise()
 
     def read_segment() -> None:
@@ -85,20 +82,20 @@ def _recurrent(
         tokens = torch.randint(vocab_size, (1, segment), device=device)
         _, state = model.nll(tokens, tokens, state)
 
-    return read_segment, model
+    return read_segment
 
 
-def _vanilla(shape: ModelConfig, vocab_size: int, length: int, device: str) -> tuple[Step, VanillaTransformer]:
+def _vanilla(shape: ModelConfig, vocab_size: int, length: int, device: str) -> Step:
     """Reads one window for its last token."""
     torch.manual_seed(0)
     without = {"mem_len": 0, "window": None, "clamp_len": None, "encoding": "learned", "max_segment": length}
-    model = VanillaTransformer(dataclasses.replace(shape, **without), vocab_size).to(device)
+    model = VanillaTransformer(dataclasses.replace(shape, **without), vocab_size).to(device).eval()
 
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)
         model.last_nll(tokens, tokens[:, -1], model.init_state(1))
 
-    return read_window, model
+    return read_window
 
 
 def _arithmetic(device: str, dtype: str) -> torch.autocast:

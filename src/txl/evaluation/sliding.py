@@ -61,7 +61,7 @@ def evaluate_sliding(
     ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
     device = next(model.parameters()).device
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
         total = model.nll(start[:, :-1], start[:, 1:], state)[0].double().sum()
@@ -129,7 +129,7 @@ def losses_at_context(
             f"indices from {context} to {len(ids) - 1}"
         )
     device = next(model.parameters()).device
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         windows = window_losses(model, ids, context, chosen, batch_size, clamp_len, progress)
         return torch.cat([losses.cpu() for losses in windows])
 
