@@ -16,10 +16,10 @@ from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.decoding.engine import DecodeEngine
-from txl.decoding.sampling import Sampling, chances
+from txl.decoding.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.errors import UserError
-from txl.evaluation.perplexity import evaluation_mode
 from txl.models.language_model import LanguageModel, Limit
+from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
 
 PROMPT_SEGMENT = 128
@@ -58,17 +58,14 @@ def generate_tokens(
         UserError: for an empty prompt, ids outside of the vocabulary, or counts below 1.
     """
     sampling = sampling or Sampling()
-    ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
-    if ids.numel() == 0:
-        raise UserError("the prompt is empty; expected at least one token to continue from")
-    if int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size:
-        raise UserError(f"the prompt has token ids outside of the model's vocabulary, 0 to {model.vocab_size - 1}")
+    ids = checked_tokens(prompt, model.vocab_size)
+    forbidden = checked_forbidden(forbidden, model.vocab_size)
     if max_tokens < 1:
         raise UserError(f"max_tokens is {max_tokens}; expected 1 or more")
     if samples < 1:
         raise UserError(f"samples is {samples}; expected 1 or more")
     lengths: dict[str, Any] = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
-    first_seed = torch.Generator().seed() if seed is None else seed
+    first_seed = torch.Generator().seed() if seed is None else checked_seed(seed)
     if isinstance(model, TransformerXL) and model.softmax.bias.device.type == "cpu":
         model.init_state(1, **lengths)  # refuses bad lengths now, not at the first token
         make = functools.partial(DecodeEngine, model, max_streams=samples, dtype=dtype, compile=compile, **lengths)
@@ -76,7 +73,7 @@ def generate_tokens(
     if dtype is not None:
         raise UserError(f"dtype is {dtype}; only a Transformer-XL on a CPU is converted for generation")
     state = model.init_state(1, **lengths)
-    return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, list(forbidden))
+    return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, forbidden)
 
 
 def _decode(
@@ -92,7 +89,12 @@ def _decode(
     for lane in range(1, engine.max_streams):
         engine.fork(first, seed=first_seed + lane)
     for _ in range(max_tokens):
-        yield engine.step()
+        streams = engine.streams
+        tokens = engine.step()
+        for stream in streams:
+            if stream.ended is not None:
+                raise UserError(stream.ended)
+        yield tokens
 
 
 def _continue(
@@ -103,12 +105,13 @@ def _continue(
     samples: int,
     sampling: Sampling,
     first_seed: int,
-    forbidden: list[int],
+    forbidden: Sequence[int],
 ) -> Iterator[Tensor]:
     device = next(model.parameters()).device
     seeds = torch.tensor([(first_seed + lane) % 2**63 for lane in range(samples)], device=device)
     context = getattr(model, "context", None)  # whoever has the methods of the interface need not inherit from it
-    with evaluation_mode(model):
+    model = evaluation_view(model)
+    with torch.no_grad():
         ids = ids.to(device)[None]
         if context is None:
             # All but the prompt's last token only fill the memory; `nll` does that without a [T,V] matrix of
@@ -120,17 +123,17 @@ def _continue(
         state = state.select(torch.zeros(samples, dtype=torch.int64))
         read = ids.expand(samples, -1)
     for number in range(max_tokens):
-        # Entered anew at each step, so that a caller who stops half-way does not leave the model in evaluation mode.
-        with evaluation_mode(model):
+        # Entered anew at each step: a caller takes gradients, or not, between two of them.
+        with torch.no_grad():
             if context is not None:
                 read = read[:, -context:]
             log_probs, after = model.log_probs(read, state)
-            log_probs = log_probs[:, -1]
             if context is None:
                 state = after
-            if forbidden:
-                log_probs = log_probs.index_fill(-1, torch.tensor(forbidden, device=device), float("-inf"))
-            token = sampling.draw(log_probs, chances(seeds, torch.full_like(seeds, number)))
+            log_probs, reasons = permitted(log_probs[:, -1], forbidden)
+            for reason in filter(None, reasons):
+                raise UserError(reason)
+            token = sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
             # Without memory, all that fits is read anew for every token.
             read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
         yield token.clone()

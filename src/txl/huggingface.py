@@ -111,10 +111,10 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: int64 [B,T].
             attention_mask: [B,S] of ones, and zeros for padding around the text of a first segment; S is T and what
-                `past_key_values` has seen.
+                `past_key_values` has seen. None: ones, and zeros for the tokenizer's padding in a first segment.
             past_key_values: memory to go on from; None: empty memory.
             labels: int64 [B,T], not shifted: the label of a position is its own token, as everywhere in transformers.
-                Those of -100 do not count, nor what padding would have to predict.
+                Those of -100 and padding's do not count, nor what padding would have to predict.
             use_cache: False to return no memory.
             logits_to_keep: of how many positions, from the end, logits are returned; 0: of all.
             return_dict: False for a tuple.
@@ -126,12 +126,14 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
 
         Raises:
-            ValueError: for a mask with gaps, or padding after what memory already holds.
+            ValueError: for a mask with gaps, padding after what memory already holds, or labels that are no tokens.
         """
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
+        if attention_mask is None and n_seen == 0:
+            attention_mask = input_ids != self.config.vocab_size  # the tokenizer's padding
         text = _text_in_mask(attention_mask, input_ids, n_seen)
         state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
-        # The tokenizer's padding is the id behind the vocabulary: what is read there matters to nobody.
+        # What is read in the place of padding, whose id is the one behind the vocabulary, matters to nobody.
         input_ids = input_ids.masked_fill(input_ids == self.config.vocab_size, 0)
         if text is None:
             hidden, state = self.model.hidden_states(input_ids, state)
@@ -142,12 +144,13 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             targets = labels[:, 1:]
-            counts = targets != -100
+            counts = (targets != -100) & (targets != self.config.vocab_size)
             if text is not None:  # padding predicts nothing
                 first, length = text
                 place = torch.arange(targets.shape[1], device=targets.device)
                 counts &= (place >= first[:, None]) & (place < (first + length - 1)[:, None])
-            nll = -logits[:, :-1].gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+            _check_labels(targets[counts], self.config.vocab_size)
+            nll = -logits[:, :-1].gather(-1, targets.masked_fill(~counts, 0)[..., None]).squeeze(-1)
             loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
         cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
         if return_dict is False:
@@ -251,6 +254,15 @@ def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[
     if not bool(ones.any(dim=1).all()) or bool((length != last - first).any()):
         raise ValueError("attention_mask has a lane without tokens, or gaps in it; expected one stretch of ones a lane")
     return first, length
+
+
+def _check_labels(targets: Tensor, vocab_size: int) -> None:
+    """Refuse labels outside of the vocabulary."""
+    if targets.numel() > 0 and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+        raise ValueError(
+            f"labels go from {int(targets.min())} to {int(targets.max())}; expected token ids, 0 to {vocab_size - 1}, "
+            f"-100 for positions that do not count, or the tokenizer's padding, {vocab_size}"
+        )
 
 
 AutoConfig.register(MODEL_TYPE, TransformerXLConfig, exist_ok=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.models.test_contract import VARIANTS, V, lively
-from torch import Tensor
+from tests.models.test_structure import adapt
+from torch import Tensor, nn
 
 import txl
 from txl.decoding.engine import DecodeEngine
 from txl.decoding.sampling import Sampling, chances
+from txl.decoding.slots import Slots
+from txl.decoding.steps import StaticStep
 from txl.errors import UserError
 from txl.models.transformer_xl import TransformerXL
 from txl.native.build import why_not
@@ -153,10 +158,10 @@ def test_bfloat16_weights_within_their_rounding(compile):
 def test_a_long_stream_takes_no_more_memory_and_does_not_drift(compile):
     model = lively(VARIANTS["post-norm"], torch.float32)
     engine = DecodeEngine(model, compile=compile, mem_len=6, window=7)
-    stream = engine.join([1], seed=3)
-    places = [each.data_ptr() for each in (*engine._slots.keys, *engine._slots.values)]
+    stream, slots = engine.join([1], seed=3), cast(Slots, engine._slots)
+    places = [each.data_ptr() for each in (*slots.keys, *slots.values)]
     text = drawn(engine, stream, 4000 if compile else 1500)
-    assert places == [each.data_ptr() for each in (*engine._slots.keys, *engine._slots.values)]
+    assert places == [each.data_ptr() for each in (*slots.keys, *slots.values)]
     # All that can matter are three layers of window 7.
     expected = by_the_model(model, torch.tensor(text[-30:]), mem_len=6, window=7)[-1]
     torch.testing.assert_close(engine.advance()[0], expected, rtol=0, atol=1e-5)
@@ -239,6 +244,167 @@ def test_a_change_of_the_weights_is_refused_and_a_converted_copy_does_not_mind()
     with pytest.raises(UserError, match="weights have changed"):
         engine.step()
     copied.step()
+
+
+CHANGES = {
+    "load_state_dict, assigned": lambda model: model.load_state_dict(
+        {name: each * 1.5 for name, each in model.state_dict().items()}, assign=True
+    ),
+    "another parameter": lambda model: setattr(
+        model.layers[0].attention.q_proj, "weight", nn.Parameter(torch.randn(15, 10))
+    ),
+    "another module": adapt,
+    "another softmax": lambda model: setattr(model, "softmax", copy.deepcopy(model.softmax)),
+    "moved": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("compile", STEPS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_replaced_in_the_model_is_noticed(change, compile):
+    """Only changes in place were: log-probabilities of other weights came out without a word."""
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    engine = DecodeEngine(model, compile=compile)
+    engine.join([1, 2])
+    engine.step()
+    CHANGES[change](model)
+    with pytest.raises(UserError, match=r"weights have changed since the engine was made \(.+\); make a new engine"):
+        engine.step()
+    with pytest.raises(UserError, match="weights have changed"):
+        engine.advance()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("compile", STEPS)
+def test_a_hook_added_later_is_noticed_by_a_converted_engine_too(compile, dtype):
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    engine = DecodeEngine(model, compile=compile, dtype=dtype)
+    engine.join([1, 2])
+    engine.step()
+    handle = model.layers[1].register_forward_hook(lambda module, given, output: 2 * cast(torch.Tensor, output))
+    with pytest.raises(UserError, match="a forward hook was added or removed"):
+        engine.step()
+    handle.remove()
+    assert engine.step().shape == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("what", ["hook", "LoRA"])
+def test_a_model_with_hooks_or_other_modules_is_decoded_through_them(what, dtype, caplog):
+    """Hooks on layers and attention were never called."""
+    model, called = lively(VARIANTS["post-norm"], torch.float64), []
+    if what == "LoRA":
+        adapt(model)
+    else:
+        model.layers[1].register_forward_hook(lambda module, given, output: (called.append(1), output * 1.5)[1])
+    texts = [random_tokens(20, 1), random_tokens(20, 2)]
+    expected = torch.stack([by_the_model(model, ids, mem_len=6, window=7) for ids in texts])
+    called.clear()
+    engine = DecodeEngine(model, max_streams=3, mem_len=6, window=7, dtype=dtype)
+    (record,) = caplog.records
+    assert "streams go through the model's modules, one by one: layers.1" in record.message
+    assert not engine.compiled
+    streams = [engine.join(ids[:10]) for ids in texts]
+    twin = engine.fork(streams[0], seed=9)
+    for step in range(10, 20):
+        found = engine.advance()
+        torch.testing.assert_close(
+            found[:2].double(), expected[:, step - 1], rtol=0, atol=1e-10 if dtype == torch.float64 else 1
+        )
+        assert torch.equal(found[2], found[0])
+        for stream, ids in zip((*streams, twin), (*texts, texts[0]), strict=True):
+            engine.put(stream, int(ids[step]))
+    assert len(called) == (0 if what == "LoRA" else 2 + 10 * 3)  # prompts of one segment, then steps
+    model.layers[0].register_forward_hook(lambda *_: called.append(2))
+    engine.leave(twin)
+    engine.step()
+    assert called.count(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("join", "message"),
+    [
+        ({"forbidden": range(V)}, "all 17 tokens of the vocabulary are forbidden"),
+        ({"forbidden": [3, 17]}, "forbidden has id 17, outside of the model's vocabulary, 0 to 16"),
+        ({"forbidden": [-1]}, "forbidden has id -1"),
+        ({"forbidden": ["a"]}, "forbidden token id is 'a'; expected a whole number"),
+        ({"prompt": [1, -1]}, "outside of the model's vocabulary"),
+        ({"prompt": [1.5]}, "expected token ids, whole numbers"),
+        ({"prompt": ["a"]}, "not made of token ids"),
+        ({"sampling": {"top_k": 3}}, "expected a txl.Sampling"),
+        ({"seed": 1.5}, "seed is 1.5; expected a whole number"),
+    ],
+)
+def test_what_no_step_could_do_is_refused_by_join(join, message):
+    engine = DecodeEngine(lively(VARIANTS["post-norm"], torch.float32), max_streams=2)
+    engine.join([1, 2], seed=1)
+    with pytest.raises(UserError, match=message):
+        engine.join(**{"prompt": [1]} | join)
+    assert len(engine.streams) == 1
+    assert engine.step().shape == (1,)
+    if join.keys() & {"forbidden", "prompt", "seed"}:
+        with pytest.raises(UserError, match=message):
+            txl.generate_tokens(engine.model, **{"prompt": [1], "max_tokens": 1} | join)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2.5}, {"top_k": "3"}, {"top_p": "1"}, {"temperature": None}])
+def test_sampling_of_other_kinds_is_refused(settings):
+    with pytest.raises(UserError, match=f"{next(iter(settings))} is .*; expected"):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("compile", STEPS)
+def test_a_stream_that_cannot_go_on_ends_alone(compile, dtype):
+    """It used to stop all others, for good."""
+    config = dataclasses.replace(VARIANTS["post-norm"], tie_embeddings=False)
+    model = lively(config, torch.float32)
+    model.softmax.bias.data[9] = -torch.inf
+    reference = DecodeEngine(model, max_streams=3, compile=compile, dtype=dtype, mem_len=6, window=7)
+    expected = drawn(reference, reference.join([1, 2], seed=4, forbidden=[5, 9]), 1)
+    model.embedding.tables[0].data[5] = torch.nan  # whoever reads token 5 has no probabilities any more
+    engine = DecodeEngine(model, max_streams=3, compile=compile, dtype=dtype, mem_len=6, window=7)
+    damaged = engine.join([5, 5, 1], seed=1)
+    good = engine.join([1, 2], seed=4, forbidden=[5, 9])
+    stuck = engine.join([1, 2], seed=4, forbidden=[each for each in range(V) if each != 9])
+    tokens = engine.step()
+    assert (engine.streams, tokens.tolist()) == ((good,), expected[:1])
+    assert "weights are damaged" in (damaged.ended or "")
+    assert "every token that is not forbidden has probability 0" in (stuck.ended or "")
+    assert good.ended is None
+    with pytest.raises(UserError, match="the stream has ended: the model's probabilities are not numbers"):
+        engine.leave(damaged)
+    others = [engine.join([3], seed=seed, forbidden=[5]) for seed in (6, 7)]  # in the places of those that ended
+    for _ in range(20):
+        assert engine.step().shape == (3,)
+    assert engine.streams == (good, *others)
+    with pytest.raises(UserError, match="every token that is not forbidden"):
+        list(txl.generate_tokens(model, [1], max_tokens=3, forbidden=[each for each in range(V) if each != 9]))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_is_recorded_as_a_graph_only_where_that_is_wanted(captured, monkeypatch):
+    recorded = []
+
+    def record(function):
+        recorded.append(function)
+        return function
+
+    monkeypatch.setattr("txl.decoding.capture.Captured", record)
+    model = lively(VARIANTS["post-norm"], torch.float32)
+    slots = Slots(model.config.n_layer, 1, model.config.n_head, model.config.d_head, 7, model.softmax.bias)
+    with torch.inference_mode():
+        StaticStep(model, slots, None, captured)
+    assert len(recorded) == captured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_without_compiling_no_cuda_graph_is_recorded(monkeypatch):
+    monkeypatch.setattr("txl.decoding.capture.Captured", lambda function: 1 / 0)
+    engine = DecodeEngine(lively(VARIANTS["post-norm"], torch.float32).cuda(), compile=False)
+    engine.join([1, 2])
+    assert engine.step().shape == (1,)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ import txl.huggingface as module
 from txl.data.vocabulary import Vocabulary
 from txl.interop.export_run import export_run
 from txl.interop.import_run import import_run
+from txl.native.build import why_not
 
 VARIANTS = {
     "byte": {},
@@ -79,6 +80,31 @@ def test_forward_with_labels_is_ours(exported):
     torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-5)
     nll = -out.logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
     assert torch.equal(out.loss, nll[labels[:, 1:] != -100].mean())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_may_stand_in_labels_as_it_does_in_the_input(side, masked, exported):
+    """Its id is the one behind the vocabulary, which no probability belongs to."""
+    model = theirs(exported)
+    size = model.config.vocab_size
+    rows = [torch.randint(size, (length,)) for length in (11, 6)]
+    padded = torch.full((2, 11), size)
+    for lane, row in enumerate(rows):
+        padded[lane, slice(11 - len(row), None) if side == "left" else slice(len(row))] = row
+    with torch.no_grad():
+        found = model(padded, attention_mask=(padded != size).long() if masked else None, labels=padded).loss
+        alone = [model(row[None], labels=row[None]).loss for row in rows]
+    torch.testing.assert_close(found, (alone[0] * 10 + alone[1] * 5) / 15, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [-1, 1])
+def test_labels_that_are_no_tokens_are_named(bad, exported):
+    model = theirs(exported)
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    labels[0, 2] = model.config.vocab_size + 1 if bad > 0 else bad
+    with pytest.raises(ValueError, match="labels go from .*expected token ids, 0 to"):
+        model(torch.zeros(1, 4, dtype=torch.int64), labels=labels)
 
 
 def test_memory_goes_on_where_it_was(exported):
@@ -266,6 +292,8 @@ def test_the_directory_alone_is_enough(exported, tmp_path):
     words = [sys.executable, "-c", ALONE, str(exported / "hf"), str(tmp_path / "out.pt")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    # What is compiled comes along: nothing is missed, and a machine with a compiler runs compiled code.
+    assert ("without compiled code" in done.stderr) == (why_not() is not None), done.stderr
     logits, made = torch.load(tmp_path / "out.pt")
     model = theirs(exported)
     tokens = torch.arange(20)[None] % model.config.vocab_size

@@ -6,6 +6,7 @@ import ast
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from txl.errors import UserError
 from txl.interop.export_run import export_run, flat_modules
 from txl.interop.import_run import import_run
 from txl.interop.tokenizer_files import tokenizer_files
+from txl.native.sources import cpp_sources
 
 
 @pytest.fixture(scope="module", params=["byte", "word, adaptive"])
@@ -101,6 +103,14 @@ def test_the_code_beside_the_weights_is_this_package_s_own_and_complete():
                 assert not any(each.split(".")[0] == "txl" for each in names), name
                 outside = {each.split(".")[0] for each in names} - set(sys.stdlib_module_names)
                 assert outside <= {"torch", "transformers"}, (name, outside)
+
+
+def test_the_code_beside_the_weights_compiles_what_this_package_compiles():
+    """transformers takes Python files along and nothing else, so the C++ is in one."""
+    found: dict[str, Any] = {}
+    exec(flat_modules("txl.huggingface")["txl_native_sources.py"], found)
+    assert found["cpp_sources"]() == cpp_sources()
+    assert "txl_step_" in cpp_sources()["decode.cpp"]
 
 
 TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— “é” \x00 ü"]

@@ -43,6 +43,11 @@ def operands(shape, dtype) -> Any:
     return query, key, value, position, u, v, KeyScope(M, window, filled)
 
 
+def fused(*numbers: torch.Tensor, scope: KeyScope) -> torch.Tensor | None:
+    query, key, value, position, u, v = numbers
+    return fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
+
+
 def usable(dtype: torch.dtype) -> bool:
     found = library()
     assert found is not None
@@ -57,7 +62,7 @@ def test_relative_attention_is_the_reference_s(shape, dtype):
         pytest.skip("this processor does not multiply bfloat16")
     *numbers, scope = operands(shape, dtype)
     with torch.no_grad():
-        found = fused_attention(*numbers, scope=scope)
+        found = fused(*numbers, scope=scope)
         expected = reference_attention(*(each.double() for each in numbers), scope=scope)
     assert found is not None
     assert found.dtype == dtype
@@ -73,7 +78,7 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
         pytest.skip("this processor does not multiply bfloat16")
     query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     with torch.no_grad():
-        found = fused_attention(query, key, value, None, None, None, KeyScope(0))
+        found = fused_attention(query, key, value, None, None, None)
     q, k, v = (each.double().transpose(1, 2) for each in (query, key, value))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     assert found is not None
@@ -89,18 +94,18 @@ def test_nothing_depends_on_the_other_lanes_or_on_threads(dtype):
     assert scope.filled is not None
     threads = torch.get_num_threads()
     with torch.no_grad():
-        together = fused_attention(query, key, value, position, u, v, scope)
+        together = fused(query, key, value, position, u, v, scope=scope)
         assert together is not None
         try:
             for number in (1, 3):
                 torch.set_num_threads(number)
-                assert torch.equal(together, fused_attention(query, key, value, position, u, v, scope))  # pyright: ignore
+                assert torch.equal(together, fused(query, key, value, position, u, v, scope=scope))  # pyright: ignore
         finally:
             torch.set_num_threads(threads)
         for lane in range(5):
             one = slice(lane, lane + 1)
             alone = KeyScope(600, 500, scope.filled[one])
-            found = fused_attention(query[one], key[one], value[one], position, u, v, alone)
+            found = fused(query[one], key[one], value[one], position, u, v, scope=alone)
             assert found is not None
             assert torch.equal(together[one], found)
 
@@ -109,7 +114,7 @@ def test_nothing_depends_on_the_other_lanes_or_on_threads(dtype):
 def test_scores_far_apart_do_not_overflow():
     query, key, value, position, u, v, scope = operands((1, 40, 1100, 2, 16, None, None), torch.float32)
     with torch.no_grad():
-        found = fused_attention(query * 1000, key * 10, value, position, u, v, scope)
+        found = fused(query * 1000, key * 10, value, position, u, v, scope=scope)
         expected = reference_attention(
             *(x.double() for x in (query * 1000, key * 10, value, position, u, v)), scope=scope
         )
@@ -123,7 +128,7 @@ def test_what_is_not_a_number_stays_so(which):
     *numbers, scope = operands((1, 40, 600, 1, 16, None, None), torch.float32)
     numbers[which][0, 0] = torch.nan
     with torch.no_grad():
-        found = fused_attention(*numbers, scope=scope)
+        found = fused(*numbers, scope=scope)
     assert found is not None
     assert found.isnan().any(dim=-1).any()
 
@@ -131,13 +136,13 @@ def test_what_is_not_a_number_stays_so(which):
 @needs_compiler
 def test_what_it_does_not_do_is_pytorch_s():
     *numbers, scope = operands((1, FEWEST_QUERIES, 5, 1, 16, None, None), torch.float32)
-    assert fused_attention(*numbers, scope=scope) is None  # gradients
+    assert fused(*numbers, scope=scope) is None  # gradients
     with torch.no_grad():
-        assert fused_attention(*numbers, scope=scope) is not None
-        assert fused_attention(*(each.double() for each in numbers), scope=scope) is None
-        assert fused_attention(numbers[0][:, 1:], *numbers[1:], scope=scope) is None
+        assert fused(*numbers, scope=scope) is not None
+        assert fused(*(each.double() for each in numbers), scope=scope) is None
+        assert fused(numbers[0][:, 1:], *numbers[1:], scope=scope) is None
         with compiled_code(False):
-            assert fused_attention(*numbers, scope=scope) is None
+            assert fused(*numbers, scope=scope) is None
 
 
 @needs_compiler
@@ -145,7 +150,7 @@ def test_torch_compile_does_not_look_into_the_library(monkeypatch):
     *numbers, scope = operands((1, 16, 5, 1, 16, None, None), torch.float32)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.no_grad():
-        assert fused_attention(*numbers, scope=scope) is None
+        assert fused(*numbers, scope=scope) is None
 
 
 @needs_compiler

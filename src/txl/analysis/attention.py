@@ -153,7 +153,7 @@ def average_attention(
     sums = _Sums(chosen, n_head, span, needed, names, close)
     device = next(model.parameters()).device
     done, read = 0, 0
-    with evaluation_mode(model), observed(model, sums.observe):
+    with evaluation_mode(model) as model, observed(model, sums.observe):
         for inputs, _, _ in lanes.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             sums.starts = [first - 1 + read for first in lanes.first]

@@ -64,6 +64,8 @@ Observer = Callable[[int, AttentionInputs], None]
 def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Tell `observer` of every attention that the model computes inside; the model's results do not change.
 
+    The model is one that nobody else uses meanwhile, such as a view of it (`evaluation_view`).
+
     Raises:
         UserError: for a model whose layers have no attention.
     """
@@ -72,7 +74,7 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
             if isinstance(attention, RelativeMultiHeadAttention):
                 undo.enter_context(_relative(attention, number, observer))
             else:
-                undo.callback(attention.register_forward_pre_hook(_absolute(number, observer)).remove)
+                undo.enter_context(_absolute(attention, number, observer))
         yield
 
 
@@ -97,7 +99,6 @@ def known_terms(model: Any) -> str:
 @contextmanager
 def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Observer) -> Iterator[None]:
     original = attention.attend
-    unseen = attention.register_forward_pre_hook(_nothing)  # compiled one-token steps pass by whatever has a hook
 
     def attend(
         query: Tensor,
@@ -117,21 +118,24 @@ def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Obse
         yield
     finally:
         attention.attend = original
-        unseen.remove()
 
 
-def _nothing(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-    """A hook that does nothing."""
+@contextmanager
+def _absolute(attention: CausalSelfAttention, number: int, observer: Observer) -> Iterator[None]:
+    original, replaced = attention.forward, vars(attention).get("forward")
 
-
-def _absolute(number: int, observer: Observer) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that projects what enters the sub-layer once more: the fused product does not show its scores."""
-
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(module, CausalSelfAttention)
-        context = module.norm(arguments[0]) if module.pre_norm else arguments[0]
-        heads = (module.n_head, module.d_head)
-        query, key = (project(context).unflatten(-1, heads) for project in (module.q_proj, module.k_proj))
+    def forward(hidden: Tensor) -> Tensor:
+        # Projected once more: the fused product does not show its scores.
+        context = attention.norm(hidden) if attention.pre_norm else hidden
+        heads = (attention.n_head, attention.d_head)
+        query, key = (project(context).unflatten(-1, heads) for project in (attention.q_proj, attention.k_proj))
         observer(number, AttentionInputs(query, key, None, None, None, KeyScope(0)))
+        return original(hidden)
 
-    return hook
+    attention.forward = forward
+    try:
+        yield
+    finally:
+        del attention.forward
+        if replaced is not None:
+            attention.forward = replaced

@@ -9,7 +9,6 @@ Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +40,10 @@ class StreamBuffers:
 class Projections:
     """Keys and values of the positions that a memory holds, with the position projections."""
 
-    weights: Hashable
-    """What the projections were computed by; others must not use them."""
+    structure: Any
+    """The `txl.models.structure.Structure` of the model that projected them; others must not use them."""
+    autocast: torch.dtype | None
+    """The dtype that autocast had them projected in; None: that of the weights."""
     keys: tuple[Tensor, ...]
     """One [H,B,M,D] a layer."""
     values: tuple[Tensor, ...]

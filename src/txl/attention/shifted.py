@@ -183,8 +183,10 @@ def shifted_attention(
     Returns:
         [B,T,H,D]. Its gradient can be taken once (no second derivatives).
     """
-    if dropout == 0 and (fused := fused_attention(query, key, value, position, u, v, scope)) is not None:
-        return fused
+    if dropout == 0:
+        fused = fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
+        if fused is not None:
+            return fused
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
     query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))

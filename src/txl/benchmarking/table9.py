@@ -18,7 +18,6 @@ import torch
 from txl.benchmarking import TABLE_9
 from txl.benchmarking.workloads import timed_alternately
 from txl.config import TransformerXLConfig, VanillaConfig, as_family
-from txl.evaluation.perplexity import evaluation_mode
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
@@ -59,9 +58,9 @@ def slowdown(
         device: where.
         dtype: "float32", or "bfloat16" for autocast.
     """
-    read_segment, recurrent = _recurrent(shape, vocab_size, length, segment, device)
-    read_window, vanilla = _vanilla(shape, vocab_size, length, device)
-    with evaluation_mode(recurrent), evaluation_mode(vanilla), _arithmetic(device, dtype):
+    read_segment = _recurrent(shape, vocab_size, length, segment, device)
+    read_window = _vanilla(shape, vocab_size, length, device)
+    with torch.no_grad(), _arithmetic(device, dtype):
         of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
     return Slowdown(length, segment, dtype, of_window, of_segment / segment)
 
@@ -69,13 +68,11 @@ def slowdown(
 Step = Callable[[], None]
 
 
-def _recurrent(
-    shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str
-) -> tuple[Step, TransformerXL]:
+def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
     """Reads one segment behind a full memory."""
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
-    model = TransformerXL(shape, vocab_size).to(device)
+    model = TransformerXL(shape, vocab_size).to(device).eval()
     state = model.init_state(1).filled_with_noise()
 
     def read_segment() -> None:
@@ -83,20 +80,20 @@ def _recurrent(
         tokens = torch.randint(vocab_size, (1, segment), device=device)
         _, state = model.nll(tokens, tokens, state)
 
-    return read_segment, model
+    return read_segment
 
 
-def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> tuple[Step, VanillaTransformer]:
+def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
     """Reads one window for its last token."""
     torch.manual_seed(0)
     without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length)
-    model = VanillaTransformer(without, vocab_size).to(device)
+    model = VanillaTransformer(without, vocab_size).to(device).eval()
 
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)
         model.last_nll(tokens, tokens[:, -1], model.init_state(1))
 
-    return read_window, model
+    return read_window
 
 
 def _arithmetic(device: str, dtype: str) -> torch.autocast:

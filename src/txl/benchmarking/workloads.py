@@ -13,7 +13,6 @@ import torch
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
 from txl.config import RunConfig, TransformerXLConfig
 from txl.errors import UserError
-from txl.evaluation.perplexity import evaluation_mode
 from txl.models import build_model
 from txl.training.compilation import compile_layers
 from txl.training.optimisers import build_optimizer
@@ -138,7 +137,7 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
 
     rate = matmul_rate(getattr(torch, dtype), device)
     # Entered once for all steps, as an evaluation does it: autocast converts the weights once.
-    with evaluation_mode(model), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     operations = forward_operations(model_shape, vocab_size, *shape, state.length, settings.window, frozen=True)

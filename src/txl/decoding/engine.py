@@ -11,22 +11,24 @@ Shapes: B streams, V vocabulary.
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from txl.decoding.sampling import Sampling, chances
-from txl.decoding.slots import Slots
-from txl.decoding.steps import make_step
+from txl.decoding.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
+from txl.decoding.slots import MemorySlots, Slots
+from txl.decoding.steps import CompiledStep, ModuleStep, make_step
 from txl.errors import UserError
 from txl.models.language_model import LanguageModel, Limit
-from txl.models.transformer_xl import TransformerXL
+from txl.models.structure import evaluation_view
+from txl.models.transformer_xl import TransformerXL, frozen_structure
 
 PROMPT_SEGMENT = 128
 """Tokens of a prompt read at once."""
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -41,6 +43,8 @@ class Stream:
     """Tokens drawn so far."""
     waiting: bool = True
     """Whether there is a token that has not been read yet."""
+    ended: str | None = None
+    """Why the engine ended it, if it could not go on."""
 
 
 class DecodeEngine:
@@ -48,6 +52,10 @@ class DecodeEngine:
 
     A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
     this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place.
+
+    The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. Where
+    it has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line
+    says so. The engine refuses to go on when weights, modules or hooks have changed since it was made.
 
     Args:
         model: a Transformer-XL.
@@ -79,18 +87,22 @@ class DecodeEngine:
             raise UserError(f"max_streams is {max_streams}; expected 1 or more")
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise UserError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float64")
-        own = model.softmax.bias.dtype
-        self.model = model if dtype in (None, own) else copy.deepcopy(model).to(dtype)
-        self._weights = list(self.model.parameters())
-        self._versions = self._version()
+        converted = dtype if dtype != model.softmax.bias.dtype else None
+        self.model = evaluation_view(model, converted)
+        self._structure = frozen_structure(model if converted is None else self.model)
         self._lengths = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
         self._like = self.model.softmax.bias
-        with self._quiet():
+        with torch.inference_mode():
             state = self.model.init_state(1, **self._lengths)
             shape = self.model.config
-            self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, self._like)
-            self._step = make_step(self.model, self._slots, state.clamp_len, compile)
-        self.compiled = not self._step.static
+            if self._structure.outsider is None:
+                self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, self._like)
+                self._step = make_step(self.model, self._slots, state.clamp_len, compile, self._structure)
+            else:
+                _logger.warning("streams go through the model's modules, one by one: %s", self._structure.outsider)
+                self._slots = MemorySlots(max_streams)
+                self._step = ModuleStep(self.model, self._slots)
+        self.compiled = isinstance(self._step, CompiledStep)
         """Whether steps are the compiled library's."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
         self._streams: list[Stream] = []
@@ -123,12 +135,16 @@ class DecodeEngine:
             forbidden: token ids that are never drawn.
 
         Raises:
-            UserError: if there is no room, or for ids outside of the vocabulary.
+            UserError: if there is no room, for ids outside of the vocabulary, or if all of them are forbidden.
         """
-        ids = self._checked(prompt)
-        stream = self._enter(Stream(-1, sampling or Sampling(), seed % 2**63, tuple(forbidden)))
+        if not isinstance(sampling, Sampling | None):
+            raise UserError(f"sampling is {sampling!r}; expected a txl.Sampling")
+        vocab_size = self.model.vocab_size
+        ids = checked_tokens(prompt, vocab_size).to(self._like.device)
+        never = checked_forbidden(forbidden, vocab_size)
+        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never))
         try:
-            with self._quiet():
+            with torch.inference_mode():
                 self._fill(stream.slot, ids)
         except BaseException:
             self.leave(stream)
@@ -142,8 +158,8 @@ class DecodeEngine:
             UserError: if there is no room.
         """
         self._check_member(stream)
-        twin = self._enter(Stream(-1, stream.sampling, seed % 2**63, stream.forbidden, stream.drawn, stream.waiting))
-        with self._quiet():
+        twin = self._enter(replace(stream, slot=-1, seed=checked_seed(seed)))
+        with torch.inference_mode():
             self._slots.copy(stream.slot, twin.slot)
             self._next[twin.slot] = self._next[stream.slot]
         return twin
@@ -155,17 +171,27 @@ class DecodeEngine:
         self._free.append(stream.slot)
 
     def step(self) -> Tensor:
-        """Draw the next token of every stream: int64 [B], in the order of `streams`.
+        """Draw the next token of every stream: int64 [B], in the order of `streams` as it is then.
+
+        A stream for which none can be drawn, because its probabilities are not numbers or it may draw none that has
+        any, ends alone: it has left the engine, and its `ended` says why.
 
         Raises:
-            UserError: if the weights have changed since the engine was made, or give no numbers.
+            UserError: if the model has changed since the engine was made.
         """
         if not self._streams:
             return self._next[:0].clone()
-        log_probs = self.advance()
-        tokens = self._draw(log_probs)
-        with self._quiet():
-            self._next[torch.tensor([each.slot for each in self._streams], device=tokens.device)] = tokens
+        tokens, reasons = self._draw(self.advance())
+        for stream, reason in zip(self.streams, reasons, strict=True):
+            if reason is not None:
+                self.leave(stream)
+                self._slots.clear(stream.slot)
+                stream.ended = reason
+        if len(self._streams) < len(reasons):
+            tokens = tokens[[row for row, reason in enumerate(reasons) if reason is None]]
+        with torch.inference_mode():
+            slots = torch.tensor([each.slot for each in self._streams], dtype=torch.int64, device=tokens.device)
+            self._next[slots] = tokens
         for stream in self._streams:
             stream.drawn += 1
             stream.waiting = True
@@ -178,7 +204,7 @@ class DecodeEngine:
             Log-probabilities of the following token, [B,V], in the order given.
 
         Raises:
-            UserError: if a stream has none waiting, or the weights have changed since the engine was made.
+            UserError: if a stream has none waiting, or the model has changed since the engine was made.
         """
         chosen = self._streams if streams is None else list(streams)
         for stream in chosen:
@@ -188,7 +214,7 @@ class DecodeEngine:
         if len({stream.slot for stream in chosen}) < len(chosen):
             raise UserError("a stream was given twice; expected each of them once")
         self._check_weights()
-        with self._quiet():
+        with torch.inference_mode():
             slots = torch.tensor([each.slot for each in chosen], dtype=torch.int64, device=self._next.device)
             log_probs = self._step(self._next, slots)
             self._slots.read[slots] += 1
@@ -203,25 +229,30 @@ class DecodeEngine:
             UserError: for a token outside of the vocabulary.
         """
         self._check_member(stream)
-        with self._quiet():
-            self._next[stream.slot] = self._checked([token])[0]
+        with torch.inference_mode():
+            self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]
         stream.waiting = True
 
-    def _draw(self, log_probs: Tensor) -> Tensor:
-        """[B,V] -> int64 [B]; streams that are drawn for in the same way, together."""
+    def _draw(self, log_probs: Tensor) -> tuple[Tensor, list[str | None]]:
+        """[B,V] -> int64 [B], and why a stream has none; streams that are drawn for in the same way, together."""
         tokens = torch.zeros(len(self._streams), dtype=torch.int64, device=log_probs.device)
+        reasons: list[str | None] = [None] * len(self._streams)
         groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
         for row, stream in enumerate(self._streams):
             groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
         for (sampling, forbidden), members in groups.items():
-            rows = torch.tensor(members, device=log_probs.device)
-            those = log_probs[rows]
-            if forbidden:
-                those[:, list(forbidden)] = float("-inf")
+            those, found = permitted(log_probs[torch.tensor(members, device=log_probs.device)], forbidden)
+            if any(found):
+                for row, reason in zip(members, found, strict=True):
+                    reasons[row] = reason
+                those = those[[place for place, reason in enumerate(found) if reason is None]]
+                members = [row for row in members if reasons[row] is None]
+                if not members:
+                    continue
             keys = [(self._streams[row].seed, self._streams[row].drawn) for row in members]
             seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
-            tokens[rows] = sampling.draw(those, chances(seeds, numbers))
-        return tokens
+            tokens[torch.tensor(members, device=log_probs.device)] = sampling.pick(those, chances(seeds, numbers))
+        return tokens, reasons
 
     def _fill(self, slot: int, ids: Tensor) -> None:
         """Read all of a prompt but its last token into a slot."""
@@ -242,44 +273,16 @@ class DecodeEngine:
         self._streams.append(stream)
         return stream
 
-    def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Token ids as a tensor on the model's device."""
-        ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
-        if ids.numel() == 0:
-            raise UserError("the prompt is empty; expected at least one token to continue from")
-        last = self.model.vocab_size - 1
-        if int(ids.min()) < 0 or int(ids.max()) > last:
-            raise UserError(f"the prompt has token ids outside of the model's vocabulary, 0 to {last}")
-        return ids.to(self._like.device)
-
     def _check_member(self, stream: Stream) -> None:
         if not any(stream is each for each in self._streams):
+            if stream.ended is not None:
+                raise UserError(f"the stream has ended: {stream.ended}")
             raise UserError("the stream is not one of this engine's, or has left it")
 
-    def _version(self) -> list[tuple[int, int]]:
-        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in self._weights]
-
     def _check_weights(self) -> None:
-        if self._version() != self._versions:
-            raise UserError("the model's weights have changed since the engine was made; make a new engine")
-
-    def _quiet(self) -> _Quiet:
-        return _Quiet(self.model)
-
-
-class _Quiet:
-    """No gradients and no dropout; like `evaluation_mode`, but free of charge for a model that is evaluated anyway."""
-
-    def __init__(self, model: TransformerXL):
-        self.model, self.training = model, model.training
-        self._inference = torch.inference_mode()
-
-    def __enter__(self) -> None:
-        if self.training:
-            self.model.eval()
-        self._inference.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._inference.__exit__(*exception)  # pyright: ignore[reportArgumentType]
-        if self.training:
-            self.model.train()
+        # Where all modules are called, hooks are too, whenever they come.
+        if not self._structure.holds(hooks=not isinstance(self._step, ModuleStep)):
+            raise UserError(
+                f"the model's weights have changed since the engine was made ({self._structure.change()}); make a new "
+                f"engine"
+            )

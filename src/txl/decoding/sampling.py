@@ -7,8 +7,11 @@ Shapes: B lanes (streams), V vocabulary, K candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 from txl.errors import UserError
 
@@ -26,11 +29,14 @@ class Sampling:
     """0 takes the likeliest token always."""
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and _whole(self.top_k, "top_k") < 1:
             raise UserError(f"top_k is {self.top_k}; expected 1 or more candidates, or none for the whole vocabulary")
+        for name in ("top_p", "temperature"):
+            if not isinstance(value := getattr(self, name), Real | None):
+                raise UserError(f"{name} is {value!r}; expected a number")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; expected a probability above 0 and at most 1")
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature is None or not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
     def draw(self, log_probs: Tensor, chances: Tensor) -> Tensor:
@@ -39,10 +45,13 @@ class Sampling:
         Raises:
             UserError: if the probabilities are not numbers.
         """
-        if not log_probs.amax(dim=-1).isfinite().all():
-            raise UserError(
-                "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
-            )
+        _, reasons = permitted(log_probs, ())
+        for reason in filter(None, reasons):
+            raise UserError(reason)
+        return self.pick(log_probs, chances)
+
+    def pick(self, log_probs: Tensor, chances: Tensor) -> Tensor:
+        """`draw`, where `permitted` has found a token to draw in every lane."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
@@ -55,6 +64,79 @@ class Sampling:
         ends = probs.cumsum(dim=-1)
         place = (ends <= chances[:, None] * ends[:, -1:]).sum(dim=-1, keepdim=True)
         return candidates.gather(-1, place.clamp_(max=n_candidate - 1)).squeeze(-1)
+
+
+def permitted(log_probs: Tensor, forbidden: Sequence[int]) -> tuple[Tensor, list[str | None]]:
+    """Log-probabilities [B,V] without the forbidden tokens, and why none can be drawn for a lane; None if one can."""
+    allowed = log_probs
+    if forbidden:
+        allowed = log_probs.clone()
+        allowed[:, list(forbidden)] = float("-inf")
+    drawable = allowed.amax(dim=-1).isfinite()
+    if bool(drawable.all()):
+        return allowed, [None] * len(allowed)
+    are_numbers = log_probs.amax(dim=-1).isfinite()
+    return allowed, [
+        None if can else NOTHING_LEFT if numbers else NO_NUMBERS
+        for can, numbers in zip(drawable.tolist(), are_numbers.tolist(), strict=True)
+    ]
+
+
+NO_NUMBERS = "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
+NOTHING_LEFT = "every token that is not forbidden has probability 0; forbid fewer"
+
+
+def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Ids that are never to be drawn, each once, in order.
+
+    Raises:
+        UserError: for an id outside of the vocabulary, or if nothing would be left.
+    """
+    ids = sorted({_whole(each, "a forbidden token id") for each in forbidden})
+    for each in ids:
+        if not 0 <= each < vocab_size:
+            raise UserError(f"forbidden has id {each}, outside of the model's vocabulary, 0 to {vocab_size - 1}")
+    if len(ids) == vocab_size:
+        raise UserError(f"all {vocab_size} tokens of the vocabulary are forbidden; leave at least one")
+    return tuple(ids)
+
+
+def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "the prompt") -> Tensor:
+    """Token ids as int64 [n].
+
+    Raises:
+        UserError: for none, for what is no whole number, or for an id outside of the vocabulary.
+    """
+    import torch
+
+    try:
+        found = torch.as_tensor(ids).reshape(-1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise UserError(f"{what} is not made of token ids; expected whole numbers") from None
+    if found.numel() == 0:
+        raise UserError(f"{what} is empty; expected at least one token to continue from")
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise UserError(f"{what} is of {found.dtype}; expected token ids, whole numbers")
+    found = found.long()
+    if int(found.min()) < 0 or int(found.max()) >= vocab_size:
+        raise UserError(f"{what} has token ids outside of the model's vocabulary, 0 to {vocab_size - 1}")
+    return found
+
+
+def checked_seed(seed: int) -> int:
+    """A seed from 0 to below 2^63.
+
+    Raises:
+        UserError: if it is no whole number.
+    """
+    return _whole(seed, "seed") % 2**63
+
+
+def _whole(value: Any, what: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise UserError(f"{what} is {value!r}; expected a whole number") from None
 
 
 def chances(seeds: Tensor, numbers: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Keys and values of every stream, in rings of one size.
+"""What every stream has read: keys and values in rings of one size, or memory as the model carries it.
 
-A slot is a stream's place. Its ring holds the keys and values of the positions that the next query may see, the query's
-own among them; a new position takes the place of the oldest. Nothing moves, nothing grows.
+A slot is a stream's place. In a ring it holds the keys and values of the positions that the next query may see, the
+query's own among them; a new position takes the place of the oldest. Nothing moves, nothing grows.
 
 Shapes: B slots, R positions of a ring, H heads, D width of a head.
 """
@@ -49,3 +49,30 @@ class Slots:
         self.read[target] = self.read[source]
         for ring in (*self.keys, *self.values):
             ring[:, target].copy_(ring[:, source])
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds: values that are not numbers would reach its next stream, with weights of 0."""
+        with torch.inference_mode():
+            for ring in (*self.keys, *self.values):
+                ring[:, slot].zero_()
+
+
+class MemorySlots:
+    """The memory of each stream, for a model whose modules all have to be called."""
+
+    def __init__(self, n_slot: int):
+        self.states: list[Memory | None] = [None] * n_slot
+        self.read = torch.zeros(n_slot, dtype=torch.int64)
+        """As in `Slots`."""
+
+    def fill(self, slot: int, memory: Memory, read: int) -> None:
+        """As `Slots.fill`."""
+        self.states[slot], self.read[slot] = memory, read
+
+    def copy(self, source: int, target: int) -> None:
+        """As `Slots.copy`; a state is a value."""
+        self.states[target], self.read[target] = self.states[source], self.read[source]
+
+    def clear(self, slot: int) -> None:
+        """As `Slots.clear`."""
+        self.states[slot] = None

@@ -1,4 +1,6 @@
-"""One token of every stream through a model's layers: in PyTorch with static shapes, or in the compiled library.
+"""One token of every stream through a model's layers.
+
+In the compiled library, in PyTorch with static shapes, or where a model has hooks or other modules, by calling it.
 
 Shapes: B slots, B' slots that take part, R positions of a ring, H heads, D width of a head, E d_model.
 """
@@ -12,10 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from txl.decoding.slots import Slots
+from txl.attention.memory import Memory
+from txl.decoding.slots import MemorySlots, Slots
+from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
-from txl.native.steps import MOST_ROWS, caches_of, layer_weights, places_of, sums_dtype
+from txl.native.steps import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
 
 
 class StaticStep:
@@ -25,8 +29,6 @@ class StaticStep:
     is never seen.
     """
 
-    static = True
-
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
         self.model, self.slots = model, slots
         like = slots.keys[0]
@@ -34,7 +36,7 @@ class StaticStep:
         self.lanes = torch.arange(like.shape[1], device=like.device)
         self.ring = torch.arange(slots.size, device=like.device)
         self._through: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
-        if like.device.type == "cuda":
+        if captured:
             from txl.decoding.capture import Captured
 
             self._through = Captured(self._layers)
@@ -71,15 +73,10 @@ class StaticStep:
 class CompiledStep:
     """The slots that take part, by the compiled library; each is given the same to the last bit in any company."""
 
-    static = False
-
-    def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None):
-        self.model, self.slots, self.clamp_len = model, slots, clamp_len
+    def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, weights: LayerWeights):
+        self.model, self.slots, self.clamp_len, self.weights = model, slots, clamp_len, weights
         self.positions = model.position_projections(slots.size, clamp_len, slots.keys[0])
         self.caches = caches_of(slots.keys, slots.values, None, self.positions)
-        weights = layer_weights(model)
-        assert weights is not None  # `make_step` has looked
-        self.weights = weights
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """As `StaticStep.__call__`."""
@@ -94,9 +91,33 @@ class CompiledStep:
         return self.model.log_probs_of(hidden.to(self.weights.dtype)[:, None])[:, 0]
 
 
-def make_step(model: TransformerXL, slots: Slots, clamp_len: int | None, compiled: bool) -> StaticStep | CompiledStep:
+class ModuleStep:
+    """The slots that take part, one after the other, through every module of the model."""
+
+    def __init__(self, model: TransformerXL, slots: MemorySlots):
+        self.model, self.slots = model, slots
+
+    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """As `StaticStep.__call__`."""
+        chosen = slots.tolist()
+        read = [self.model.log_probs(tokens[slot].view(1, 1), self._state(slot)) for slot in chosen]
+        for slot, (_, state) in zip(chosen, read, strict=True):
+            self.slots.states[slot] = state
+        return torch.cat([log_probs[:, 0] for log_probs, _ in read])
+
+    def _state(self, slot: int) -> Memory:
+        state = self.slots.states[slot]
+        assert state is not None  # a stream has filled it
+        return state
+
+
+def make_step(
+    model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool, structure: Structure
+) -> StaticStep | CompiledStep:
     """The compiled step where it is wanted and can be had (if not, the library has said why), else the static one."""
-    usable = compiled and slots.keys[0].device.type == "cpu" and model.attention_name == "shifted"
-    if usable and library() is not None and layer_weights(model) is not None:
-        return CompiledStep(model, slots, clamp_len)
-    return StaticStep(model, slots, clamp_len, captured=compiled and slots.keys[0].device.type == "cuda")
+    device = slots.keys[0].device.type
+    if compile and device == "cpu" and model.attention_name == "shifted" and library() is not None:
+        weights = layer_weights(model, structure)
+        if weights is not None:
+            return CompiledStep(model, slots, clamp_len, weights)
+    return StaticStep(model, slots, clamp_len, captured=compile and device == "cuda")

@@ -149,13 +149,13 @@ def tune_cache(
     state = cache.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
     weights = torch.tensor(list(lambdas), dtype=torch.float64, device=device)
     total, plain, done = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(cache) as cache, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         for inputs, targets, counts in lanes.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
             inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
             if thetas is None:
-                thetas = _spread(model, inputs, state.inner)
+                thetas = _spread(cache.model, inputs, state.inner)
             nll, cached, any_pair, state = cache.parts(inputs, targets, state, thetas, temperature)
             nll = nll.double().masked_fill(~counts, 0.0)
             total = total.to(device) + _mixed(nll, cached, any_pair & counts, weights)

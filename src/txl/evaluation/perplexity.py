@@ -27,6 +27,7 @@ from txl.errors import UserError
 from txl.models.cache import CacheState, ContinuousCache
 from txl.models.cross_entropy import nll_at_temperature
 from txl.models.language_model import LanguageModel, Limit
+from txl.models.structure import ModuleT, evaluation_view
 from txl.processes import Processes
 
 Progress = Callable[[int, int], None]
@@ -172,7 +173,7 @@ def evaluate(
     the run's test settings instead.
 
     Args:
-        model: any language model; it is evaluated without dropout and left in the mode it was in.
+        model: any language model; it is evaluated without dropout; it may train at the same time.
         tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
         segment: tokens T of each lane in one step; with an exact window it does not change the result.
         mem_len: positions of memory; None: the model's configuration.
@@ -204,7 +205,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     done = 0
     start = time.perf_counter()
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         for inputs, targets, counts in mine.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
@@ -299,18 +300,13 @@ def resolved_lengths(state: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout and no gradient inside; the model's mode is put back after.
+def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
+    """Give a view of the model without dropout, and take no gradients inside; the model's own mode is not touched.
 
     Not inference mode: in that, autocast converts every weight anew at every use, instead of once.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    with torch.no_grad():
+        yield evaluation_view(model)
 
 
 def nll_at(

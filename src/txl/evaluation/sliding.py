@@ -67,7 +67,7 @@ def evaluate_sliding(
     counts = counted_over(tokens, ids)
     device = next(model.parameters()).device
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
         total = nll_at(temperature, model, start[:, :-1], start[:, 1:], state)[0].double().sum()
@@ -135,7 +135,7 @@ def losses_at_context(
             f"indices from {context} to {len(ids) - 1}"
         )
     device = next(model.parameters()).device
-    with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         windows = window_losses(model, ids, context, chosen, batch_size, clamp_len, progress)
         return torch.cat([losses.cpu() for losses in windows])
 

@@ -24,10 +24,11 @@ from txl.data.located import LocatedToken, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
-from txl.evaluation.perplexity import check_ids, evaluation_mode, nll_at
+from txl.evaluation.perplexity import check_ids, nll_at
 from txl.evaluation.sliding import window_losses
 from txl.models.cache import CacheState
 from txl.models.language_model import LanguageModel, Limit
+from txl.models.structure import evaluation_view
 
 _LN2 = math.log(2)
 _WINDOWS = 16
@@ -80,7 +81,7 @@ def surprisals(
     What is unset is taken from the model's configuration, as `txl.evaluate` does.
 
     Args:
-        model: any language model; it is read without dropout and left in the mode it was in.
+        model: any language model; it is read without dropout; it may train at the same time.
         vocabulary: the model's.
         text: the text itself; or the path of a file (.gz, .xz and .zst are unpacked); or a binary file opened for
             reading. It is encoded as a corpus is; characters and words that the vocabulary lacks become `<unk>`.
@@ -121,7 +122,7 @@ def surprisals(
         [LocatedToken(int(token), -1, -1, None, False, b"") for token in vocabulary.encode(prompt)] if prompt else []
     )
     tokens = chain(before, _not_empty(_located(text, vocabulary, normalise)))
-    reader = _Reader(model, dtype, temperature)
+    reader = _Reader(evaluation_view(model), dtype, temperature)
     if sliding is not None:
         return _with_words(_rows(reader.slide(tokens, sliding, clamp_len), vocabulary))
     state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
@@ -191,7 +192,7 @@ class _Reader:
             ids = ids[-context:] + [token.id for token in targets]
             check_ids(torch.tensor(ids), self.model.vocab_size)
             places = np.arange(context, len(ids))
-            with evaluation_mode(self.model), self._autocast():
+            with torch.no_grad(), self._autocast():
                 read = np.array(ids, dtype=np.int64)
                 windows = window_losses(
                     self.model, read, context, places, _WINDOWS, clamp_len, temperature=self.temperature
@@ -206,7 +207,7 @@ class _Reader:
         for ids in (read, wanted):
             check_ids(ids, self.model.vocab_size)
         device = next(self.model.parameters()).device
-        with evaluation_mode(self.model), self._autocast():
+        with torch.no_grad(), self._autocast():
             nll, state = nll_at(self.temperature, self.model, read.to(device), wanted.to(device), state)
         return nll[0].double().tolist(), state
 

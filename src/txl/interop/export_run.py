@@ -24,6 +24,7 @@ from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.files import follow_umask
 from txl.interop.tokenizer_files import tokenizer_files
+from txl.native.sources import cpp_sources
 from txl.run_directory import RunDirectory
 from txl.training.checkpoints import MODEL_FILE, read_tensors
 
@@ -161,12 +162,27 @@ def flat_modules(start: str) -> dict[str, str]:
         assert spec is not None
         assert spec.origin is not None
         source = Path(spec.origin).read_text(encoding="utf-8")
+        if module == "txl.native.sources":
+            source = _with_texts(cpp_sources())
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "txl":
                 waiting.append(node.module)
         flat = re.sub(r"^(\s*)from (txl[\w.]*) import", _relative, source, flags=re.MULTILINE)
         found[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
     return found
+
+
+def _with_texts(sources: dict[str, str]) -> str:
+    """`txl.native.sources` for a place where only Python files come along."""
+    lines = ['"""The C++ sources of the compiled library."""', "", "", "def cpp_sources() -> dict[str, str]:"]
+    lines += ['    """Texts by file name."""', "    return {"]
+    for name, text in sources.items():
+        lines += [
+            f"        {name!r}: (",
+            *(f"            {line!r}" for line in text.splitlines(keepends=True)),
+            "        ),",
+        ]
+    return "\n".join([*lines, "    }", ""])
 
 
 def _relative(line: re.Match[str]) -> str:

@@ -12,7 +12,6 @@ E d_model, F d_inner, V vocabulary, N tokens of all lanes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import cast
 
 import torch
@@ -27,11 +26,13 @@ from txl.attention.projections import FrozenSegment, Projections
 from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, validate_lengths
 from txl.errors import UserError
+from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.decoder import Decoder, PositionwiseFeedForward
-from txl.models.dropout import make_dropout
+from txl.models.dropout import LockedDropout, make_dropout
 from txl.models.language_model import Limit
 from txl.models.linear import Linear
+from txl.models.structure import Structure
 from txl.native.steps import read_token
 
 
@@ -265,7 +266,9 @@ class TransformerXL(Decoder[Memory]):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
         hidden = self._embedded(tokens, state)
         if not self.training and not torch.is_grad_enabled():
-            return self._read_frozen(hidden, state)
+            held = self._projections(hidden, state)
+            if held is not None:
+                return self._read_frozen(hidden, state, held)
         r = self._relative_positions(hidden, state)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
@@ -295,10 +298,9 @@ class TransformerXL(Decoder[Memory]):
             raise UserError(reason)
         return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
 
-    def _read_frozen(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+    def _read_frozen(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
-        held = self._projections(hidden, state, n_new)
         if n_new == 1 and self.attention_name == "shifted":
             read = read_token(self, hidden, state, held)
             if read is not None:
@@ -319,17 +321,26 @@ class TransformerXL(Decoder[Memory]):
         attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
         return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
 
-    def _projections(self, hidden: Tensor, state: Memory, n_new: int) -> Projections:
-        """Those that the state has, where the weights are still theirs, else new ones; long enough for the segment."""
-        attentions = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
-        held, weights = state.projections, _identity(attentions, hidden.device.type)
-        if held is None or held.weights != weights:
+    def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
+        """Keys, values and positions for a segment: those of the state if this model made them as it is now, else new.
+
+        None where others have a part in the model (`frozen_structure`): then memory goes through the modules.
+        """
+        held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        structure = None if held is None else held.structure
+        if structure is None or structure.model is not self or not (structure.holds() and structure.evaluates()):
+            structure = frozen_structure(self)
+            if structure.outsider is not None or not structure.evaluates():
+                return None
+        if held is None or held.structure is not structure or held.autocast != autocast:
+            attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
             both = [
                 attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
                 for attention, memory in zip(attentions, state.hidden, strict=True)
             ]
             keys, values = (tuple(each.permute(2, 0, 1, 3) for each in kind) for kind in zip(*both, strict=True))
-            held = Projections(weights, keys, values, ())
+            held = Projections(structure, autocast, keys, values, ())
         n_key, n_known = state.length + n_new, held.positions[0].shape[1] if held.positions else 0
         if n_known < n_key:
             # Not at once for all of a memory that may never fill: twice as many as before.
@@ -338,22 +349,20 @@ class TransformerXL(Decoder[Memory]):
         return held
 
 
-def _identity(attentions: list[RelativeMultiHeadAttention], device: str) -> Hashable:
-    """What changes whenever keys, values or positions projected by the weights would.
+_OWN = frozenset(
+    {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
+    | {Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
+)
+"""Classes whose `forward` the reading of frozen memory and compiled steps stand in for."""
 
-    A change through `parameter.data`, which PyTorch does not count, is not seen.
+
+def frozen_structure(model: TransformerXL) -> Structure:
+    """What the model is made of now.
+
+    The one rule of all paths that do not call every module: they are taken only where it has no `outsider`, a module of
+    another class or one with forward hooks, for as long as it holds. Elsewhere the model computes as with gradients.
     """
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    weights: list[Tensor] = []
-    for attention in attentions:
-        weights += [attention.k_proj.weight, attention.v_proj.weight, attention.position_weight]
-        if attention.pre_norm:
-            weights += [attention.norm.weight, attention.norm.bias]
-    # An inference tensor has no version, and nothing but inference mode can change it.
-    versions = [
-        (id(each), each.data_ptr(), each.dtype, 0 if each.is_inference() else each._version) for each in weights
-    ]
-    return autocast, tuple(versions)
+    return Structure(model, _OWN)
 
 
 def _resolve(limit: Limit, configured: int | None) -> int | None:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention.positions import sinusoid
-from txl.attention.scope import KeyScope
 from txl.config import TrainConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models.auxiliary import AuxiliaryHeads
@@ -61,7 +60,7 @@ class NoMemory:
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D]."""
-    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None, KeyScope(0))) is not None:
+    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None)) is not None:
         return fused
     heads = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)

@@ -10,7 +10,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from txl.attention.scope import KeyScope
 from txl.native.build import library
 
 FEWEST_QUERIES = 8
@@ -48,7 +47,8 @@ def fused_attention(
     position: Tensor | None,
     u: Tensor | None,
     v: Tensor | None,
-    scope: KeyScope,
+    window: int | None = None,
+    filled: tuple[int, ...] | None = None,
 ) -> Tensor | None:
     """What `shifted_attention` gives without gradients; plain attention, if `position`, `u` and `v` are None.
 
@@ -59,7 +59,8 @@ def fused_attention(
         key, value: [B,S,H,D], memory first; their rows may lie anywhere.
         position: [S,H,D], farthest distance first.
         u, v: [H,D].
-        scope: which keys a query sees.
+        window: keys that a query sees, itself included; None: all before it.
+        filled: positions of memory that hold something in each lane, counted from the newest; None: all.
 
     Returns:
         [B,T,H,D]; None where the library cannot do it, or PyTorch is as fast: with gradients, on another device, in
@@ -80,7 +81,7 @@ def fused_attention(
     if compiled is None or (query.dtype == torch.bfloat16 and not compiled.txl_attends_bfloat16()):
         return None
     biases = [each if each is None else each.detach().to("cpu", torch.float32).contiguous() for each in (u, v)]
-    filled = None if scope.filled is None else torch.tensor(scope.filled)
+    counts = None if filled is None else torch.tensor(filled)
     out = query.new_empty(query.shape)
     attention = _Attention(
         n_lane,
@@ -92,8 +93,8 @@ def fused_attention(
         _Rows.of(key),
         _Rows.of(value),
         _Rows() if position is None else _Rows.of(position),
-        *(None if each is None else each.data_ptr() for each in (*biases, filled)),
-        key.shape[1] if scope.window is None else scope.window,
+        *(None if each is None else each.data_ptr() for each in (*biases, counts)),
+        key.shape[1] if window is None else window,
         out.data_ptr(),
     )
     getattr(compiled, f"txl_attend_{_SUFFIXES[query.dtype]}")(ctypes.byref(attention), torch.get_num_threads())

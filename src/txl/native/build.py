@@ -23,10 +23,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from txl.cache_folder import cache_folder
+from txl.native.sources import cpp_sources
 
-_HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp"))
-HEADERS = tuple(_HERE / name for name in ("vectors.h", "panels.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # What these drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
 # order. -march=native: the library is for this machine.
@@ -74,10 +72,9 @@ def _built() -> Path:
     Raises:
         ValueError, OSError, SubprocessError: if that is not possible; the message says why.
     """
-    code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    compiler = _compiler()
+    sources, compiler = cpp_sources(), _compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    told_apart = "\n".join([*code, *compiler, version, *FLAGS, _processor()])
+    told_apart = "\n".join([*sources.values(), *compiler, version, *FLAGS, _processor()])
     name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
     folder = cache_folder() / "native"
     for found in sorted(folder.glob(f"{name}-*.so")):
@@ -89,7 +86,7 @@ def _built() -> Path:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
-        _compile(compiler, made)
+        _compile(compiler, sources, made)
         with open(made, "rb") as file:
             os.fsync(file.fileno())
         whole = folder / _full_name(name, made)
@@ -125,13 +122,16 @@ def _compiler() -> list[str]:
     return [found, *others]
 
 
-def _compile(compiler: list[str], made: Path) -> None:
-    """Write the library.
+def _compile(compiler: list[str], sources: dict[str, str], made: Path) -> None:
+    """Write the library from sources by file name, which are laid beside it.
 
     Raises:
         ValueError, OSError, SubprocessError: if that fails; the message quotes the compiler.
     """
-    command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made)]
+    for name, text in sources.items():
+        made.with_name(name).write_text(text, encoding="utf-8")
+    files = [str(made.with_name(name)) for name in sources if name.endswith(".cpp")]
+    command = [*compiler, *FLAGS, *files, "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, check=False)
     if done.returncode:
         complaints = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]

@@ -23,21 +23,21 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64
 _Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
 _Pointers = Any  # an array of pointers
 
-# The order of `Layer` in decode.cpp; below `layers.N.`.
-WEIGHTS = (
-    "attention.q_proj.weight",
-    "attention.k_proj.weight",
-    "attention.v_proj.weight",
-    "attention.o_proj.weight",
-    "feed_forward.inner.weight",
-    "feed_forward.inner.bias",
-    "feed_forward.outer.weight",
-    "feed_forward.outer.bias",
-    "attention.norm.weight",
-    "attention.norm.bias",
-    "feed_forward.norm.weight",
-    "feed_forward.norm.bias",
-)
+# The order of `Layer` in decode.cpp, below `layers.N.`; with the shapes: A is H*D, for the others see the models.
+WEIGHTS = {
+    "attention.q_proj.weight": "AE",
+    "attention.k_proj.weight": "AE",
+    "attention.v_proj.weight": "AE",
+    "attention.o_proj.weight": "EA",
+    "feed_forward.inner.weight": "FE",
+    "feed_forward.inner.bias": "F",
+    "feed_forward.outer.weight": "EF",
+    "feed_forward.outer.bias": "E",
+    "attention.norm.weight": "E",
+    "attention.norm.bias": "E",
+    "feed_forward.norm.weight": "E",
+    "feed_forward.norm.bias": "E",
+}
 
 
 class _Model(ctypes.Structure):
@@ -100,18 +100,19 @@ def few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
 
 
 class LayerWeights:
-    """A model's layers as the library reads them, where they lie. `layer_weights` makes them."""
+    """A model's layers as the library reads them, where they lie. `layer_weights` makes them.
 
-    def __init__(self, model: nn.Module, places: list[tuple[dict[str, Any], str, Any]], hooks: list[dict[int, Any]]):
+    They are good as long as `structure` holds.
+    """
+
+    def __init__(self, model: nn.Module, tensors: list[Tensor], structure: Any):
         config: Any = model.config
         compiled = library()
         assert compiled is not None
-        self._places, self._hooks = places, hooks
-        self.tensors: list[Tensor] = [each for _, _, each in places if isinstance(each, Tensor)]
-        self.dtype = self.tensors[0].dtype
+        self.tensors, self.structure = tensors, structure
+        self.dtype = tensors[0].dtype
         self._run = getattr(compiled, f"txl_step_{_SUFFIXES[self.dtype]}")
-        self._where = [each.data_ptr() for each in self.tensors]
-        self._addresses = (_Pointer * len(self._where))(*self._where)
+        self._addresses = _addresses(tensors)
         self._model = _Model(
             config.n_layer,
             config.d_model,
@@ -121,14 +122,6 @@ class LayerWeights:
             int(config.pre_norm),
             config.layer_norm_eps,
             ctypes.cast(self._addresses, _Pointer),
-        )
-
-    def current(self) -> bool:
-        """Whether the model still has these modules and parameters, where they were, and nobody listens to them."""
-        return (
-            all(owner.get(name) is each for owner, name, each in self._places)
-            and not any(self._hooks)
-            and [each.data_ptr() for each in self.tensors] == self._where
         )
 
     def step(
@@ -148,50 +141,44 @@ class LayerWeights:
         )
 
 
-def layer_weights(model: nn.Module) -> LayerWeights | None:
+def layer_weights(model: nn.Module, structure: Any) -> LayerWeights | None:
     """The layers of a Transformer-XL for the library; None if they are not what it knows.
 
-    That is: learned distances, another device, other modules in the place of the model's own, hooks on them, weights of
-    several dtypes.
+    That is: learned distances, another device, weights of several dtypes or other shapes, another attention function.
+
+    Args:
+        model: one without hooks, of this package's own modules.
+        structure: the `txl.models.structure.Structure` that says so.
     """
     config: Any = model.config
-    if config.encoding != "relative":
+    if config.encoding != "relative" or config.d_head > _MOST_D:
         return None
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    modules: list[Any] = []
-    for number, layer in enumerate(model.get_submodule("layers").children()):
-        modules.append(layer)
-        for name in WEIGHTS:
-            *path, last = name.split(".")
-            owner: Any = layer
-            for each in path:
-                below: Any = owner._modules[each]
-                places.append((owner._modules, each, below))
-                modules.append(below)
-                owner = below
-            if type(owner) not in _known():
+    sizes = {"A": config.n_head * config.d_head, "E": config.d_model, "F": config.d_inner}
+    tensors: list[Tensor | None] = []
+    shapes: list[tuple[int, ...]] = []
+    for layer in model.get_submodule("layers").children():
+        attention = layer.get_submodule("attention")
+        for name, shape in WEIGHTS.items():
+            path, _, last = name.rpartition(".")
+            owner = layer.get_submodule(path)
+            unknown_bias = "bias" in owner._parameters and f"{path}.bias" not in WEIGHTS and owner.bias is not None
+            if unknown_bias or getattr(owner, "eps", config.layer_norm_eps) != config.layer_norm_eps:
                 return None
-            places.append((owner._parameters, last, owner._parameters.get(last)))
-        biases: Any = model if not config.untie_r else layer._modules["attention"]
-        places += [(biases._parameters, name, biases._parameters[name]) for name in ("u", "v")]
-        places.append((model.get_submodule("layers")._modules, str(number), layer))
-    tensors = [each for _, _, each in places if isinstance(each, Tensor)]
-    first = tensors[0]
-    alike = all(each.dtype == first.dtype and each.device.type == "cpu" and each.is_contiguous() for each in tensors)
-    if not alike or first.dtype not in _SUFFIXES or config.d_head > _MOST_D:
+            tensors.append(owner._parameters.get(last))
+            shapes.append(tuple(sizes[letter] for letter in shape))
+        if attention.attend is not model.backend.attend:  # pyright: ignore[reportAttributeAccessIssue]
+            return None
+        biases = attention if config.untie_r else model
+        tensors += (biases._parameters["u"], biases._parameters["v"])
+        shapes += [(config.n_head, config.d_head)] * 2
+    present = [each for each in tensors if each is not None]
+    if len(present) < len(tensors) or len(present) != config.n_layer * (len(WEIGHTS) + 2):
         return None
-    if len(tensors) != config.n_layer * (len(WEIGHTS) + 2):
+    dtype = present[0].dtype
+    alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
+    if not alike or dtype not in _SUFFIXES or [each.shape for each in present] != shapes:
         return None
-    unique = {id(each): each for each in modules}.values()
-    hooks = [hooks for each in unique for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-    weights = LayerWeights(model, places, hooks)
-    return weights if weights.current() else None
-
-
-def _known() -> tuple[type, ...]:
-    from txl.models.linear import Linear
-
-    return (Linear, nn.LayerNorm)
+    return LayerWeights(model, present, structure)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
@@ -251,8 +238,8 @@ def read_token(model: nn.Module, hidden: Tensor, state: Memory, held: Projection
     ):
         return None
     weights = held.buffers and held.buffers.compiled
-    if weights is None or not weights.current():
-        weights = layer_weights(model)
+    if weights is None or weights.structure is not held.structure:
+        weights = layer_weights(model, held.structure)
     kept = (hidden, state.hidden[0], held.keys[0], held.positions[0])
     if weights is None or any(each.dtype != weights.dtype for each in kept):
         return None

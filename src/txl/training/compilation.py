@@ -14,9 +14,9 @@ from txl.models.decoder import Decoder
 def compile_layers(model: Decoder[Any], device: str) -> str | None:
     """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
 
-    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. What Transformer-XL
-    reads without gradients goes another way and is not compiled. A QRNN's graphs, one for each shape of a layer's
-    weights, are for segments of any length from the first; its recurrence is not part of them (`models.scan`).
+    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
+    for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
+    them (`models.scan`). Evaluation reads a view of the model, whose layers run eagerly.
 
     Returns:
         Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.

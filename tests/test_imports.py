@@ -1,0 +1,60 @@
+"""Any module may be the first that a program imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import txl
+
+ROOT = Path(txl.__file__).parent
+FIRST = """
+import importlib, sys
+import torch
+for name in sys.argv[1:]:
+    for known in [each for each in sys.modules if each.split(".")[0] == "txl"]:
+        del sys.modules[known]
+    importlib.import_module(name)
+"""
+
+
+def imported(path: Path, names: set[str]) -> set[str]:
+    """Modules of the package that a file imports when it is imported itself, and the packages that they lie in."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [*ast.parse(path.read_text(encoding="utf-8")).body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            waiting += ast.iter_child_nodes(node)
+    lies_in = {".".join(each.split(".")[:depth]) for each in found for depth in range(1, each.count(".") + 2)}
+    return lies_in & names
+
+
+def test_every_module_can_be_imported_first():
+    """Only one that imports itself in the end could fail, so that those alone are tried."""
+    files = {".".join(("txl", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    parents = {name: name.rpartition(".")[0] for name in files}
+    graph = {name: imported(path, set(files)) | {parents[name]} & set(files) for name, path in files.items()}
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for each in graph[waiting.pop()] - seen:
+                seen.add(each)
+                waiting.append(each)
+        return seen
+
+    circular = sorted(name for name in files if name in reached(name))
+    assert "txl.attention.shifted" in circular  # by way of its package
+    done = subprocess.run([sys.executable, "-c", FIRST, *circular], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
