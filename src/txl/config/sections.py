@@ -10,7 +10,7 @@ from txl.config.kinds import Kind
 from txl.config.values import from_plain
 
 Unit = Literal["byte", "char", "word", "bpe"]
-AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
+AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
 LossName = Literal["full", "half", "last"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 

@@ -96,7 +96,7 @@ class CompiledStep:
 
 def make_step(model: TransformerXL, slots: Slots, clamp_len: int | None, compiled: bool) -> StaticStep | CompiledStep:
     """The compiled step where it is wanted and can be had (if not, the library has said why), else the static one."""
-    usable = compiled and slots.keys[0].device.type == "cpu" and model.attention_name == "shifted"
+    usable = compiled and slots.keys[0].device.type == "cpu" and model.attention_name in ("shifted", "compiled")
     if usable and library() is not None and layer_weights(model) is not None:
         return CompiledStep(model, slots, clamp_len)
     return StaticStep(model, slots, clamp_len, captured=compiled and slots.keys[0].device.type == "cuda")

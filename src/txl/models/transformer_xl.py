@@ -283,7 +283,7 @@ class TransformerXL(Decoder[Memory]):
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
         held = self._projections(hidden, state, n_new)
-        if n_new == 1 and self.attention_name == "shifted":
+        if n_new == 1 and self.attention_name in ("shifted", "compiled"):
             read = read_token(self, hidden, state, held)
             if read is not None:
                 return read

@@ -22,8 +22,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp"))
-HEADERS = tuple(_HERE / name for name in ("vectors.h", "panels.h"))
+SOURCES = tuple(_HERE / name for name in ("decode.cpp", "attend.cpp", "attend_backward.cpp"))
+HEADERS = tuple(_HERE / name for name in ("vectors.h", "panels.h", "attention.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # What these drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
 # order. -march=native: the library is for this machine.

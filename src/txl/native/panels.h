@@ -2,7 +2,7 @@
 //
 // A word is 32 bits: one float32, or two bfloat16 that are neighbours in a sum. A product is
 // C[i,n] (+)= sum over words w of A[i,w] * B[w,n], where words of bfloat16 multiply as their two pairs do, with sums in
-// float32. A panel holds the words of 16 columns of B, [words,16].
+// float32. A panel holds the words of 16 columns of B, [words,16]; where B lies in rows, `word_stride` is what a row takes.
 //
 // bfloat16 needs instructions that not every processor has (`MULTIPLIES<BFloat16>` says whether); with AMX a product is
 // made of tiles of 16 rows, and it may have to be asked for (`Tiles`).
@@ -135,14 +135,15 @@ inline __attribute__((always_inline)) void multiply_words(Vec<float>& sum, Word 
 // R rows times P panels. By itself, so that the compiler has all sums in registers.
 template <class S, int R, int P>
 __attribute__((noinline)) void multiply_block(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
-                                              int64_t words, float* c, int64_t c_stride, bool add) {
+                                              int64_t words, float* c, int64_t c_stride, bool add,
+                                              int64_t word_stride) {
     Vec<float> sums[R][P] = {};
     if (add)
         UNROLLED for (int r = 0; r < R; ++r)
             UNROLLED for (int p = 0; p < P; ++p) sums[r][p] = load(c + r * c_stride + p * PANEL);
     for (int64_t word = 0; word < words; ++word) {
         Words columns[P];
-        UNROLLED for (int p = 0; p < P; ++p) columns[p] = load(panels + p * panel_stride + word * PANEL);
+        UNROLLED for (int p = 0; p < P; ++p) columns[p] = load(panels + p * panel_stride + word * word_stride);
         UNROLLED for (int r = 0; r < R; ++r)
             UNROLLED for (int p = 0; p < P; ++p) multiply_words<S>(sums[r][p], a[r * a_stride + word], columns[p]);
     }
@@ -159,29 +160,29 @@ constexpr int BLOCK_ROWS = 4, BLOCK_PANELS = 1;
 // R rows times all panels, P of them at a time, and then the rest.
 template <class S, int R, int P = BLOCK_PANELS>
 void multiply_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
-                   int64_t words, float* c, int64_t c_stride, bool add) {
+                   int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
     int64_t p = 0;
     for (; p + P <= n_panel; p += P)
         multiply_block<S, R, P>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride,
-                                add);
+                                add, word_stride);
     if constexpr (P > 1)
         if (p < n_panel)
             multiply_rows<S, R, P - 1>(a, a_stride, panels + p * panel_stride, panel_stride, n_panel - p, words,
-                                       c + p * PANEL, c_stride, add);
+                                       c + p * PANEL, c_stride, add, word_stride);
 }
 
 // All rows, R of them at a time, and then the rest.
 template <class S, int R = BLOCK_ROWS>
 void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride,
-                  int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+                  int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
     int64_t row = 0;
     for (; row + R <= rows; row += R)
         multiply_rows<S, R>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words, c + row * c_stride,
-                            c_stride, add);
+                            c_stride, add, word_stride);
     if constexpr (R > 1)
         if (row < rows)
             multiply_all<S, R - 1>(a + row * a_stride, a_stride, rows - row, panels, panel_stride, n_panel, words,
-                                   c + row * c_stride, c_stride, add);
+                                   c + row * c_stride, c_stride, add, word_stride);
 }
 
 #ifdef TXL_AMX
@@ -216,7 +217,8 @@ class Tiles {
 // 16 R rows times P panels.
 template <int R, int P>
 __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
-                                              int64_t words, float* c, int64_t c_stride, bool add) {
+                                              int64_t words, float* c, int64_t c_stride, bool add,
+                                              int64_t word_stride) {
     asm volatile("" ::: "memory");  // tiles are read behind the compiler's back
     float *c1 = c + TILE * c_stride, *c2 = c + PANEL, *c3 = c1 + PANEL;
     if (add) {
@@ -232,14 +234,14 @@ __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, c
     }
     for (int64_t word = 0; word < words; word += TILE) {
         _tile_loadd(4, a + word, a_stride * 4);
-        _tile_loadd(6, panels + word * PANEL, 64);
+        _tile_loadd(6, panels + word * word_stride, word_stride * 4);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (R > 1) {
             _tile_loadd(5, a + TILE * a_stride + word, a_stride * 4);
             _tile_dpbf16ps(1, 5, 6);
         }
         if constexpr (P > 1) {
-            _tile_loadd(7, panels + panel_stride + word * PANEL, 64);
+            _tile_loadd(7, panels + panel_stride + word * word_stride, word_stride * 4);
             _tile_dpbf16ps(2, 4, 7);
             if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
         }
@@ -253,12 +255,14 @@ __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, c
 
 template <int R>
 void multiply_tile_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
-                        int64_t words, float* c, int64_t c_stride, bool add) {
+                        int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
     int64_t p = 0;
     for (; p + 2 <= n_panel; p += 2)
-        multiply_tiles<R, 2>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+        multiply_tiles<R, 2>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add,
+                             word_stride);
     if (p < n_panel)
-        multiply_tiles<R, 1>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+        multiply_tiles<R, 1>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add,
+                             word_stride);
 }
 #else
 struct Tiles {
@@ -270,20 +274,21 @@ struct Tiles {
 // rounded up to 16 of them: A, B and C have to have them, and what A has there in words, or B, has to be zeros.
 template <class S>
 void multiply([[maybe_unused]] const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
-              int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+              int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add,
+              int64_t word_stride = PANEL) {
 #ifdef TXL_AMX
     if (sizeof(S) == 2 && tiles.usable) {
         int64_t row = 0;
         for (; row + TILE < rows; row += 2 * TILE)
             multiply_tile_rows<2>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
-                                  c + row * c_stride, c_stride, add);
+                                  c + row * c_stride, c_stride, add, word_stride);
         if (row < rows)
             multiply_tile_rows<1>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
-                                  c + row * c_stride, c_stride, add);
+                                  c + row * c_stride, c_stride, add, word_stride);
         return;
     }
 #endif
-    multiply_all<S>(a, a_stride, rows, panels, panel_stride, n_panel, words, c, c_stride, add);
+    multiply_all<S>(a, a_stride, rows, panels, panel_stride, n_panel, words, c, c_stride, add, word_stride);
 }
 
 }  // namespace
