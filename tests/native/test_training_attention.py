@@ -96,11 +96,16 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
     query, key, value, above = (torch.randn(shape).to(dtype) for _ in range(4))
 
     def plain(leaves: Any) -> Tensor:
-        zeros = torch.zeros(shape[1], *shape[2:], dtype=leaves[0].dtype)
-        return reference_attention(*leaves, zeros, zeros[0], zeros[0], KeyScope(0))
+        query, key, value = leaves
+        zeros = query.new_zeros(shape[1:])
+        return reference_attention(query, key, value, zeros, zeros[0], zeros[0], KeyScope(0))
+
+    def without(leaves: Any) -> Tensor:
+        query, key, value = leaves
+        return training_attention(query, key, value, None, None, None)
 
     expected = exact(plain, [query, key, value], above)
-    found = with_gradients(lambda leaves: training_attention(*leaves, None, None, None), [query, key, value], above)
+    found = with_gradients(without, [query, key, value], above)
     for our, right in zip(found, expected, strict=True):
         assert distance(our, right) < (2e-6 if dtype == torch.float32 else 7e-3)
 

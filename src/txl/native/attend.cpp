@@ -86,7 +86,10 @@ class Task {
             for (int64_t t = 0; t < queries; ++t) {
                 const S* q = at(a.query, lane, first_query + t);
                 S* row = (S*)(to + t * words);
-                for (int64_t i = 0; i < a.width; ++i)
+                int64_t i = 0;
+                for (; i + PANEL <= a.width; i += PANEL)
+                    write(row + i, (load(q + i) + (bias ? load(bias + head * a.width + i) : Vec<float>{})) * scale);
+                for (; i < a.width; ++i)
                     write(row + i, (read(q + i) + (bias ? bias[head * a.width + i] : 0.0f)) * scale);
             }
         };
@@ -153,15 +156,23 @@ class Task {
     // Scores of keys [from, to), of which a query sees [low, high), become weights.
     void weigh(int64_t query, float* row, const float* other, const float* keep, int64_t from, int64_t to, int64_t low,
                int64_t high, S* out) {
-        if (other)
-            for (int64_t i = from; i < to; i += PANEL) store(row + i, load(row + i) + load(other + i));
+        // Panels all of whose keys the query sees, and those of which it sees some.
+        const int64_t whole = min(rounded_up(low, PANEL), to), behind = max(high / PANEL * PANEL, whole);
+        Vec<float> top = Vec<float>{} + NOTHING;
+        const auto raise = [&](Vec<float> next) { top = next > top ? next : top; };
+        if (other) {
+            for (int64_t i = low / PANEL * PANEL; i < high; i += PANEL) {
+                const auto score = load(row + i) + load(other + i);
+                store(row + i, score);
+                if (i >= whole && i < behind) raise(score);
+            }
+        } else {
+            for (int64_t i = whole; i < behind; i += PANEL) raise(load(row + i));
+        }
         std::fill(row + from, row + low, NOTHING);
         std::fill(row + high, row + to, NOTHING);
-        Vec<float> top = load(row + from);
-        for (int64_t i = from + PANEL; i < to; i += PANEL) {
-            const auto next = load(row + i);
-            top = next > top ? next : top;
-        }
+        if (whole > low) raise(load(row + whole - PANEL));
+        if (behind < high) raise(load(row + behind));
         float most = greatest[query];
         for (int i = 0; i < 16; ++i) most = top[i] > most ? top[i] : most;
         if (low >= high) {
@@ -186,7 +197,9 @@ class Task {
         for (int64_t t = 0; t < queries; ++t) {
             const int64_t query = lane * rows + t;
             S* to = (S*)a.out + (((first_lane + lane) * a.queries + first_query + t) * a.heads + head) * a.width;
-            for (int64_t i = 0; i < a.width; ++i) write(to + i, sums[query * width + i] / total_weight[query]);
+            int64_t i = 0;
+            for (; i + PANEL <= a.width; i += PANEL) write(to + i, load(sums + query * width + i) / total_weight[query]);
+            for (; i < a.width; ++i) write(to + i, sums[query * width + i] / total_weight[query]);
             if (a.sums) {
                 float* kept = a.sums + (((first_lane + lane) * a.heads + head) * a.queries + first_query + t) * 2;
                 kept[0] = greatest[query], kept[1] = total_weight[query];

@@ -32,11 +32,15 @@ struct AttentionGradients {
 namespace {
 
 constexpr int64_t FEW = 32;     // queries of a tile
-constexpr int64_t TASKS = 64;   // at most, about
+constexpr int64_t TASKS = 32;   // at most, about
 constexpr int64_t STEP = 32;    // keys of a tile come in these
 
 // Keys of a block, at most: its keys and values in their layouts, and the sums of their gradients, share a cache.
-inline int64_t most_keys(const Attention& a) { return min(a.width <= 32 ? int64_t(256) : int64_t(128), rounded_up(a.keys, STEP)); }
+template <class S>
+int64_t most_keys(const Attention& a) {
+    const int64_t fitting = 16384 * PER_WORD<S> / a.width / STEP * STEP;
+    return min(max(min(fitting, int64_t(512)), STEP), rounded_up(a.keys, STEP));
+}
 
 // Two rows of 16 floats as bfloat16: each as it lies, and as words of the neighbours in a column.
 #ifdef __AVX512BF16__
@@ -62,13 +66,13 @@ void write_transposed(const float* columns, int64_t stride, int64_t n, int64_t w
             Words block[16];
             UNROLLED for (int j = 0; j < 16; ++j) std::memcpy(&block[j], columns + (i + j) * stride + first, sizeof block[j]);
             transpose(block);
-            for (int64_t j = 0; j < min(PANEL, n - first); ++j) {
-                Vec<float> values;
-                std::memcpy(&values, &block[j], sizeof values);
-                S* to = row(first + j) + i;
-                if (i + PANEL <= width) write(to, values);
-                else
-                    for (int64_t k = 0; k < width - i; ++k) write(to + k, values[k]);
+            Vec<float> values[16];
+            std::memcpy(values, block, sizeof values);
+            if (i + PANEL <= width && first + PANEL <= n) {
+                UNROLLED for (int j = 0; j < 16; ++j) write(row(first + j) + i, values[j]);
+            } else {
+                for (int64_t j = 0; j < min(PANEL, n - first); ++j)
+                    for (int64_t k = 0; k < min(PANEL, width - i); ++k) write(row(first + j) + i + k, values[j][k]);
             }
         }
 }
@@ -93,16 +97,16 @@ struct Shared {
 template <class S>
 class Backward {
   public:
-    Backward(const AttentionGradients& gradients, int64_t head, float* shared)
+    explicit Backward(const AttentionGradients& gradients)
         : g(gradients),
           a(gradients.of),
-          head(head),
           relative(a.position.first != nullptr),
           memory(a.keys - a.queries),
           width(rounded_up(a.width, PANEL)),
-          words(rounded_up(rounded_up(a.width, PER_WORD<S>) / PER_WORD<S>, sizeof(S) == 2 ? TILE : 1)),
+          words(rounded_up(a.width, PANEL * PER_WORD<S>) / PER_WORD<S>),
           rows(rounded_up(a.queries, FEW)),
-          most(most_keys(a)),
+          feature_stride(rows / PER_WORD<S> + PANEL),
+          most(most_keys<S>(a)),
           distances(a),
           tile_stride(most + (relative ? FEW : 0) + PANEL),
           key_stride(most + PANEL),
@@ -111,9 +115,9 @@ class Backward {
           by_key(rows * words),
           by_distance(relative ? rows * words : 0),
           above(rows * words),
-          by_key_t(width * rows / PER_WORD<S>),
-          by_distance_t(relative ? width * rows / PER_WORD<S> : 0),
-          above_t(width * rows / PER_WORD<S>),
+          by_key_t(width * feature_stride),
+          by_distance_t(relative ? width * feature_stride : 0),
+          above_t(width * feature_stride),
           greatest(rows),
           inverse(rows),
           delta(rows),
@@ -124,16 +128,24 @@ class Backward {
           values_t(most * words),
           positions_t(distances.columns * words),
           positions(distances.columns / PER_WORD<S> * width),
+          padded(rounded_up(distances.columns * a.width, PER_WORD<S>) / PER_WORD<S>),
           tile(FEW * tile_stride + PANEL),
           contents(FEW * key_stride),
           products(FEW * key_stride),
           factors(a.dropout > 0 ? most + 2 * Dropout::GROUP : 0),
           halves(sizeof(S) == 2 ? FEW / 2 * tile_stride * 5 : 0),
           key_sums(width * key_stride),
-          value_sums(width * key_stride),
-          position_sums(shared),
-          u_sums(distances.u(shared)),
-          v_sums(distances.v(shared)) {
+          value_sums(width * key_stride) {
+        // Words behind the last feature stay zeros.
+        std::fill(by_key + 0, by_key + rows * words, 0);
+        if (relative) std::fill(by_distance + 0, by_distance + rows * words, 0);
+        std::fill(above + 0, above + rows * words, 0);
+    }
+
+    // A head; sums over lanes go to `shared` from here on.
+    void begin(int64_t number, float* shared) {
+        head = number;
+        position_sums = shared, u_sums = distances.u(shared), v_sums = distances.v(shared);
         std::fill(shared, shared + distances.size, 0.0f);
         if (relative) pack_positions();
     }
@@ -155,48 +167,100 @@ class Backward {
     // W_kR R behind columns of zeros, by distance and by feature.
     void pack_positions() {
         const int64_t before = Shared::before(a), n = distances.columns;
-        Room<S> all(n * a.width);
+        S* all = (S*)(padded + 0);
         std::memset(all, 0, n * a.width * sizeof(S));
         for (int64_t i = 0; i < a.keys; ++i)
             std::memcpy(all + (before + i) * a.width,
                         (const S*)a.position.first + head * a.position.head + i * a.position.row, a.width * sizeof(S));
-        pack_transposed((const S*)all, a.width, n, a.width, words, (Word*)positions_t);
-        pack((const S*)all, a.width, n, a.width, n / PER_WORD<S>, (Word*)positions);
+        pack_transposed(all, a.width, n, a.width, words, (Word*)positions_t);
+        pack(all, a.width, n, a.width, n / PER_WORD<S>, (Word*)positions);
     }
 
-    // (q + u) / sqrt(D), (q + v) / sqrt(D) and the gradient from above, by query and by feature.
+    // (q + u) / sqrt(D), (q + v) / sqrt(D) and the gradient from above, by query and by feature; and dO . O.
     void pack_queries() {
-        const int64_t t_words = rows / PER_WORD<S>;
-        const auto both = [&](Word* by_query, Word* by_feature, const auto& value) {
-            std::fill(by_query, by_query + rows * words, 0);
-            std::fill(by_feature, by_feature + width * t_words, 0);
-            for (int64_t t = 0; t < a.queries; ++t) {
-                S* row = (S*)(by_query + t * words);
-                for (int64_t i = 0; i < a.width; ++i) write(row + i, value(t, i));
-                for (int64_t i = 0; i < a.width; ++i) ((S*)(by_feature + i * t_words))[t] = row[i];
-            }
-        };
-        const auto biased = [&](const float* bias) {
-            return [this, bias](int64_t t, int64_t i) {
-                return (read(at(a.query, t) + i) + (bias ? bias[head * a.width + i] : 0.0f)) * scale;
-            };
-        };
-        both(by_key, by_key_t, biased(a.u));
-        if (relative) both(by_distance, by_distance_t, biased(a.v));
-        both(above, above_t, [this](int64_t t, int64_t i) { return read(at(g.above, t) + i); });
         std::fill(greatest + 0, greatest + rows, 0.0f);
         std::fill(inverse + 0, inverse + rows, 0.0f);
         for (int64_t t = 0; t < a.queries; ++t) {
             const float* kept = a.sums + ((lane * a.heads + head) * a.queries + t) * 2;
             greatest[t] = kept[0], inverse[t] = 1 / kept[1];
         }
-        // Feature after feature, as the products dO V^T are summed: in a row that a single weight dominates, they and
-        // their mean dO . O are almost the same, and so should be what is rounded off.
-        std::fill(delta + 0, delta + rows, 0.0f);
-        for (int64_t t = 0; t < a.queries; t += PANEL)
-            for (int64_t i = 0; i < a.width; ++i)
-                for (int64_t r = t; r < min(t + PANEL, a.queries); ++r)
-                    delta[r] += read(at(g.above, r) + i) * read(at(g.out, r) + i);
+        Vec<float> one[FEW], other[FEW];
+        for (int64_t t = 0; t < rows; t += FEW) {
+            // Feature after feature, as the products dO V^T are summed: in a row that a single weight dominates, they
+            // and their mean dO . O are almost the same, and so should be what is rounded off.
+            Vec<float> products[FEW / PANEL] = {};
+            for (int64_t i = 0; i < width; i += PANEL) {
+                Vec<float> bias_u = {}, bias_v = {};
+                for (int64_t j = 0; j < min(PANEL, a.width - i); ++j) {
+                    if (a.u) bias_u[j] = a.u[head * a.width + i + j];
+                    if (a.v) bias_v[j] = a.v[head * a.width + i + j];
+                }
+                get(a.query, t, i, one);
+                for (int64_t r = 0; r < FEW; ++r) other[r] = t + r < a.queries ? (one[r] + bias_v) * scale : Vec<float>{};
+                for (int64_t r = 0; r < FEW; ++r) one[r] = t + r < a.queries ? (one[r] + bias_u) * scale : Vec<float>{};
+                put(one, t, i, by_key, by_key_t);
+                if (relative) put(other, t, i, by_distance, by_distance_t);
+                get(g.above, t, i, one);
+                get(g.out, t, i, other);
+                put(one, t, i, above, above_t);
+                for (int64_t part = 0; part < FEW; part += PANEL) {
+                    Words turned[16];
+                    const auto sum = [&](const auto& factor) {
+                        UNROLLED for (int j = 0; j < 16; ++j) {
+                            Vec<float> value;
+                            std::memcpy(&value, &turned[j], sizeof value);
+                            products[part / PANEL] += factor(j) * value;
+                        }
+                    };
+                    if constexpr (sizeof(S) == 4) {
+                        std::memcpy(turned, other + part, sizeof turned);
+                        transpose(turned);
+                        sum([&](int j) { return load((float*)(above_t + (i + j) * feature_stride + t + part)); });
+                    } else {
+                        UNROLLED for (int j = 0; j < 16; ++j) {
+                            const auto product = one[part + j] * other[part + j];
+                            std::memcpy(&turned[j], &product, sizeof product);
+                        }
+                        transpose(turned);
+                        sum([](int) { return 1.0f; });
+                    }
+                }
+            }
+            for (int64_t part = 0; part < FEW / PANEL; ++part) store(delta + t + part * PANEL, products[part]);
+        }
+    }
+
+    // Features [i, i + 16) of queries from t on; zeros where there is none.
+    void get(const Rows& from, int64_t t, int64_t i, Vec<float> (&values)[FEW]) const {
+        const int64_t n = min(PANEL, a.width - i);
+        for (int64_t r = 0; r < FEW; ++r) {
+            values[r] = Vec<float>{};
+            if (t + r >= a.queries) continue;
+            const S* row = at(from, t + r) + i;
+            if (t + r + AHEAD < a.queries) __builtin_prefetch(row + AHEAD * from.row);
+            if (n == PANEL) values[r] = load(row);
+            else
+                for (int64_t j = 0; j < n; ++j) values[r][j] = read(row + j);
+        }
+    }
+
+    // The same as operands by query and, transposed, by feature.
+    void put(const Vec<float> (&values)[FEW], int64_t t, int64_t i, Word* by_query, Word* by_feature) const {
+        Word* to = by_query + t * words + i / PER_WORD<S>;
+        Words turned[16];
+        if constexpr (sizeof(S) == 2) {
+            for (int64_t r = 0; r < FEW; r += 2)
+                write_pairs(values[r], values[r + 1], (S*)(to + r * words), (S*)(to + (r + 1) * words), (Word*)&turned[r / 2]);
+            transpose(turned);
+            for (int64_t j = 0; j < PANEL; ++j) store(by_feature + (i + j) * feature_stride + t / 2, turned[j]);
+        } else {
+            for (int64_t r = 0; r < FEW; ++r) store((float*)(to + r * words), values[r]);
+            for (int64_t part = 0; part < FEW; part += PANEL) {
+                std::memcpy(turned, values + part, sizeof turned);
+                transpose(turned);
+                for (int64_t j = 0; j < PANEL; ++j) store(by_feature + (i + j) * feature_stride + t + part, turned[j]);
+            }
+        }
     }
 
     void block(int64_t first, int64_t last) {
@@ -269,15 +333,15 @@ class Backward {
             scores_a = s_a, distances_a = d_a, scores_b = s_b, distances_b = d_b, weights_b = p_b;
             a_stride = a_distances = tile_stride / 2, scores_stride = tile_stride;
         }
-        const int64_t t_words = rows / PER_WORD<S>, t_word = t / PER_WORD<S>;
-        multiply<S>(*tiles, above_t + t_word, t_words, width, weights_b, PANEL, n_key / PANEL, n_word, value_sums + from,
+        const int64_t t_word = t / PER_WORD<S>;
+        multiply<S>(*tiles, above_t + t_word, feature_stride, width, weights_b, PANEL, n_key / PANEL, n_word, value_sums + from,
                     key_stride, true, weights_stride);
-        multiply<S>(*tiles, by_key_t + t_word, t_words, width, scores_b, PANEL, n_key / PANEL, n_word, key_sums + from,
+        multiply<S>(*tiles, by_key_t + t_word, feature_stride, width, scores_b, PANEL, n_key / PANEL, n_word, key_sums + from,
                     key_stride, true, scores_stride);
         multiply<S>(*tiles, scores_a, a_stride, n, keys + from / PER_WORD<S> * PANEL, most / PER_WORD<S> * PANEL,
                     width / PANEL, key_words, query_u + t * width, width, true);
         if (!relative) return;
-        multiply<S>(*tiles, by_distance_t + t_word, t_words, width, distances_b, PANEL, n_distance / PANEL, n_word,
+        multiply<S>(*tiles, by_distance_t + t_word, feature_stride, width, distances_b, PANEL, n_distance / PANEL, n_word,
                     position_sums + column, distances.stride(), true, tile_stride);
         multiply<S>(*tiles, distances_a, a_distances, n, positions + column / PER_WORD<S> * PANEL,
                     distances.columns / PER_WORD<S> * PANEL, width / PANEL, distance_words, query_v + t * width, width, true);
@@ -288,31 +352,32 @@ class Backward {
         float *content = contents + r * key_stride, *other = products + r * key_stride;
         const int64_t low = min(max(sight.first(query) - first, int64_t(0)), n);
         const int64_t high = query < a.queries ? max(min(sight.last(query) - first, n), low) : low;
-        if (relative)
-            for (int64_t i = 0; i < n; i += PANEL) store(content + i, load(content + i) + load(row + i));
-        std::fill(content, content + low, NOTHING);
-        std::fill(content + high, content + n, NOTHING);
         const float top = greatest[query], share = inverse[query], less = delta[query];
+        const float* keep = nullptr;
         if (a.dropout > 0) {
             const int64_t group = first / Dropout::GROUP * Dropout::GROUP;
             dropout.draw(lane, head, query, group, first + n, factors);
-            const float* keep = factors + (first - group);
-            for (int64_t i = 0; i < n; i += PANEL) {
-                const auto weight = exponential(load(content + i) - top) * share, factor = load(keep + i);
-                store(row + i, weight * (factor * load(other + i) - less));
+            keep = factors + (first - group);
+        }
+        const int64_t begin = low / PANEL * PANEL, end = low < high ? rounded_up(high, PANEL) : begin;
+        for (int64_t i = begin; i < end; i += PANEL) {
+            auto score = load(content + i);
+            if (relative) score += load(row + i);
+            const auto weight = exponential(score - top) * share, product = load(other + i);
+            if (keep) {
+                const auto factor = load(keep + i);
+                store(row + i, weight * (factor * product - less));
                 store(other + i, weight * factor);
-            }
-        } else {
-            for (int64_t i = 0; i < n; i += PANEL) {
-                const auto weight = exponential(load(content + i) - top) * share;
-                store(row + i, weight * (load(other + i) - less));
+            } else {
+                store(row + i, weight * (product - less));
                 store(other + i, weight);
             }
         }
-        if (!relative) return;
-        float* whole = tile + r * tile_stride;
-        std::fill(whole, row, 0.0f);
-        std::fill(row + n, whole + n + FEW, 0.0f);
+        std::fill(other, other + low, 0.0f);
+        std::fill(other + high, other + n, 0.0f);
+        float* whole = relative ? tile + r * tile_stride : row;
+        std::fill(whole, row + low, 0.0f);
+        std::fill(row + high, relative ? whole + n + FEW : row + n, 0.0f);
     }
 
     void finish() {
@@ -329,10 +394,10 @@ class Backward {
 
     const AttentionGradients& g;
     const Attention& a;
-    const int64_t head;
-    int64_t lane = 0;
+    int64_t head = 0, lane = 0;
     const bool relative;
     const int64_t memory, width, words, rows;
+    const int64_t feature_stride;  // words of a feature's queries; no power of two, which caches dislike
     const int64_t most;  // keys of a block
     const Shared distances;
     const int64_t tile_stride, key_stride;
@@ -341,11 +406,11 @@ class Backward {
     const Tiles* tiles = nullptr;
     Room<Word> by_key, by_distance, above, by_key_t, by_distance_t, above_t;
     Room<float> greatest, inverse, delta, query_u, query_v;
-    Room<Word> keys_t, keys, values_t, positions_t, positions;
+    Room<Word> keys_t, keys, values_t, positions_t, positions, padded;
     Room<float> tile, contents, products, factors;
     Room<Word> halves;
     Room<float> key_sums, value_sums;
-    float *position_sums, *u_sums, *v_sums;
+    float *position_sums = nullptr, *u_sums = nullptr, *v_sums = nullptr;
 };
 
 template <class S>
@@ -355,11 +420,16 @@ void backward(const AttentionGradients& g, int threads) {
     const int64_t n_part = (a.lanes + lanes - 1) / lanes;
     const Shared shared(a);
     Room<float> sums(a.heads * n_part * shared.size);
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t task = 0; task < a.heads * n_part; ++task) {
-        Backward<S> some(g, task / n_part, sums + task * shared.size);
-        const int64_t first = task % n_part * lanes;
-        for (int64_t lane = first; lane < min(first + lanes, a.lanes); ++lane) some.run(lane);
+#pragma omp parallel num_threads(threads)
+    {
+        Backward<S> some(g);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < a.heads * n_part; ++task) {
+            // Heads of the same lanes after one another: their numbers lie side by side.
+            const int64_t head = task % a.heads, part = task / a.heads;
+            some.begin(head, sums + (head * n_part + part) * shared.size);
+            for (int64_t lane = part * lanes; lane < min((part + 1) * lanes, a.lanes); ++lane) some.run(lane);
+        }
     }
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t head = 0; head < a.heads; ++head) {
