@@ -18,13 +18,15 @@ def compiled_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    position: Tensor | None,
+    u: Tensor | None,
+    v: Tensor | None,
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The same function as `reference_attention`; segments without gradients and dropout go through `shifted`'s way.
+    """The same function as `reference_attention`, or plain attention, if `position`, `u` and `v` are None.
+
+    Relative attention without gradients and dropout goes through `shifted`'s way.
 
     Args:
         query: [B,T,H,D], float32 or bfloat16 on a CPU, where gradients are wanted.
@@ -37,10 +39,10 @@ def compiled_attention(
     Returns:
         [B,T,H,D]. Its gradient can be taken once (no second derivatives).
     """
-    if dropout == 0 and not torch.is_grad_enabled():
+    if dropout == 0 and not torch.is_grad_enabled() and position is not None and u is not None and v is not None:
         return shifted_attention(query, key, value, position, u, v, scope)
     # `torch.compile` traces shapes; what the machine has was asked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
-        raise UserError(f"model.attention compiled {reason}, or use --model.attention shifted")
+        raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
     filled = None if scope.filled is None else torch.tensor(scope.filled)
     return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)

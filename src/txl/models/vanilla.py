@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl.attention.compiled import compiled_attention
 from txl.attention.positions import sinusoid
 from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, has_auxiliary_losses
@@ -58,10 +59,18 @@ class NoMemory:
         return {"lanes": torch.zeros(self.batch_size, dtype=torch.uint8)}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D]."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, compiled: bool = False) -> Tensor:
+    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D].
+
+    Args:
+        query, key, value: of one segment.
+        dropout: probability with which an attention weight is dropped.
+        compiled: whether gradients go through the compiled library.
+    """
     if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None, KeyScope(0))) is not None:
         return fused
+    if compiled and (dropout > 0 or torch.is_grad_enabled()):
+        return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
     heads = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
@@ -74,6 +83,7 @@ class CausalSelfAttention(nn.Module):
         d_attention = config.n_head * config.d_head
         self.n_head, self.d_head = config.n_head, config.d_head
         self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
+        self.compiled = config.attention == "compiled"
         self.q_proj = Linear(config.d_model, d_attention, bias=False)
         self.k_proj = Linear(config.d_model, d_attention, bias=False)
         self.v_proj = Linear(config.d_model, d_attention, bias=False)
@@ -89,7 +99,7 @@ class CausalSelfAttention(nn.Module):
             self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = causal_attention(query, key, value, self.dropatt if self.training else 0.0)
+        attended = causal_attention(query, key, value, self.dropatt if self.training else 0.0, self.compiled)
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -116,9 +126,9 @@ class VanillaTransformer(Decoder[NoMemory]):
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__(config, vocab_size)
-        if config.attention != "auto":
-            raise UserError(f"model.attention is {config.attention!r}; a model without memory has auto alone")
-        self.attention_name = "scaled_dot_product_attention"
+        if config.attention not in ("auto", "compiled"):
+            raise UserError(f"model.attention is {config.attention!r}; a model without memory has auto and compiled")
+        self.attention_name = "scaled_dot_product_attention" if config.attention == "auto" else config.attention
         self.context = config.max_segment
         self.layers = nn.ModuleList(VanillaLayer(config) for _ in range(config.n_layer))
         if config.encoding == "learned":

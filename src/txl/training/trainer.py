@@ -65,7 +65,8 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        if run.model.kind == "transformer" and not has_absolute_positions(run.model):
+        relative = not has_absolute_positions(run.model)
+        if run.model.kind == "transformer" and (relative or run.model.attention == "compiled"):
             attention_backend(run.model, self.device)  # refuses what cannot train here before any text is fetched
         self._compiled = False
         self._init_note: str | None = None
