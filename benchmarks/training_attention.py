@@ -66,7 +66,7 @@ def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
             attend = BACKENDS[way].attend
 
             def both(attend=attend, leaves=leaves, above=above) -> None:
-                torch.autograd.grad(attend(*leaves, KeyScope(length)), leaves, above)
+                torch.autograd.grad(attend(*leaves, scope=KeyScope(length)), leaves, above)
 
             ways[f"{way} {dtype_name}"] = both
     return least(ways, times)

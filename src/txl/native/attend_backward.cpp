@@ -1,19 +1,19 @@
 // Gradients of attention on a CPU: of queries, keys, values, projected positions, u and v.
 //
 // The pass forward (attend.cpp) kept its outputs and of each query the greatest score and the sum of exponentials of all
-// scores less that. Here the weights of a few queries and a block of keys are computed again from these, in a tile that stays in the
-// second cache, and become the scores' gradient where they lie:
+// scores less that. Here the weights of a few queries and a block of keys are computed again from these, in a tile that
+// stays in the second cache, and become the scores' gradient where they lie:
 //
 //     P = exp(score - greatest) / sum    dP = dO V^T    dS = P (keep dP - dO . O)    keep: what dropout multiplies by
 //     dV = (keep P)^T dO    dK = dS^T (q + u)    dq = dS K + dB R    dR = dB^T (q + v)    du, dv: sums over queries
 //
-// B are the position terms by distance, before Appendix B's shift. The tile of a block is written as [queries, distances];
-// read with a row stride that is one less it is [queries, keys], the shift, and so the terms by key are added in place
-// and dS, written through that view, is dB without a copy. What lies outside of the view is set to zero.
+// B are the position terms by distance, before Appendix B's shift. Their tile is [queries, distances]; read with a row
+// stride that is one less it is [queries, keys], the shift. dS is written through that view, and what lies outside of it
+// is set to zero, so that the tile is dB without a copy. Scores are summed in the order of the pass forward, to the bit.
 //
 // A task has a head and some lanes. It sums the gradient of its positions, of u and of v over its lanes in their order;
-// the sums of a head's tasks are added in theirs. How many tasks there are depends on the shape alone, so nothing depends
-// on the number of threads. Everything but the operands of products is float32.
+// the sums of a head's tasks are added in theirs. How many tasks there are depends on the shape alone, so nothing
+// depends on the number of threads. Everything but the operands of products is float32.
 //
 // Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 

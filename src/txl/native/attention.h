@@ -31,7 +31,7 @@ struct Attention {
     const int64_t* filled;  // [B], how many of the S - T positions of memory hold something, the newest; or null: all
     int64_t window;    // keys that a query sees, itself among them
     void* out;         // [B,T,H,D]
-    float* sums;       // [B,H,T,2], of each query its greatest score and the sum of exponentials of all less that; or null
+    float* sums;       // [B,H,T,2], a query's greatest score and the sum of exponentials of all less that; or null
     double dropout;    // probability with which a weight is dropped
     uint64_t seed;     // of what is dropped
 };
@@ -65,8 +65,8 @@ struct Sight {
     int64_t last(int64_t query) const { return memory + query + 1; }
 };
 
-// 1/(1-p) for each weight that is kept and 0 for each that is dropped: drawn from its place alone, so that any pass
-// over the weights, in any order, draws the same.
+// 1/(1-p) for each weight that is kept, 0 for each that is dropped: drawn from its place alone, so that any pass over
+// the weights, in any order, draws the same.
 //
 // Philox4x32 with 7 rounds, which pass BigCrush (Salmon et al. 2011). Its counter is (group of keys, query, head, lane),
 // its key the seed. The four words of 16 neighbouring counters belong to 64 neighbouring keys, 16 for each word.

@@ -2,7 +2,7 @@
 //
 // A word is 32 bits: one float32, or two bfloat16 that are neighbours in a sum. A product is
 // C[i,n] (+)= sum over words w of A[i,w] * B[w,n], where words of bfloat16 multiply as their two pairs do, with sums in
-// float32. A panel holds the words of 16 columns of B, [words,16]; where B lies in rows, `word_stride` is what a row takes.
+// float32. A panel holds the words of 16 columns of B, [words,16]; where B lies in rows, `word_stride` is a row's.
 //
 // bfloat16 needs instructions that not every processor has (`MULTIPLIES<BFloat16>` says whether); with AMX a product is
 // made of tiles of 16 rows, and it may have to be asked for (`Tiles`).
