@@ -113,8 +113,8 @@ def training_memory(record: Record) -> str:
     )
 
 
-def training_attention(record: Record) -> str:
-    output = record["output"]
+def training_attention(output: Record) -> str:
+    """Times of attention and of a step, and a step's memory, with and without the compiled library."""
     ways = list(output["peak_bytes"])
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
     peaks = ["MiB of a step", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
