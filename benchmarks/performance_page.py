@@ -113,6 +113,20 @@ def training_memory(record: Record) -> str:
     )
 
 
+def training_attention(output: Record) -> str:
+    """Times of attention and of a step, and a step's memory, with and without the compiled library."""
+    ways = list(output["peak_bytes"])
+    rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
+    peaks = ["MiB of a step", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
+    return (
+        "Times as fast as `shifted` in float32, forward and backward, by processor time of one thread, in one run; "
+        "`compiled` is `--model.attention compiled`.\n\n"
+        + table(["", *ways], rows)
+        + f"\n\nMost memory of a step as in the table above, T = M = {output['memory_length']:,}.\n\n"
+        + table(["", *ways], [peaks])
+    )
+
+
 def vocabulary_memory(record: Record) -> str:
     """Peak bytes of a step by the way of its cross-entropy."""
     rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
@@ -238,6 +252,12 @@ SECTIONS = (
         "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
         training_memory,
         ("training-memory",),
+    ),
+    Section(
+        "Compiled attention in training",
+        "training-attention",
+        "python -m benchmarks.training_attention results/training-attention.json",
+        training_attention,
     ),
     Section(
         "Memory and the vocabulary",

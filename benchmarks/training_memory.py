@@ -43,9 +43,9 @@ def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
     return dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, batch_size=LANES))
 
 
-def our_step(way: str, length: int) -> Callable[[int], None]:
+def our_step(way: str, length: int, attention: AttentionName = "auto") -> Callable[[int], None]:
     """A training step of ours as a function of T = M."""
-    run = settings(length, "factorised" if way == "factorised" else "auto")
+    run = settings(length, "factorised" if way == "factorised" else attention)
     train = dataclasses.replace(run.train, dtype="bfloat16" if way == "bfloat16" else "float32")
     model = build_model(run.model, VOCABULARY, "cpu").train()
     optimizer = build_optimizer(model, train)

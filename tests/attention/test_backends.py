@@ -17,6 +17,7 @@ from txl.cli import main
 from txl.config import AttentionName, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
+from txl.native.build import why_not
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 """What the factorised form supports."""
@@ -37,7 +38,9 @@ def test_auto_finds_one_for_every_model(model, device):
 def test_an_unknown_name_is_refused():
     unknown = dataclasses.replace(PLAIN)
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(UserError, match=r"'flash'; expected one of auto, reference, shifted, factorised, flex"):
+    with pytest.raises(
+        UserError, match=r"'flash'; expected one of auto, reference, shifted, compiled, factorised, flex"
+    ):
         attention_backend(unknown)
 
 
@@ -98,6 +101,31 @@ def test_the_factorised_form_trains_the_same_model(changes, dtype):
         results.append([nll.double().flatten(), torch.cat([grad.double().flatten() for grad in grads])])
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < tolerance
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"clamp_len": 3, "window": 6, "untie_r": True}, {"encoding": "shaw", "max_distance": 5}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "autocast"])
+def test_compiled_attention_trains_the_same_model(changes, dtype):
+    """Losses and all gradients, over segments behind a memory that grows, a lane of which was reset."""
+    tokens, targets = stream(40)
+    results = []
+    for attention in ("compiled", "reference"):
+        exact = attention == "reference"
+        config = dataclasses.replace(PLAIN, attention=attention, **changes)
+        model = lively(config).to(torch.float64 if exact else torch.float32).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast" and not exact):
+            _, state = model.nll(tokens[:, :17], targets[:, :17], model.init_state(B))
+            state = state.reset(torch.tensor([True, False, True]))
+            nll, _ = model.nll(tokens[:, 17:], targets[:, 17:], state)
+        grads = torch.autograd.grad(nll.double().mean(), list(model.parameters()))
+        results.append([nll.double().flatten(), torch.cat([grad.double().flatten() for grad in grads])])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < (1e-5 if dtype == "float32" else 0.1)
 
 
 def test_lanes_that_were_reset_train_the_same():
@@ -176,5 +204,8 @@ def test_the_documentation_says_what_the_declarations_say():
     told = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in BACKENDS}
     yes = {True: "yes", False: "no"}
     for name, each in BACKENDS.items():
-        where = "everything" if each.devices is None else "CUDA, float32 and bfloat16"
+        where = "everything"
+        if each.devices is not None:
+            (device,) = each.devices
+            where = f"{device.upper()}, float32 and bfloat16"
         assert told[name] == [where, yes[each.clamp_len], yes[each.dropatt], yes[each.dropout_r]]

@@ -120,7 +120,8 @@ def test_a_view_shares_weights_and_hooks_and_has_a_mode_and_attributes_of_its_ow
     model.tied.weight = model.extra.weight  # a weight and a module in two places
     model.extra.forward = model.extra.forward  # bound to the module
     view: Any = evaluation_view(model)
-    assert type(view) is TransformerXL
+    kind: type = type(view)
+    assert kind is TransformerXL
     assert model.training
     assert not any(module.training for module in view.modules())
     pairs = zip(view.named_parameters(), model.named_parameters(), strict=True)

@@ -13,11 +13,12 @@ from tests.conftest import small_run
 import txl
 from txl.attention.positions import sinusoid
 from txl.cli import main
-from txl.config import TransformerXLConfig, VanillaConfig
+from txl.config import RunConfig, TransformerXLConfig, VanillaConfig, with_options
 from txl.errors import UserError
 from txl.evaluation.perplexity import nll_at
 from txl.models import build_model
 from txl.models.vanilla import NoMemory, VanillaTransformer
+from txl.native.build import why_not
 
 V, B, T = 17, 3, 9
 LEARNED = VanillaConfig(
@@ -195,6 +196,33 @@ def test_configurations_that_cannot_work(changes, message):
         from txl.config import validate
 
         validate(small_run("x", **(settings | changes)))
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+def test_compiled_attention_trains_the_same_model():
+    """Losses and all gradients; with dropout of attention, losses that PyTorch's seed decides."""
+    tokens, targets = text()
+    found = []
+    for attention in ("compiled", "auto"):
+        torch.manual_seed(0)
+        model = build_model(dataclasses.replace(LEARNED, dropout=0.0, attention=attention), V).train()
+        nll, _ = model.nll(tokens, targets, model.init_state(B))
+        found.append([nll, *torch.autograd.grad(nll.mean(), list(model.parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+    model = build_model(dataclasses.replace(LEARNED, dropout=0.0, dropatt=0.5, attention="compiled"), V).train()
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        losses.append(model.nll(tokens, targets, model.init_state(B))[0])
+    assert torch.equal(losses[0], losses[1])
+    assert not torch.equal(losses[0], losses[2])
+
+
+def test_another_attention_than_its_own_is_refused():
+    with pytest.raises(UserError, match=r"model\.attention is 'shifted'"):
+        with_options(RunConfig(model=LEARNED), {"model.attention": "shifted"})
 
 
 def test_the_window_slides_by_one(model):

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from txl.attention.compiled import compiled_attention
 from txl.attention.factorised import DotProductKernel, FusedKernel
 from txl.attention.flex import FlexKernel
 from txl.attention.reference import reference_attention
@@ -16,6 +17,7 @@ from txl.attention.scope import KeyScope
 from txl.attention.shifted import shifted_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
+from txl.native.training_attention import why_not_training
 
 
 class RelativeAttention(Protocol):
@@ -50,6 +52,8 @@ class Backend:
     """Where it trains; None: everywhere. Without gradients every model runs everywhere."""
     dtypes: tuple[torch.dtype, ...] | None = None
     """What it trains in; None: everything."""
+    obstacle: Callable[[str, torch.dtype], str | None] | None = None
+    """Says what keeps this machine from training with it on a device and in a dtype; None: nothing can."""
     any_encoding: bool = True
     """Whether R may be something else than the sinusoid."""
     clamp_len: bool = True
@@ -93,7 +97,7 @@ class Backend:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
             return f"cannot train in {dtype}"
-        return None
+        return self.obstacle(device, dtype or torch.float32) if device and self.obstacle else None
 
 
 BACKENDS = {
@@ -101,6 +105,14 @@ BACKENDS = {
     for each in (
         Backend("reference", "the equations, one query at a time", reference_attention),
         Backend("shifted", "one product for all distances, read through a shifted view", shifted_attention),
+        Backend(
+            "compiled",
+            "a block of keys at a time in code compiled for the CPU, no matrix of all scores",
+            compiled_attention,
+            devices=("cpu",),
+            dtypes=(torch.float32, torch.bfloat16),
+            obstacle=why_not_training,
+        ),
         Backend(
             "factorised",
             "plain fused attention over wider heads (`scaled_dot_product_attention`)",

@@ -17,7 +17,7 @@ from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig, validat
 from txl.config.values import ANYTHING, check_ranges, checked, hints_of, require, setting, shown
 from txl.errors import UserError
 
-AttentionName = Literal["auto", "reference", "shifted", "factorised", "flex"]
+AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
 RelativeEncoding = Literal["relative", "shaw"]
 AbsoluteEncoding = Literal["learned", "sinusoid"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
@@ -414,6 +414,10 @@ class VanillaConfig(TransformerConfig):
     )
     extra_target_weight: float = setting(
         0.5, "weight of the loss of a target after the next one", at_least=0, lacking=ANYTHING
+    )
+
+    attention: Literal["auto", "compiled"] = setting(
+        "auto", "attention backend. auto: PyTorch's; compiled: code compiled for the CPU"
     )
 
     title: ClassVar[str] = "Transformers without memory (model.encoding learned or sinusoid)"

@@ -116,7 +116,7 @@ def make_step(
 ) -> StaticStep | CompiledStep:
     """The compiled step where it is wanted and can be had (if not, the library has said why), else the static one."""
     device = slots.keys[0].device.type
-    if compile and device == "cpu" and model.attention_name == "shifted" and library() is not None:
+    if compile and device == "cpu" and model.attention_name in ("shifted", "compiled") and library() is not None:
         weights = layer_weights(model, structure)
         if weights is not None:
             return CompiledStep(model, slots, clamp_len, weights)

@@ -301,7 +301,7 @@ class TransformerXL(Decoder[Memory]):
     def _read_frozen(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
         """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
         n_new = hidden.shape[1]
-        if n_new == 1 and self.attention_name == "shifted":
+        if n_new == 1 and self.attention_name in ("shifted", "compiled"):
             read = read_token(self, hidden, state, held)
             if read is not None:
                 return read

@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl.attention.compiled import compiled_attention
 from txl.attention.positions import sinusoid
-from txl.config import TrainConfig, VanillaConfig
+from txl.attention.scope import KeyScope
+from txl.config import ModelConfig, TrainConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models.auxiliary import AuxiliaryHeads
 from txl.models.costs import LayerCosts, transformer_costs
@@ -30,6 +32,7 @@ from txl.models.language_model import Limit
 from txl.models.linear import Linear
 from txl.models.objective import EVERY_TARGET, Objective
 from txl.native.attention import fused_attention
+from txl.native.training_attention import why_not_training
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,18 @@ class NoMemory:
         return {"lanes": torch.zeros(self.batch_size, dtype=torch.uint8)}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D]."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, compiled: bool = False) -> Tensor:
+    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D].
+
+    Args:
+        query, key, value: of one segment.
+        dropout: probability with which an attention weight is dropped.
+        compiled: whether gradients go through the compiled library.
+    """
     if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None)) is not None:
         return fused
+    if compiled and (dropout > 0 or torch.is_grad_enabled()):
+        return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
     heads = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
@@ -74,6 +85,7 @@ class CausalSelfAttention(nn.Module):
         d_attention = config.n_head * config.d_head
         self.n_head, self.d_head = config.n_head, config.d_head
         self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
+        self.compiled = config.attention == "compiled"
         self.q_proj = Linear(config.d_model, d_attention, bias=False)
         self.k_proj = Linear(config.d_model, d_attention, bias=False)
         self.v_proj = Linear(config.d_model, d_attention, bias=False)
@@ -89,7 +101,7 @@ class CausalSelfAttention(nn.Module):
             self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = causal_attention(query, key, value, self.dropatt if self.training else 0.0)
+        attended = causal_attention(query, key, value, self.dropatt if self.training else 0.0, self.compiled)
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
@@ -118,8 +130,17 @@ class VanillaTransformer(Decoder[NoMemory]):
     config: VanillaConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
     attention_name = "scaled_dot_product_attention"
 
+    @staticmethod
+    def check_device(config: ModelConfig, device: str) -> None:
+        """See `Decoder.check_device`: the compiled attention trains on a CPU with a compiler alone."""
+        assert isinstance(config, VanillaConfig)
+        if config.attention == "compiled" and (reason := why_not_training(device, torch.float32)):
+            raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+
     def __init__(self, config: VanillaConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
+        if config.attention == "compiled":
+            self.attention_name = config.attention
         self.layers = nn.ModuleList(VanillaLayer(config) for _ in range(config.n_layer))
         if config.encoding == "learned":
             self.positions = nn.Parameter(torch.empty(config.n_layer, config.max_segment, config.d_model))

@@ -1,4 +1,5 @@
-// Attention of a segment without gradients on a CPU: relative (terms (a) to (d)), or plain where there are no positions.
+// Attention of a segment on a CPU: relative (terms (a) to (d)), or plain where there are no positions. For gradients it
+// leaves two numbers a query beside its outputs, from which attend_backward.cpp has the weights again.
 //
 // No matrix of all scores is made. A block of keys with its values, and the positions that some queries need for it,
 // are packed once for all of these queries; for a few of them at a time the scores of the block are two products, one
@@ -10,57 +11,16 @@
 //
 // Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 
-#include <cmath>
-#include <limits>
-#include <memory>
 #include <vector>
 
-#include "panels.h"
+#include "attention.h"
 
 namespace {
-
-using std::max;
-using std::min;
 
 constexpr int64_t KEYS = 512;     // of a block, at most
 constexpr int64_t QUERIES = 240;  // of a task, that share its packed keys
 template <class S>
 constexpr int64_t FEW = sizeof(S) == 2 ? 2 * TILE : 4 * BLOCK_ROWS;  // queries whose scores exist at a time
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-struct Rows {  // numbers [B,n,H,D] of which only the last dimension lies behind one another; strides in numbers
-    const void* first;
-    int64_t lane, row, head;
-};
-
-}  // namespace
-
-struct Attention {
-    int64_t lanes, queries, keys, heads, width;
-    Rows query, key, value;
-    Rows position;     // W_kR R [S,H,D], farthest distance first, without lanes; or null
-    const float *u, *v;  // [H,D], or null
-    const int64_t* filled;  // [B], how many of the S - T positions of memory hold something, the newest; or null: all
-    int64_t window;    // keys that a query sees, itself among them
-    void* out;         // [B,T,H,D]
-};
-
-namespace {
-
-// Room for words or floats, aligned, not set to anything.
-template <class T>
-class Room {
-  public:
-    explicit Room(int64_t n) : memory(new char[n * sizeof(T) + 64]) {
-        const auto address = reinterpret_cast<uintptr_t>(memory.get());
-        first = reinterpret_cast<T*>((address + 63) / 64 * 64);
-    }
-    operator T*() const { return first; }
-
-  private:
-    std::unique_ptr<char[]> memory;
-    T* first;
-};
 
 // What some queries of one head attend to, in several lanes one after the other.
 template <class S>
@@ -88,6 +48,8 @@ class Task {
           scores(FEW<S> * most),
           distances(a.position.first ? FEW<S> * distances_stride : 0),
           weights(FEW<S> * pairs),
+          factors(a.dropout > 0 ? most + 2 * Dropout::GROUP : 0),
+          dropout(attention),
           sums(lanes * rows * width),
           greatest(lanes * rows, NOTHING),
           total_weight(lanes * rows, 0.0f) {}
@@ -109,11 +71,7 @@ class Task {
     }
 
   private:
-    // The first key that a query of the segment sees, and the one behind its last.
-    int64_t first_key(int64_t lane, int64_t query) const {
-        const int64_t filled = a.filled ? a.filled[first_lane + lane] : memory;
-        return max(memory - filled, memory + query + 1 - a.window);
-    }
+    int64_t first_key(int64_t lane, int64_t query) const { return Sight(a, first_lane + lane).first(query); }
     int64_t last_key(int64_t query) const { return memory + query + 1; }
 
     const S* at(const Rows& from, int64_t lane, int64_t row) const {
@@ -128,7 +86,10 @@ class Task {
             for (int64_t t = 0; t < queries; ++t) {
                 const S* q = at(a.query, lane, first_query + t);
                 S* row = (S*)(to + t * words);
-                for (int64_t i = 0; i < a.width; ++i)
+                int64_t i = 0;
+                for (; i + PANEL <= a.width; i += PANEL)
+                    write(row + i, (load(q + i) + (bias ? load(bias + head * a.width + i) : Vec<float>{})) * scale);
+                for (; i < a.width; ++i)
                     write(row + i, (read(q + i) + (bias ? bias[head * a.width + i] : 0.0f)) * scale);
             }
         };
@@ -178,7 +139,13 @@ class Task {
             const int64_t low = min(max(first_key(lane, query) - first, from), to);
             const int64_t high = max(min(last_key(query) - first, to), low);
             const float* other = a.position.first ? distances + r * distances_stride + shift + (n - 1 - r) - from : nullptr;
-            weigh(lane * rows + t + r, scores + r * most, other, from, to, low, high,
+            const float* keep = nullptr;
+            if (a.dropout > 0) {
+                const int64_t key = (first + from) / Dropout::GROUP * Dropout::GROUP;
+                dropout.draw(first_lane + lane, head, query, key, first + to, factors);
+                keep = factors + (first - key);
+            }
+            weigh(lane * rows + t + r, scores + r * most, other, keep, from, to, low, high,
                   (S*)(weights + r * pairs));
         }
         multiply<S>(*tiles, weights + from / PER_WORD<S>, pairs, n, values + from / PER_WORD<S> * PANEL,
@@ -187,16 +154,25 @@ class Task {
     }
 
     // Scores of keys [from, to), of which a query sees [low, high), become weights.
-    void weigh(int64_t query, float* row, const float* other, int64_t from, int64_t to, int64_t low, int64_t high, S* out) {
-        if (other)
-            for (int64_t i = from; i < to; i += PANEL) store(row + i, load(row + i) + load(other + i));
+    void weigh(int64_t query, float* row, const float* other, const float* keep, int64_t from, int64_t to, int64_t low,
+               int64_t high, S* out) {
+        // Panels all of whose keys the query sees, and those of which it sees some.
+        const int64_t whole = min(rounded_up(low, PANEL), to), behind = max(high / PANEL * PANEL, whole);
+        Vec<float> top = Vec<float>{} + NOTHING;
+        const auto raise = [&](Vec<float> next) { top = next > top ? next : top; };
+        if (other) {
+            for (int64_t i = low / PANEL * PANEL; i < high; i += PANEL) {
+                const auto score = load(row + i) + load(other + i);
+                store(row + i, score);
+                if (i >= whole && i < behind) raise(score);
+            }
+        } else {
+            for (int64_t i = whole; i < behind; i += PANEL) raise(load(row + i));
+        }
         std::fill(row + from, row + low, NOTHING);
         std::fill(row + high, row + to, NOTHING);
-        Vec<float> top = load(row + from);
-        for (int64_t i = from + PANEL; i < to; i += PANEL) {
-            const auto next = load(row + i);
-            top = next > top ? next : top;
-        }
+        if (whole > low) raise(load(row + whole - PANEL));
+        if (behind < high) raise(load(row + behind));
         float most = greatest[query];
         for (int i = 0; i < 16; ++i) most = top[i] > most ? top[i] : most;
         if (low >= high) {
@@ -207,7 +183,7 @@ class Task {
         for (int64_t i = from; i < to; i += PANEL) {
             const auto weight = exponential(load(row + i) - most);
             all += weight;
-            write(out + i, weight);
+            write(out + i, keep ? weight * load(keep + i) : weight);
         }
         const float kept = greatest[query] == NOTHING ? 0.0f : std::exp(greatest[query] - most);
         if (kept != 1.0f)
@@ -221,7 +197,13 @@ class Task {
         for (int64_t t = 0; t < queries; ++t) {
             const int64_t query = lane * rows + t;
             S* to = (S*)a.out + (((first_lane + lane) * a.queries + first_query + t) * a.heads + head) * a.width;
-            for (int64_t i = 0; i < a.width; ++i) write(to + i, sums[query * width + i] / total_weight[query]);
+            int64_t i = 0;
+            for (; i + PANEL <= a.width; i += PANEL) write(to + i, load(sums + query * width + i) / total_weight[query]);
+            for (; i < a.width; ++i) write(to + i, sums[query * width + i] / total_weight[query]);
+            if (a.sums) {
+                float* kept = a.sums + (((first_lane + lane) * a.heads + head) * a.queries + first_query + t) * 2;
+                kept[0] = greatest[query], kept[1] = total_weight[query];
+            }
         }
     }
 
@@ -238,6 +220,8 @@ class Task {
     Room<Word> by_key, by_distance, keys, values, positions;
     Room<float> scores, distances;
     Room<Word> weights;
+    Room<float> factors;
+    const Dropout dropout;
     Room<float> sums;
     std::vector<float> greatest, total_weight;
 };

@@ -14,29 +14,34 @@ from txl.native.build import library
 
 FEWEST_QUERIES = 8
 """Queries from which on packing keys for the library is faster than PyTorch's products."""
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+Pointer, Count = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = [("first", _Pointer), *((name, _Count) for name in ("lane", "row", "head"))]
+class Rows(ctypes.Structure):
+    """`Rows` in attention.h: where numbers [B,n,H,D] lie."""
+
+    _fields_ = [("first", Pointer), *((name, Count) for name in ("lane", "row", "head"))]
 
     @classmethod
-    def of(cls, rows: Tensor) -> _Rows:
+    def of(cls, rows: Tensor) -> Rows:
         """Of numbers [B,n,H,D]; for [n,H,D] the stride of lanes is not used."""
         lane, row, head = (0, *rows.stride()[:-1])[-3:]
         return cls(rows.data_ptr(), lane, row, head)
 
 
-class _Attention(ctypes.Structure):
-    """`Attention` in attend.cpp."""
+class AttentionCall(ctypes.Structure):
+    """`Attention` in attention.h."""
 
     _fields_ = [
-        *((name, _Count) for name in ("lanes", "queries", "keys", "heads", "width")),
-        *((name, _Rows) for name in ("query", "key", "value", "position")),
-        *((name, _Pointer) for name in ("u", "v", "filled")),
-        ("window", _Count),
-        ("out", _Pointer),
+        *((name, Count) for name in ("lanes", "queries", "keys", "heads", "width")),
+        *((name, Rows) for name in ("query", "key", "value", "position")),
+        *((name, Pointer) for name in ("u", "v", "filled")),
+        ("window", Count),
+        ("out", Pointer),
+        ("sums", Pointer),
+        ("dropout", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
     ]
 
 
@@ -72,7 +77,7 @@ def fused_attention(
     numbers = [query, key, value, *([] if position is None else [position])]
     if (
         n_query < FEWEST_QUERIES
-        or query.dtype not in _SUFFIXES
+        or query.dtype not in SUFFIXES
         or torch.is_grad_enabled()
         or any(each.device.type != "cpu" or each.dtype != query.dtype or each.stride(-1) != 1 for each in numbers)
     ):
@@ -83,19 +88,19 @@ def fused_attention(
     biases = [each if each is None else each.detach().to("cpu", torch.float32).contiguous() for each in (u, v)]
     counts = None if filled is None else torch.tensor(filled)
     out = query.new_empty(query.shape)
-    attention = _Attention(
+    attention = AttentionCall(
         n_lane,
         n_query,
         key.shape[1],
         n_head,
         d_head,
-        _Rows.of(query),
-        _Rows.of(key),
-        _Rows.of(value),
-        _Rows() if position is None else _Rows.of(position),
+        Rows.of(query),
+        Rows.of(key),
+        Rows.of(value),
+        Rows() if position is None else Rows.of(position),
         *(None if each is None else each.data_ptr() for each in (*biases, counts)),
         key.shape[1] if window is None else window,
         out.data_ptr(),
     )
-    getattr(compiled, f"txl_attend_{_SUFFIXES[query.dtype]}")(ctypes.byref(attention), torch.get_num_threads())
+    getattr(compiled, f"txl_attend_{SUFFIXES[query.dtype]}")(ctypes.byref(attention), torch.get_num_threads())
     return out

@@ -2,7 +2,7 @@
 //
 // A word is 32 bits: one float32, or two bfloat16 that are neighbours in a sum. A product is
 // C[i,n] (+)= sum over words w of A[i,w] * B[w,n], where words of bfloat16 multiply as their two pairs do, with sums in
-// float32. A panel holds the words of 16 columns of B, [words,16].
+// float32. A panel holds the words of 16 columns of B, [words,16]; where B lies in rows, `word_stride` is a row's.
 //
 // bfloat16 needs instructions that not every processor has (`MULTIPLIES<BFloat16>` says whether); with AMX a product is
 // made of tiles of 16 rows, and it may have to be asked for (`Tiles`).
@@ -28,6 +28,7 @@ using Word = uint32_t;
 using Words = Vec<Word>;
 
 constexpr int64_t PANEL = 16;  // columns of a panel
+constexpr int64_t AHEAD = 64;  // rows, which lie too far apart for a processor to foresee, are fetched as far ahead
 constexpr int64_t TILE = 16;   // rows, and words, that products may read and write more than they are asked for
 
 template <class S>
@@ -53,22 +54,35 @@ Words words_of(const S* row, int64_t n) {
     return words;
 }
 
-// Every second number from one vector and the other, of their first or their second halves.
-inline Words interleaved(Words a, Words b, bool second) {
 #ifdef __clang__
-    return second ? __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-                  : __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#define TXL_SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-    return second ? __builtin_shuffle(a, b, Words{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31})
-                  : __builtin_shuffle(a, b, Words{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+#define TXL_SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
 #endif
-}
 
+// In three rounds: words of quarters that are neighbours, pairs of words, quarters. These are instructions of AVX-512.
 inline void transpose(Words (&rows)[16]) {
-    for (int round = 0; round < 4; ++round) {
-        Words next[16];
-        UNROLLED for (int i = 0; i < 16; ++i) next[i] = interleaved(rows[i / 2], rows[i / 2 + 8], i % 2);
-        UNROLLED for (int i = 0; i < 16; ++i) rows[i] = next[i];
+    Words next[16];
+    UNROLLED for (int i = 0; i < 16; i += 2) {
+        next[i] = TXL_SHUFFLED(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        next[i + 1] = TXL_SHUFFLED(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLLED for (int i = 0; i < 16; i += 4)
+        UNROLLED for (int j = 0; j < 2; ++j) {
+            const Words a = next[i + j], b = next[i + j + 2];
+            rows[i + 2 * j] = TXL_SHUFFLED(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            rows[i + 2 * j + 1] = TXL_SHUFFLED(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+    UNROLLED for (int j = 0; j < 4; ++j) {
+        const auto even = [](Words a, Words b) {
+            return TXL_SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+        };
+        const auto odd = [](Words a, Words b) {
+            return TXL_SHUFFLED(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        };
+        const Words a = even(rows[j], rows[4 + j]), b = odd(rows[j], rows[4 + j]);
+        const Words c = even(rows[8 + j], rows[12 + j]), d = odd(rows[8 + j], rows[12 + j]);
+        rows[j] = even(a, c), rows[4 + j] = even(b, d), rows[8 + j] = odd(a, c), rows[12 + j] = odd(b, d);
     }
 }
 
@@ -78,19 +92,32 @@ void pack_transposed(const S* rows, int64_t stride, int64_t n, int64_t width, in
     for (int64_t first = 0; first < n; first += PANEL, panels += words * PANEL)
         for (int64_t word = 0; word < words; word += PANEL) {
             const int64_t at = word * PER_WORD<S>;
+            const S* row = rows + first * stride + at;
             Words block[16];
-            UNROLLED for (int i = 0; i < 16; ++i)
-                block[i] = first + i < n ? words_of(rows + (first + i) * stride + at, width - at) : Words{};
+            if (first + AHEAD + PANEL <= n)
+                UNROLLED for (int i = 0; i < 16; ++i) __builtin_prefetch(row + (AHEAD + i) * stride);
+            if (first + PANEL <= n && (width - at) * int64_t(sizeof(S)) >= int64_t(sizeof block[0])) {
+                UNROLLED for (int i = 0; i < 16; ++i) std::memcpy(&block[i], row + i * stride, sizeof block[i]);
+            } else {
+                UNROLLED for (int i = 0; i < 16; ++i)
+                    block[i] = first + i < n ? words_of(row + i * stride, width - at) : Words{};
+            }
             transpose(block);
-            for (int64_t i = 0; i < std::min(PANEL, words - word); ++i) store(panels + (word + i) * PANEL, block[i]);
+            if (words - word >= PANEL) {
+                UNROLLED for (int i = 0; i < 16; ++i) store(panels + (word + i) * PANEL, block[i]);
+            } else {
+                for (int64_t i = 0; i < words - word; ++i) store(panels + (word + i) * PANEL, block[i]);
+            }
         }
 }
 
 // Panels of rows [n,width] as they are, with zeros behind: sums run over rows.
 inline void pack(const float* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
     for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
-        for (int64_t row = 0; row < words; ++row)
+        for (int64_t row = 0; row < words; ++row) {
+            if (row + AHEAD < n) __builtin_prefetch(rows + (row + AHEAD) * stride + column);
             store(panels + row * PANEL, row < n ? words_of(rows + row * stride + column, width - column) : Words{});
+        }
 }
 inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
     const auto half = [&](int64_t row, int64_t column) {
@@ -100,8 +127,13 @@ inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width,
         return __builtin_convertvector(bits, Words);
     };
     for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
-        for (int64_t word = 0; word < words; ++word)
+        for (int64_t word = 0; word < words; ++word) {
+            if (2 * word + 1 + AHEAD < n) {
+                __builtin_prefetch(rows + (2 * word + AHEAD) * stride + column);
+                __builtin_prefetch(rows + (2 * word + 1 + AHEAD) * stride + column);
+            }
             store(panels + word * PANEL, half(2 * word, column) | half(2 * word + 1, column) << 16);
+        }
 }
 
 // 16 numbers, rounded.
@@ -135,14 +167,15 @@ inline __attribute__((always_inline)) void multiply_words(Vec<float>& sum, Word 
 // R rows times P panels. By itself, so that the compiler has all sums in registers.
 template <class S, int R, int P>
 __attribute__((noinline)) void multiply_block(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
-                                              int64_t words, float* c, int64_t c_stride, bool add) {
+                                              int64_t words, float* c, int64_t c_stride, bool add,
+                                              int64_t word_stride) {
     Vec<float> sums[R][P] = {};
     if (add)
         UNROLLED for (int r = 0; r < R; ++r)
             UNROLLED for (int p = 0; p < P; ++p) sums[r][p] = load(c + r * c_stride + p * PANEL);
     for (int64_t word = 0; word < words; ++word) {
         Words columns[P];
-        UNROLLED for (int p = 0; p < P; ++p) columns[p] = load(panels + p * panel_stride + word * PANEL);
+        UNROLLED for (int p = 0; p < P; ++p) columns[p] = load(panels + p * panel_stride + word * word_stride);
         UNROLLED for (int r = 0; r < R; ++r)
             UNROLLED for (int p = 0; p < P; ++p) multiply_words<S>(sums[r][p], a[r * a_stride + word], columns[p]);
     }
@@ -156,32 +189,32 @@ constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 4;  // 24 of the 32 registers hold 
 constexpr int BLOCK_ROWS = 4, BLOCK_PANELS = 1;
 #endif
 
-// R rows times all panels, P of them at a time, and then the rest.
-template <class S, int R, int P = BLOCK_PANELS>
-void multiply_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
-                   int64_t words, float* c, int64_t c_stride, bool add) {
-    int64_t p = 0;
-    for (; p + P <= n_panel; p += P)
-        multiply_block<S, R, P>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride,
-                                add);
-    if constexpr (P > 1)
-        if (p < n_panel)
-            multiply_rows<S, R, P - 1>(a, a_stride, panels + p * panel_stride, panel_stride, n_panel - p, words,
-                                       c + p * PANEL, c_stride, add);
-}
-
-// All rows, R of them at a time, and then the rest.
-template <class S, int R = BLOCK_ROWS>
-void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride,
-                  int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+// All rows, R of them at a time and then the rest, times P panels.
+template <class S, int P, int R = BLOCK_ROWS>
+void multiply_rows(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride, int64_t words,
+                   float* c, int64_t c_stride, bool add, int64_t word_stride) {
     int64_t row = 0;
     for (; row + R <= rows; row += R)
-        multiply_rows<S, R>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words, c + row * c_stride,
-                            c_stride, add);
+        multiply_block<S, R, P>(a + row * a_stride, a_stride, panels, panel_stride, words, c + row * c_stride, c_stride,
+                                add, word_stride);
     if constexpr (R > 1)
         if (row < rows)
-            multiply_all<S, R - 1>(a + row * a_stride, a_stride, rows - row, panels, panel_stride, n_panel, words,
-                                   c + row * c_stride, c_stride, add);
+            multiply_rows<S, P, R - 1>(a + row * a_stride, a_stride, rows - row, panels, panel_stride, words,
+                                       c + row * c_stride, c_stride, add, word_stride);
+}
+
+// All rows times all panels, P of these at a time, which stay in the first cache meanwhile, and then the rest.
+template <class S, int P = BLOCK_PANELS>
+void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride,
+                  int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
+    int64_t p = 0;
+    for (; p + P <= n_panel; p += P)
+        multiply_rows<S, P>(a, a_stride, rows, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride,
+                            add, word_stride);
+    if constexpr (P > 1)
+        if (p < n_panel)
+            multiply_all<S, P - 1>(a, a_stride, rows, panels + p * panel_stride, panel_stride, n_panel - p, words,
+                                   c + p * PANEL, c_stride, add, word_stride);
 }
 
 #ifdef TXL_AMX
@@ -216,7 +249,8 @@ class Tiles {
 // 16 R rows times P panels.
 template <int R, int P>
 __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
-                                              int64_t words, float* c, int64_t c_stride, bool add) {
+                                              int64_t words, float* c, int64_t c_stride, bool add,
+                                              int64_t word_stride) {
     asm volatile("" ::: "memory");  // tiles are read behind the compiler's back
     float *c1 = c + TILE * c_stride, *c2 = c + PANEL, *c3 = c1 + PANEL;
     if (add) {
@@ -232,14 +266,14 @@ __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, c
     }
     for (int64_t word = 0; word < words; word += TILE) {
         _tile_loadd(4, a + word, a_stride * 4);
-        _tile_loadd(6, panels + word * PANEL, 64);
+        _tile_loadd(6, panels + word * word_stride, word_stride * 4);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (R > 1) {
             _tile_loadd(5, a + TILE * a_stride + word, a_stride * 4);
             _tile_dpbf16ps(1, 5, 6);
         }
         if constexpr (P > 1) {
-            _tile_loadd(7, panels + panel_stride + word * PANEL, 64);
+            _tile_loadd(7, panels + panel_stride + word * word_stride, word_stride * 4);
             _tile_dpbf16ps(2, 4, 7);
             if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
         }
@@ -253,12 +287,14 @@ __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, c
 
 template <int R>
 void multiply_tile_rows(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride, int64_t n_panel,
-                        int64_t words, float* c, int64_t c_stride, bool add) {
+                        int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
     int64_t p = 0;
     for (; p + 2 <= n_panel; p += 2)
-        multiply_tiles<R, 2>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+        multiply_tiles<R, 2>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add,
+                             word_stride);
     if (p < n_panel)
-        multiply_tiles<R, 1>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add);
+        multiply_tiles<R, 1>(a, a_stride, panels + p * panel_stride, panel_stride, words, c + p * PANEL, c_stride, add,
+                             word_stride);
 }
 #else
 struct Tiles {
@@ -270,20 +306,21 @@ struct Tiles {
 // rounded up to 16 of them: A, B and C have to have them, and what A has there in words, or B, has to be zeros.
 template <class S>
 void multiply([[maybe_unused]] const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
-              int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add) {
+              int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add,
+              int64_t word_stride = PANEL) {
 #ifdef TXL_AMX
     if (sizeof(S) == 2 && tiles.usable) {
         int64_t row = 0;
         for (; row + TILE < rows; row += 2 * TILE)
             multiply_tile_rows<2>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
-                                  c + row * c_stride, c_stride, add);
+                                  c + row * c_stride, c_stride, add, word_stride);
         if (row < rows)
             multiply_tile_rows<1>(a + row * a_stride, a_stride, panels, panel_stride, n_panel, words,
-                                  c + row * c_stride, c_stride, add);
+                                  c + row * c_stride, c_stride, add, word_stride);
         return;
     }
 #endif
-    multiply_all<S>(a, a_stride, rows, panels, panel_stride, n_panel, words, c, c_stride, add);
+    multiply_all<S>(a, a_stride, rows, panels, panel_stride, n_panel, words, c, c_stride, add, word_stride);
 }
 
 }  // namespace

@@ -1,0 +1,139 @@
+"""Compiled attention in training beside the products of whole matrices (`shifted`): time, and memory of a step.
+
+    python -m benchmarks.training_attention results/training-attention.json
+
+Attention forward and backward, and whole training steps of stdlib-tiny's shape, are run in one process in turn on one
+thread. What counts is the least processor time of each, which others who use the machine lengthen little. Memory is
+that of `benchmarks.training_memory`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.process import run_alone, status
+from benchmarks.record import write
+from benchmarks.training_memory import WARM, our_step
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.attention import BACKENDS, KeyScope
+from txl.config import AttentionName
+from txl.models import build_model
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+SHAPES = {
+    "stdlib-tiny": (16, 4, 32, 128, 20),
+    "enwik8-12L": (4, 8, 64, 512, 4),
+    "enwik8-12L, long": (2, 8, 64, 1024, 3),
+}
+"""Lanes, heads, width of a head, T = M, and how often each is timed."""
+WAYS: tuple[AttentionName, ...] = ("shifted", "compiled")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MEMORY_LENGTH, STEPS, VOCABULARY = 1024, 12, 256
+
+
+def least(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
+    """Processor seconds of each, run in turn."""
+    seconds = dict.fromkeys(ways, float("inf"))
+    for _ in range(times):
+        for name, run in ways.items():
+            start = time.process_time()
+            run()
+            seconds[name] = min(seconds[name], time.process_time() - start)
+    return seconds
+
+
+def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
+    """Forward and backward of one layer's attention, without dropout."""
+    lanes, heads, width, length, times = shape
+    ways: dict[str, Callable[[], Any]] = {}
+    for dtype_name, dtype in DTYPES.items():
+        torch.manual_seed(0)
+        new, all_keys = (lanes, length, heads, width), (lanes, 2 * length, heads, width)
+        numbers = [torch.randn(size).to(dtype) for size in (new, all_keys, all_keys, all_keys[1:])]
+        leaves = [each.requires_grad_() for each in (*numbers, torch.randn(heads, width), torch.randn(heads, width))]
+        above = torch.randn(new).to(dtype)
+        for way in WAYS:
+            attend = BACKENDS[way].attend
+
+            def both(attend=attend, leaves=leaves, above=above) -> None:
+                torch.autograd.grad(attend(*leaves, scope=KeyScope(length)), leaves, above)
+
+            ways[f"{way} {dtype_name}"] = both
+    return least(ways, times)
+
+
+def steps() -> dict[str, float]:
+    """Training steps of stdlib-tiny's shape."""
+    run = txl.preset("stdlib-tiny")
+    ways: dict[str, Callable[[], Any]] = {}
+    for dtype in DTYPES:
+        for way in WAYS:
+            torch.manual_seed(0)
+            model = build_model(dataclasses.replace(run.model, attention=way), VOCABULARY, "cpu").train()
+            train = dataclasses.replace(run.train, dtype=dtype)
+            optimizer = build_optimizer(model, train)
+            states = [model.init_state(train.batch_size).filled_with_noise()]
+
+            def step(model=model, optimizer=optimizer, states=states, train=train) -> None:
+                tokens = torch.randint(VOCABULARY, (train.batch_size, train.segment))
+                states[:] = training_step(model, optimizer, tokens, tokens, states, train).states
+
+            ways[f"{way} {dtype}"] = step
+    return least(ways, STEPS)
+
+
+def peak(way: AttentionName, dtype: str) -> int:
+    """Most bytes that a step holds over what is held before, in a process of its own."""
+    torch.manual_seed(0)
+    step = our_step(dtype, MEMORY_LENGTH, way)
+    step(WARM)
+    before = status("VmRSS")
+    step(MEMORY_LENGTH)
+    return status("VmHWM") - before
+
+
+def main() -> None:
+    """Everything, or in a process of its own one step's memory."""
+    if len(sys.argv) == 4:
+        way, dtype = sys.argv[2:]
+        print(json.dumps({"peak_bytes": peak(next(each for each in WAYS if each == way), dtype)}))
+        return
+    cases: Iterable[tuple[str, str]] = [(way, dtype) for dtype in DTYPES for way in WAYS]
+    memory = {
+        f"{way} {dtype}": run_alone("benchmarks.training_attention", "-", way, dtype)["peak_bytes"]
+        for way, dtype in cases
+    }
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    timed = {name: attention(shape) for name, shape in SHAPES.items()}
+    rows = [
+        {
+            "what": f"attention, {name}: B {lanes}, H {heads}, D {width}, T = M = {length}",
+            "seconds": timed[name],
+        }
+        for name, (lanes, heads, width, length, _) in SHAPES.items()
+    ]
+    rows.append({"what": "training step, stdlib-tiny", "seconds": steps()})
+    for row in rows:
+        base = row["seconds"]["shifted float32"]
+        row["times_shifted_float32"] = {way: base / seconds for way, seconds in row["seconds"].items()}
+        told = ", ".join(f"{way} {times:.2f}" for way, times in row["times_shifted_float32"].items())
+        print(f"{row['what']}: {told}", flush=True)
+    print(", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in memory.items()))
+    if len(sys.argv) > 1:
+        command = f"python -m benchmarks.training_attention {sys.argv[1]}"
+        write(Path(sys.argv[1]), command, {"rows": rows, "memory_length": MEMORY_LENGTH, "peak_bytes": memory})
+
+
+if __name__ == "__main__":
+    main()
