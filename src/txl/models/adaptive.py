@@ -40,7 +40,7 @@ def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int,
 
 
 def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
-    """d_i = d_embed / div_val^i, rounded down (`validate_model` refuses a cluster without features)."""
+    """d_i = d_embed / div_val^i, rounded down (`ModelConfig.validate` refuses a cluster without features)."""
     return [d_embed // div_val**i for i in range(n_cluster)]
 
 

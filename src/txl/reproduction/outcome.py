@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
 from txl.reporting.wording import is_character_unit
 from txl.reproduction.claims import Claim, Verdict
@@ -85,7 +86,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
             for point in each.get("curve", ()):
                 curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
         if definition.kind == "attention" and result.config is not None:
-            reach = result.config["model"]["mem_len"] + result.config["train"]["segment"]
+            reach = model_from_dict(result.config["model"]).mem_len + result.config["train"]["segment"]
             values[result.row.key]["training reach"] = [float(reach)] * len(by_seed)
     gains: list[GroupGains] = []
     grids: dict[str, list[float]] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from txl.config import model_from_dict
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.wording import duration_text, short_name
 from txl.reproduction.definition import Row
@@ -199,7 +200,7 @@ def _budget(outcome: Outcome) -> str:
     rows = []
     for result in trained:
         assert result.config is not None
-        train, model = result.config["train"], result.config["model"]
+        train, model = result.config["train"], model_from_dict(result.config["model"])
         seconds = sum(each.get("training_seconds", 0.0) for each in result.by_seed.values()) / len(result.by_seed)
         rows.append(
             [
@@ -207,7 +208,7 @@ def _budget(outcome: Outcome) -> str:
                 "-" if result.parameters is None else f"{result.parameters:,}",
                 f"{train['steps']:,}",
                 f"{train['batch_size']} × {train['segment']}",
-                f"{model['mem_len']:,}",
+                f"{model.mem_len:,}",
                 f"{train['steps'] * train['batch_size'] * train['segment']:,}",
                 duration_text(seconds),
             ]
@@ -235,7 +236,8 @@ def _changed(result: RowResult, published: bool) -> str:
         names += ["model.cutoffs", "model.div_val"] if row.adaptive else []
     for name in names:
         part, _, field = name.partition(".")
-        words.append(f"{name} {result.config[part][field]}")
+        section = result.config[part]  # a model without memory has no mem_len to be named there
+        words.append(f"{name} {section[field] if field in section else getattr(model_from_dict(section), field)}")
     return "; ".join(words) or "the scale’s model"
 
 
