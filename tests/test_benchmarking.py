@@ -94,7 +94,7 @@ def test_with_freed_memory_kept_training_steps_cause_no_page_faults():
     code = """
 import resource, sys, torch
 from txl.allocator import keep_freed_memory
-from txl.config import ModelConfig, TrainConfig
+from txl.config import TrainConfig, TransformerXLConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
