@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from txl import cache_folder as module
-from txl.cache_folder import cache_folder
 from txl.data.corpora import data_directory
 
 
@@ -30,14 +29,14 @@ def nowhere(monkeypatch, tmp_path):
 
 def test_the_cache_is_the_user_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "transformer-xl"
-    assert not cache_folder().exists()
+    assert data_directory(None) == tmp_path / "transformer-xl"
+    assert not data_directory(None).exists()
 
 
 def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, caplog):
     with caplog.at_level(logging.WARNING):
-        found = cache_folder()
-        assert data_directory(None) == found == cache_folder()
+        found = data_directory(None)
+        assert data_directory(None) == found
     assert found.parent == nowhere
     assert found.stat().st_mode & 0o777 == 0o700
     (line,) = [record.getMessage() for record in caplog.records]
@@ -47,17 +46,17 @@ def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, 
 
 def test_a_home_that_cannot_be_is_as_none(nowhere, monkeypatch, caplog):
     monkeypatch.setenv("HOME", "/dev/null/home")
-    assert cache_folder().parent == nowhere
+    assert data_directory(None).parent == nowhere
     assert "/dev/null/home/.cache/transformer-xl cannot be made" in caplog.text
 
 
 def test_a_folder_that_others_can_write_is_not_taken(nowhere):
-    theirs = cache_folder()
+    theirs = data_directory(None)
     theirs.chmod(0o777)
-    assert cache_folder() not in (theirs, cache_folder())
+    assert data_directory(None) not in (theirs, data_directory(None))
     theirs.rmdir()
     theirs.symlink_to("/")
-    assert cache_folder() != theirs
+    assert data_directory(None) != theirs
 
 
 def test_a_trained_model_is_used_without_a_home(trained, tmp_path):

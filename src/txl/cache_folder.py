@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again: prepared corpora and compiled code."""
+"""Where files are kept that can be made again: prepared corpora and compiled code, which an export has too."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ import stat
 import tempfile
 from pathlib import Path
 
-import platformdirs
-
 _logger = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path:
-    """The user's cache; without a home folder to have it in, a folder below the system's temporary one, which is said.
+def usable_cache(folder: Path) -> Path:
+    """The folder, or one below the system's temporary folder, which is said, where there is no home to have it in.
 
-    It need not be there yet.
+    Args:
+        folder: need not be there yet; not absolute ("~/...") if nobody knows where the user's home is.
     """
-    try:
-        folder = Path(platformdirs.user_cache_dir("transformer-xl"))
-    except RuntimeError:  # neither HOME nor a user of this number
-        folder = Path("~")
     if folder.is_absolute() and (folder.exists() or _can_be_made(folder)):
         return folder
     instead = _temporary_folder()

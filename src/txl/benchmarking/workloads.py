@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
-from txl.config import RunConfig, TransformerXLConfig
+from txl.config import RunConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.training.compilation import compile_layers
@@ -70,17 +71,6 @@ def _seconds(step: Callable[[], None], device: str) -> float:
     step()
     synchronize(device)
     return time.perf_counter() - start
-
-
-def transformer_xl_of(run: RunConfig) -> TransformerXLConfig:
-    """The model of a configuration.
-
-    Raises:
-        UserError: if it is not a Transformer-XL, whose operations alone are counted here.
-    """
-    if not isinstance(run.model, TransformerXLConfig):
-        raise UserError(f"{run.name} is a baseline ({run.model.chosen_by}); give a preset of Transformer-XL")
-    return run.model
 
 
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:

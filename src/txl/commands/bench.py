@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    from txl.benchmarking.workloads import transformer_xl_of
+    from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
     if arguments.steps < 1:
@@ -141,7 +141,7 @@ def _compare(results: list[Speed]) -> None:
 
 def run_table9(arguments: argparse.Namespace) -> None:
     """Measure and print a row a length."""
-    from txl.benchmarking.workloads import transformer_xl_of
+    from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
     for name, least in (("steps", 1), ("segment", 1), ("vocabulary", 1)):

@@ -11,7 +11,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from txl.cache_folder import cache_folder
+import platformdirs
+
+from txl.cache_folder import usable_cache
 from txl.config import DataConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
@@ -188,7 +190,12 @@ def is_named(corpus: str) -> bool:
 def data_directory(data_dir: str | Path | None) -> Path:
     """Where prepared corpora live."""
     chosen = data_dir or os.environ.get("TXL_DATA")
-    return cache_folder() if not chosen else Path(os.path.expanduser(chosen))
+    if chosen:
+        return Path(os.path.expanduser(chosen))
+    try:
+        return usable_cache(Path(platformdirs.user_cache_dir("transformer-xl")))
+    except RuntimeError:  # neither HOME nor a user of this number
+        return usable_cache(Path("~"))
 
 
 def _open(

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from txl.cache_folder import cache_folder
+from txl.cache_folder import usable_cache
 from txl.native.sources import cpp_sources
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -76,7 +76,8 @@ def _built() -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     told_apart = "\n".join([*sources.values(), *compiler, version, *FLAGS, _processor()])
     name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
-    folder = cache_folder() / "native"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = usable_cache(Path(root) / "transformer-xl") / "native"
     for found in sorted(folder.glob(f"{name}-*.so")):
         if found.name == _full_name(name, found):
             return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.presets import find_preset
 from txl.reproduction.definition import Row
 from txl.reproduction.scales import Scale
