@@ -22,7 +22,8 @@ for name in sys.argv[1:]:
 
 def imported(path: Path, names: set[str]) -> set[str]:
     """Modules of the package that a file imports when it is imported itself, and the packages that they lie in."""
-    found, waiting = set(), list(ast.parse(path.read_text(encoding="utf-8")).body)
+    found: set[str] = set()
+    waiting: list[ast.AST] = [*ast.parse(path.read_text(encoding="utf-8")).body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
