@@ -120,9 +120,7 @@ def test_a_view_shares_weights_and_hooks_and_has_a_mode_and_attributes_of_its_ow
     model.tied.weight = model.extra.weight  # a weight and a module in two places
     model.extra.forward = model.extra.forward  # bound to the module
     view: Any = evaluation_view(model)
-    kind: type = type(view)
-    assert kind is TransformerXL
-    assert model.training
+    assert (type(view), model.training) == (TransformerXL, True)
     assert not any(module.training for module in view.modules())
     pairs = zip(view.named_parameters(), model.named_parameters(), strict=True)
     assert all(name == its_name and mine is its for (name, mine), (its_name, its) in pairs)
@@ -235,7 +233,7 @@ def adapt(model: Any, name: str = "k_proj") -> LoRA:
 @pytest.mark.parametrize("segment", [1, 12])
 @pytest.mark.parametrize("name", ["k_proj", "v_proj", "q_proj", "r_proj", "o_proj"])
 def test_other_modules_compute_the_same_without_gradients_whatever_they_look_at(name, segment):
-    model = lively(VARIANTS["post-norm"])
+    model: Any = lively(VARIANTS["post-norm"])
     adapt(model, name)
 
     def halve() -> None:

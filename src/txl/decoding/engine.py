@@ -235,24 +235,30 @@ class DecodeEngine:
 
     def _draw(self, log_probs: Tensor) -> tuple[Tensor, list[str | None]]:
         """[B,V] -> int64 [B], and why a stream has none; streams that are drawn for in the same way, together."""
-        tokens = torch.zeros(len(self._streams), dtype=torch.int64, device=log_probs.device)
-        reasons: list[str | None] = [None] * len(self._streams)
         groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
         for row, stream in enumerate(self._streams):
             groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
-        for (sampling, forbidden), members in groups.items():
-            those, found = permitted(log_probs[torch.tensor(members, device=log_probs.device)], forbidden)
-            if any(found):
-                for row, reason in zip(members, found, strict=True):
-                    reasons[row] = reason
-                those = those[[place for place, reason in enumerate(found) if reason is None]]
-                members = [row for row in members if reasons[row] is None]
-                if not members:
-                    continue
-            keys = [(self._streams[row].seed, self._streams[row].drawn) for row in members]
-            seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
-            tokens[torch.tensor(members, device=log_probs.device)] = sampling.pick(those, chances(seeds, numbers))
+        if len(groups) == 1:
+            return self._draw_alike(log_probs, range(len(self._streams)))
+        tokens = torch.zeros(len(self._streams), dtype=torch.int64, device=log_probs.device)
+        reasons: list[str | None] = [None] * len(self._streams)
+        for members in groups.values():
+            rows = torch.tensor(members, device=log_probs.device)
+            tokens[rows], found = self._draw_alike(log_probs[rows], members)
+            for row, reason in zip(members, found, strict=True):
+                reasons[row] = reason
         return tokens, reasons
+
+    def _draw_alike(self, log_probs: Tensor, members: Sequence[int]) -> tuple[Tensor, list[str | None]]:
+        """`_draw` for the streams of these numbers, whose sampling is the same."""
+        first = self._streams[members[0]]
+        log_probs, reasons = permitted(log_probs, first.forbidden)
+        if any(reasons):
+            log_probs = log_probs.clone()
+            log_probs[[place for place, reason in enumerate(reasons) if reason is not None]] = 0.0  # drawn for nobody
+        keys = [(self._streams[row].seed, self._streams[row].drawn) for row in members]
+        seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
+        return first.sampling.pick(log_probs, chances(seeds, numbers)), reasons
 
     def _fill(self, slot: int, ids: Tensor) -> None:
         """Read all of a prompt but its last token into a slot."""
