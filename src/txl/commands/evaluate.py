@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from txl.commands.dynamic_options import (
+    add_dynamic_options,
+    collect_statistics,
+    dynamic_request,
+    dynamic_text,
+    refuse_divergence,
+    with_preset,
+)
 from txl.commands.options import (
     add_checkpoint,
     add_config_options,
@@ -48,6 +57,7 @@ def add_parser(commands: Any) -> None:
         "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
     )
     add_cache_options(parser)
+    add_dynamic_options(parser)
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
@@ -91,7 +101,10 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("mem_len", "mem_lens", "window", "segment", "temperature"):
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    arguments = with_preset(arguments)
+    dynamic = dynamic_request(arguments)
     from txl.allocator import keep_freed_memory
+    from txl.evaluation.dynamic import evaluate_dynamically
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
     from txl.run_directory import RunDirectory
@@ -122,9 +135,20 @@ def run(arguments: argparse.Namespace) -> None:
         "unknown": corpus.info()["splits"][arguments.split]["unknown"],
         "checkpoint": checkpoint.name,
     }
+    statistics = None
+    if dynamic is not None:
+        if arguments.batch is None:
+            common["batch_size"] = 1  # with more lanes it is another algorithm
+        training_split = partial(training_tokens, run_directory, vocabulary, corpus, arguments)
+        statistics = collect_statistics(model, training_split, dynamic, settings | common, quiet=arguments.json)
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
-        if arguments.sliding is not None:
+        if dynamic is not None:
+            adapted = evaluate_dynamically(
+                model, tokens, dynamic.adaptation, statistics, **settings, **common, progress=move
+            )
+            results = [refuse_divergence(adapted)]
+        elif arguments.sliding is not None:
             batch = {} if arguments.batch is None else {"batch_size": arguments.batch}
             common = {name: common[name] for name in ("max_tokens", "dtype")} | batch
             common["clamp_len"] = settings["clamp_len"]
@@ -182,11 +206,16 @@ def open_run_corpus(run_directory: RunDirectory, vocabulary: Vocabulary | None, 
             data.corpus, config=data, data_dir=arguments.data_dir, vocabulary=vocabulary, quiet=arguments.json
         )
     if not options:
-        started = [event for event in run_directory.events() if event["event"] == "start"]
-        trained_on = started[-1].get("corpus", {}).get("identity") if started else None
+        trained_on = trained_identity(run_directory)
         if trained_on not in (None, corpus.info()["identity"]):
             say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
+
+
+def trained_identity(run_directory: RunDirectory) -> str | None:
+    """The identity of the corpus that a run was trained on; None where the log does not say."""
+    started = [event for event in run_directory.events() if event["event"] == "start"]
+    return started[-1].get("corpus", {}).get("identity") if started else None
 
 
 def split_tokens(corpus: Corpus, split: str) -> Any:
@@ -198,6 +227,21 @@ def split_tokens(corpus: Corpus, split: str) -> Any:
     if split not in corpus.splits:
         raise UserError(f"{corpus.name} has no split {split!r}; expected one of {', '.join(corpus.splits)}")
     return corpus.tokens(split)
+
+
+def training_tokens(run_directory: RunDirectory, vocabulary: Vocabulary | None, corpus: Corpus, arguments: Any) -> Any:
+    """The training split of the corpus that the run was trained on, also where the options name another one.
+
+    Of an imported model that is not known: there it is the training split of `corpus`.
+
+    Raises:
+        UserError: if it cannot be opened.
+    """
+    identity = trained_identity(run_directory)
+    if identity is not None and identity != corpus.info()["identity"]:
+        own = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if "." not in name})
+        corpus = open_run_corpus(run_directory, vocabulary, own)
+    return split_tokens(corpus, "train")
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -239,6 +283,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     if first["cache_size"] is not None:
         shown = f"theta {first['cache_theta']:g}, lambda {first['cache_lambda']:g}"
         print(f"with a continuous cache of {first['cache_size']:,} tokens, {shown}")
+    if first["dynamic"] is not None:
+        print(dynamic_text(first["dynamic"]))
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:

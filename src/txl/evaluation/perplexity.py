@@ -60,6 +60,8 @@ class EvaluationResult:
     """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
     cache_theta: float | None = None
     cache_lambda: float | None = None
+    dynamic: dict[str, Any] | None = None
+    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None without it."""
 
     @property
     def ppl(self) -> float:
