@@ -103,6 +103,8 @@ class GradientStatistics:
     """Tokens of a lane in each."""
     batch_size: int
     """Lanes that each gradient is the mean of."""
+    weights: str = "all"
+    """Which weights were chosen, one of `WEIGHTS`."""
 
 
 def plain_model(model: LanguageModel[Any]) -> LanguageModel[Any]:
@@ -168,9 +170,11 @@ class AdaptingModel:
         if adaptation.rule == "rms":
             if statistics is None:
                 raise UserError("rms needs gradient statistics of the training split; sgd does not")
+            if statistics.weights not in ("all", adaptation.weights):
+                raise UserError(
+                    f"the statistics are of {statistics.weights} weights; {adaptation.weights} are to adapt"
+                )
             trained = {name: each for name, each in trained.items() if name in statistics.squares}
-            if not trained:
-                raise UserError(f"the gradient statistics have no {adaptation.weights} weights of this model")
         self.model = _copied(model, trained)
         current = dict(plain_model(self.model).named_parameters())
         self._current = [current[name] for name in trained]
@@ -339,7 +343,7 @@ def gradient_statistics(
         read, done = read + 1, done + targets.numel()
         if progress is not None:
             progress(done, n_target)
-    return GradientStatistics(squares, read, segment, batch_size)
+    return GradientStatistics(squares, read, segment, batch_size, weights)
 
 
 @torch.inference_mode(False)
