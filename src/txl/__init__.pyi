@@ -9,6 +9,13 @@ from .errors import RunInterrupted as RunInterrupted
 from .errors import UserError as UserError
 from .evaluation.cache_tuning import CacheTuning as CacheTuning
 from .evaluation.cache_tuning import tune_cache as tune_cache
+from .evaluation.dynamic import Adaptation as Adaptation
+from .evaluation.dynamic import AdaptingModel as AdaptingModel
+from .evaluation.dynamic import GradientStatistics as GradientStatistics
+from .evaluation.dynamic import evaluate_dynamically as evaluate_dynamically
+from .evaluation.dynamic import gradient_statistics as gradient_statistics
+from .evaluation.dynamic_tuning import DynamicTuning as DynamicTuning
+from .evaluation.dynamic_tuning import tune_dynamic as tune_dynamic
 from .evaluation.effective_context import relative_effective_context_length as relative_effective_context_length
 from .evaluation.perplexity import EvaluationResult as EvaluationResult
 from .evaluation.perplexity import evaluate as evaluate

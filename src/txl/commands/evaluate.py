@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from txl.commands.dynamic_options import (
+    add_dynamic_options,
+    collect_statistics,
+    dynamic_request,
+    dynamic_text,
+    refuse_divergence,
+    with_preset,
+)
 from txl.commands.options import (
     add_checkpoint,
     add_config_options,
@@ -54,6 +63,7 @@ def add_parser(commands: Any) -> None:
         "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
     )
     add_cache_options(parser)
+    add_dynamic_options(parser)
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_config_options(parser, ("data",))
@@ -98,9 +108,12 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.sliding is not None and getattr(arguments, name) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
     run_directory, config, checkpoint = run_to_read(arguments)
+    arguments = with_preset(arguments)
+    dynamic = dynamic_request(arguments)
     from txl.allocator import keep_freed_memory
     from txl.data.corpora import is_named
     from txl.data.sources import WHOLE
+    from txl.evaluation.dynamic import evaluate_dynamically
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
 
@@ -128,9 +141,20 @@ def run(arguments: argparse.Namespace) -> None:
         "sha256_text": corpus.info()["splits"][arguments.split]["sha256_text"],
         "checkpoint": checkpoint.name,
     }
+    statistics = None
+    if dynamic is not None:
+        if arguments.batch is None:
+            common["batch_size"] = 1  # with more lanes it is another algorithm
+        training_split = partial(training_tokens, run_directory, vocabulary, corpus, arguments)
+        statistics = collect_statistics(model, training_split, dynamic, settings | common, quiet=arguments.json)
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
-        if arguments.sliding is not None:
+        if dynamic is not None:
+            adapted = evaluate_dynamically(
+                model, tokens, dynamic.adaptation, statistics, **settings, **common, progress=move
+            )
+            results = [refuse_divergence(adapted)]
+        elif arguments.sliding is not None:
             batch = {} if arguments.batch is None else {"batch_size": arguments.batch}
             common = {name: common[name] for name in ("max_tokens", "dtype", "temperature")} | batch
             common["clamp_len"] = settings["clamp_len"]
@@ -265,6 +289,11 @@ def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
     return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"
 
 
+def trained_identity(run_directory: RunDirectory) -> str | None:
+    """The identity of the corpus that a run was trained on; None where the log does not say."""
+    return run_directory.trained_on().get("identity")
+
+
 def split_tokens(corpus: Corpus, split: str) -> Any:
     """The tokens of a split.
 
@@ -274,6 +303,21 @@ def split_tokens(corpus: Corpus, split: str) -> Any:
     if split not in corpus.splits:
         raise UserError(f"{corpus.name} has no split {split!r}; expected one of {', '.join(corpus.splits)}")
     return corpus.tokens(split)
+
+
+def training_tokens(run_directory: RunDirectory, vocabulary: Vocabulary | None, corpus: Corpus, arguments: Any) -> Any:
+    """The training split of the corpus that the run was trained on, also where the options name another one.
+
+    Of an imported model that is not known: there it is the training split of `corpus`.
+
+    Raises:
+        UserError: if it cannot be opened.
+    """
+    identity = trained_identity(run_directory)
+    if identity is not None and identity != corpus.info()["identity"]:
+        own = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if "." not in name})
+        corpus = open_run_corpus(run_directory, vocabulary, own)
+    return split_tokens(corpus, "train")
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -324,6 +368,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     if last["cache_size"] is not None:
         shown = f"theta {last['cache_theta']:g}, lambda {last['cache_lambda']:g}"
         print(f"with a continuous cache of {last['cache_size']:,} tokens, {shown}")
+    if first["dynamic"] is not None:
+        print(dynamic_text(first["dynamic"]))
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if first["unknown"]:

@@ -63,6 +63,8 @@ class EvaluationResult:
     cache_lambda: float | None = None
     unknown: int | None = None
     """Tokens that were read and are `<unk>`; None where the vocabulary is not known."""
+    dynamic: dict[str, Any] | None = None
+    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None without it."""
 
     @property
     def ppl(self) -> float:

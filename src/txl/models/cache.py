@@ -108,6 +108,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         nothing = torch.zeros(batch_size, 0, device=like.device)
         return CacheState(inner, like.new_zeros(batch_size, 0, 0), nothing.long(), nothing.bool())
 
+    @torch.no_grad()
     def nll(
         self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float = 1.0
     ) -> tuple[Tensor, CacheState]:
@@ -115,11 +116,18 @@ class ContinuousCache(LanguageModel[CacheState]):
 
         `temperature` is that of the model's softmax.
         """
-        nll, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
-        mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
-        return torch.where(any_pair, mixed, nll), state
+        mixed, _, state = self.mixed_and_plain(tokens, targets, state, temperature)
+        return mixed, state
 
-    @torch.no_grad()
+    def mixed_and_plain(
+        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, CacheState]:
+        """The loss of each target with the cache, without gradient, and the model's own: [B,T] nats twice."""
+        plain, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
+        nll = plain.detach()
+        mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
+        return torch.where(any_pair, mixed, nll), plain, state
+
     def parts(
         self,
         tokens: Tensor,
@@ -128,7 +136,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         thetas: Sequence[float],
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor, CacheState]:
-        """What is mixed, for several thetas at once.
+        """What is mixed, for several thetas at once; of it only the model's loss may have a gradient.
 
         Returns:
             the model's loss of each target [B,T] in nats; the cache's probability of it, float64 [Q,B,T]; whether there
@@ -184,7 +192,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         if not isinstance(state, CacheState):
             raise UserError("the state belongs to another model; expected one that this cache's init_state made")
         hidden, inner = self.model.hidden_states(tokens, state.inner)
-        n_before, new = state.hidden.shape[1], at_least_float32(hidden)
+        n_before, new = state.hidden.shape[1], at_least_float32(hidden).detach()
         keys = torch.cat([state.hidden, new], dim=1) if n_before else new
         following = torch.cat([state.following, tokens if n_before else tokens[:, 1:]], dim=1)
         valid = torch.cat([state.valid, torch.ones_like(tokens, dtype=torch.bool)], dim=1)

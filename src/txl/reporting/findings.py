@@ -146,7 +146,8 @@ def _targets(row: Row) -> tuple[Any, ...]:
     """What two evaluations must share for their difference to be the memory's."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda")
-    return (*(row.get(name) for name in names), temperature(row), is_sliding(row), is_exhaustive(row))
+    adapting = tuple((row.get("dynamic") or {}).items())
+    return (*(row.get(name) for name in names), adapting, temperature(row), is_sliding(row), is_exhaustive(row))
 
 
 def temperature(row: Row) -> float:
@@ -181,7 +182,8 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     configuration's test settings, else the longest: never the one that happened to come out best.
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
-    rows = [row for row in rows if row.get("cache_size") is None]  # a cache is no part of the model
+    # Neither a cache nor weights that follow what they read are the model.
+    rows = [row for row in rows if row.get("cache_size") is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:

@@ -81,7 +81,7 @@ def window_text(row: dict[str, Any]) -> str:
 
 
 def manner_words(row: dict[str, Any]) -> list[str]:
-    """What makes an evaluation another than the plain one: continuous cache, temperature, sliding window, all targets.
+    """What makes an evaluation another than the plain one: cache, adaptation, temperature, window, all targets.
 
     Nothing for a plain one.
     """
@@ -95,6 +95,9 @@ def manner_words(row: dict[str, Any]) -> list[str]:
     if row.get("cache_size") is not None:
         shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
         words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
+    if (dynamic := row.get("dynamic")) is not None:
+        shown = f"{dynamic['rule']}, learning rate {dynamic['learning_rate']:g}, decay {dynamic['decay']:g}"
+        words.append(f"dynamic evaluation ({shown})")
     return words
 
 

@@ -1,0 +1,429 @@
+"""Dynamic evaluation: a copy of a model whose weights follow what it reads (Krause et al. 2018 and 2019).
+
+A segment is scored first, by the weights as they are; then one step is taken along the gradient g of its mean loss. The
+next segment is scored by the new weights. A token's probability therefore depends on the tokens before it alone.
+Memory goes on across updates; what it holds was computed by earlier weights, and is not computed again.
+
+With theta_0 the trained weights, eta the learning rate and lambda the decay, the rules are
+
+    sgd         theta <- theta - eta g + lambda (theta_0 - theta)
+    rms, mean   theta <- theta - eta g / (G + epsilon) + min(lambda D, 1) (theta_0 - theta)
+    rms, sum    theta <- theta - eta g / (r + epsilon) + lambda r (theta_0 - theta)
+
+where G is the square root of the mean, and r that of the sum, of g² over segments of the training split, element by
+element, and D is G over the mean of the tensors' mean G. "mean" is Krause et al. 2018 (arXiv 1709.07432, Section 4 and
+their code), "sum" is the code of Krause et al. 2019 (arXiv 1904.08378), which gave Transformer-XL's best numbers. The
+two differ in what their hyper-parameters mean, and in that only the first limits the decay.
+
+Shapes: B lanes, T tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl.errors import UserError
+from txl.evaluation.perplexity import (
+    EvaluationResult,
+    Lanes,
+    Progress,
+    bytes_per_token,
+    cache_settings,
+    check_ids,
+    checked_ids,
+    nll_at,
+    resolved_lengths,
+    same_length,
+)
+from txl.models.cache import ContinuousCache
+from txl.models.decoder import PositionwiseFeedForward
+from txl.models.language_model import LanguageModel, Limit
+
+RULES = ("rms", "sgd")
+STATISTICS = ("mean", "sum")
+WEIGHTS = ("all", "feed-forward", "biases")
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How weights follow what is read.
+
+    Raises:
+        UserError: for a setting out of its range.
+    """
+
+    rule: str
+    """"rms" divides each element's gradient by its size in training; "sgd" does not."""
+    learning_rate: float
+    """eta; 0 leaves the weights as they are."""
+    decay: float = 0.0
+    """lambda, towards the trained weights."""
+    epsilon: float = 2e-5
+    """What is added to an element's size of gradient; of rms alone."""
+    statistics: str = "mean"
+    """Whether that size is the root of the "mean" of squares (2018) or of their "sum" (2019); of rms alone."""
+    weights: str = "all"
+    """Which weights adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (u and v of attention
+    are such) and LayerNorms."""
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("rule", self.rule, RULES),
+            ("statistics", self.statistics, STATISTICS),
+            ("weights", self.weights, WEIGHTS),
+        ):
+            if value not in choices:
+                raise UserError(f"{name} of the adaptation is {value!r}; expected one of {', '.join(choices)}")
+        for name, value in (("learning rate", self.learning_rate), ("decay", self.decay)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name} of the adaptation is {value}; expected 0 or more")
+        if not 0 < self.epsilon < math.inf:
+            raise UserError(f"epsilon of the adaptation is {self.epsilon}; expected more than 0")
+        if self.rule == "sgd" and self.decay > 1:
+            raise UserError(f"decay of the adaptation is {self.decay}; expected at most 1 with sgd")
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Sums of squared gradients over segments of a training split."""
+
+    squares: dict[str, Tensor]
+    """By parameter; those that never had a gradient are left out, and do not adapt."""
+    segments: int
+    """Segments that were read."""
+    segment: int
+    """Tokens of a lane in each."""
+    batch_size: int
+    """Lanes that each gradient is the mean of."""
+    weights: str = "all"
+    """Which weights were chosen, one of `WEIGHTS`."""
+
+
+def plain_model(model: LanguageModel[Any]) -> LanguageModel[Any]:
+    """The model itself, or what a continuous cache has in it."""
+    return model.model if isinstance(model, ContinuousCache) else model
+
+
+def adapted_parameters(model: LanguageModel[Any], weights: str = "all") -> dict[str, nn.Parameter]:
+    """The parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once.
+
+    Raises:
+        UserError: if the model has none of them.
+    """
+    model = plain_model(model)
+    chosen = dict(model.named_parameters())
+    if weights == "feed-forward":
+        layers = [(name, each) for name, each in model.named_modules() if isinstance(each, PositionwiseFeedForward)]
+        inside = tuple(f"{name}.{part}." for name, _ in layers for part in ("inner", "outer"))
+        chosen = {name: each for name, each in chosen.items() if name.startswith(inside)}
+    elif weights == "biases":
+        chosen = {
+            name: each
+            for name, each in chosen.items()
+            if each.ndim == 1 or name.rpartition(".")[2] in ("u", "v")  # [H,D], added to queries
+        }
+    if not chosen:
+        raise UserError(f"this model has no {weights} weights to adapt; choose all or biases")
+    return chosen
+
+
+class AdaptingModel:
+    """A copy of a model that scores a segment, then adapts to it. The model given is not changed.
+
+    What it does depends on the weights, the settings and the segments alone: the same ones in the same order give the
+    same numbers on the same machine with the same number of threads.
+
+    Args:
+        model: any language model, a continuous cache too: then the loss of the model inside is followed. Its weights
+            are those that decay leads back to, and must not change meanwhile.
+        adaptation: the rule.
+        statistics: `gradient_statistics` of the model's training split; rms needs them.
+        dtype: "float32", or "bfloat16" for autocast.
+        temperature: as `txl.evaluate`; the loss that is followed has it too.
+
+    Raises:
+        UserError: if rms has no statistics, or they are those of other weights.
+    """
+
+    model: LanguageModel[Any]
+    """The copy. Between calls it is an ordinary model in evaluation mode, with the weights as they are now."""
+
+    def __init__(
+        self,
+        model: LanguageModel[Any],
+        adaptation: Adaptation,
+        statistics: GradientStatistics | None = None,
+        *,
+        dtype: str = "float32",
+        temperature: float = 1.0,
+    ):
+        self.adaptation, self.dtype, self.temperature = adaptation, dtype, temperature
+        trained = adapted_parameters(model, adaptation.weights)
+        if adaptation.rule == "rms":
+            if statistics is None:
+                raise UserError("rms needs gradient statistics of the training split; sgd does not")
+            if statistics.weights not in ("all", adaptation.weights):
+                raise UserError(
+                    f"the statistics are of {statistics.weights} weights; {adaptation.weights} are to adapt"
+                )
+            trained = {name: each for name, each in trained.items() if name in statistics.squares}
+        self.model = _copied(model, trained)
+        current = dict(plain_model(self.model).named_parameters())
+        self._current = [current[name] for name in trained]
+        self._trained = [each.detach() for each in trained.values()]
+        self._scales: list[Any] = [adaptation.learning_rate] * len(trained)
+        self._pulls: list[Any] = [adaptation.decay] * len(trained)
+        if adaptation.rule == "rms":
+            assert statistics is not None
+            self._scales, self._pulls = _rms_rates(adaptation, statistics, list(trained))
+
+    def score_then_adapt(
+        self, tokens: Tensor, targets: Tensor, state: Any, counted: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """The loss of each target under the weights as they are, and only then one update by all of them.
+
+        Args:
+            tokens, targets: int64 [B,T]. Several lanes share the weights, which follow the mean of their losses.
+            state: as the model's `nll` takes it; `self.model.init_state` makes the first.
+            counted: bool [B,T], the targets that count in the loss that is followed; None: all.
+
+        Returns:
+            [B,T] nats and the state after the segment, both without gradient.
+        """
+        scored, gradients, state = _gradients(
+            self.model, self._current, tokens, targets, state, counted, self.dtype, self.temperature
+        )
+        if gradients is not None:
+            self._update(gradients)
+        return scored, state
+
+    @torch.no_grad()
+    def _update(self, gradients: list[Tensor | None]) -> None:
+        """One step of the rule."""
+        for weight, trained, gradient, scale, pull in zip(
+            self._current, self._trained, gradients, self._scales, self._pulls, strict=True
+        ):
+            change = torch.zeros_like(weight) if gradient is None else gradient * -scale
+            if self.adaptation.decay > 0:
+                change += (trained - weight) * pull
+            weight += change  # in place, so that whoever keeps what the weights projected sees that they changed
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Go back to the trained weights."""
+        for weight, trained in zip(self._current, self._trained, strict=True):
+            weight.copy_(trained)
+
+
+def _rms_rates(
+    adaptation: Adaptation, statistics: GradientStatistics, names: list[str]
+) -> tuple[list[Tensor], list[Tensor | float]]:
+    """What each tensor's gradient, and its way back to the trained weights, is multiplied by."""
+    count = statistics.segments if adaptation.statistics == "mean" else 1
+    sizes = [(statistics.squares[name] / count).sqrt() for name in names]
+    scales = [adaptation.learning_rate / (size + adaptation.epsilon) for size in sizes]
+    if adaptation.decay == 0:
+        return scales, [0.0] * len(names)
+    if adaptation.statistics == "sum":
+        return scales, [adaptation.decay * size for size in sizes]
+    mean = torch.stack([size.mean() for size in sizes]).mean()
+    if mean == 0:
+        raise UserError("the training split's gradients are 0 everywhere; there is nothing to adapt")
+    return scales, [(adaptation.decay * size / mean).clamp(max=1) for size in sizes]
+
+
+@torch.inference_mode(False)
+def _copied(model: LanguageModel[Any], adapted: dict[str, nn.Parameter]) -> LanguageModel[Any]:
+    """A copy in evaluation mode in which only the adapted parameters take gradients."""
+    copied = copy.deepcopy(model).eval()
+    for name, each in plain_model(copied).named_parameters():
+        each.requires_grad_(name in adapted)
+    for module in copied.modules():
+        if isinstance(module, nn.RNNBase):
+            module.train()  # cuDNN has no gradients in evaluation mode; the module has no dropout of its own
+    return copied
+
+
+@torch.inference_mode(False)
+def _gradients(
+    model: LanguageModel[Any],
+    parameters: list[nn.Parameter],
+    tokens: Tensor,
+    targets: Tensor,
+    state: Any,
+    counted: Tensor | None,
+    dtype: str,
+    temperature: float,
+) -> tuple[Tensor, list[Tensor | None] | None, Any]:
+    """Losses [B,T], the gradient of the mean of those that count (None if none does), and the state after."""
+    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    with torch.enable_grad(), autocast:
+        if isinstance(model, ContinuousCache):
+            scored, followed, state = model.mixed_and_plain(tokens, targets, state, temperature)
+        else:
+            followed, state = nll_at(temperature, model, tokens, targets, state)
+            scored = followed
+        if counted is not None:
+            followed = followed[counted]
+    # An autocast around us would keep this segment's weights, converted, for the next one.
+    torch.clear_autocast_cache()
+    if followed.numel() == 0:
+        return scored.detach(), None, state.detach()
+    gradients = torch.autograd.grad(followed.mean(), parameters, allow_unused=True)
+    return scored.detach(), list(gradients), state.detach()
+
+
+@torch.inference_mode(False)
+def gradient_statistics(
+    model: LanguageModel[Any],
+    tokens: Any,
+    *,
+    weights: str = "all",
+    segments: int | None = 500,
+    segment: int = 128,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    batch_size: int = 1,
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    progress: Progress | None = None,
+) -> GradientStatistics:
+    """The sums of squared gradients that rms needs, over the first segments of a training split, read in their order.
+
+    Args:
+        model: the trained model; it is not changed.
+        tokens: the training split's tokens, or any one-dimensional array of token ids.
+        weights: which of them will adapt, one of `WEIGHTS`.
+        segments: how many to read; None, or more than there are: all. Krause et al. read all in 2018, in 100 lanes, and
+            a 5,000th in 2019, in one.
+        segment, mem_len, window, clamp_len, batch_size, dtype, temperature: as in the evaluation to come.
+        progress: is told how many targets are read.
+
+    Raises:
+        UserError: for a setting out of its range, too few tokens, or a model without such weights.
+    """
+    if segments is not None and segments < 1:
+        raise UserError(f"segments for gradient statistics are {segments}; expected 1 or more")
+    ids = checked_ids(tokens, None, dtype, segment=segment, temperature=temperature)
+    lanes = Lanes.cut(len(ids), batch_size)
+    parameters = adapted_parameters(model, weights)
+    model = plain_model(_copied(model, parameters))
+    copied = dict(model.named_parameters())
+    state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
+    squares: dict[str, Tensor] = {}
+    device = next(model.parameters()).device
+    n_target = min(lanes.n_target, lanes.n_target if segments is None else segments * segment * batch_size)
+    read = done = 0
+    for inputs, targets, _ in islice(lanes.segments(ids, segment), segments):
+        check_ids(inputs, model.vocab_size)
+        check_ids(targets, model.vocab_size)
+        _, gradients, state = _gradients(
+            model,
+            [copied[name] for name in parameters],
+            inputs.to(device),
+            targets.to(device),
+            state,
+            None,
+            dtype,
+            temperature,
+        )
+        assert gradients is not None  # every target counts
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                squares[name] = squares[name] + gradient.square() if name in squares else gradient.square()
+        read, done = read + 1, done + targets.numel()
+        if progress is not None:
+            progress(done, n_target)
+    return GradientStatistics(squares, read, segment, batch_size, weights)
+
+
+@torch.inference_mode(False)
+def evaluate_dynamically(
+    model: LanguageModel[Any],
+    tokens: Any,
+    adaptation: Adaptation,
+    statistics: GradientStatistics | None = None,
+    *,
+    segment: int = 128,
+    mem_len: int | None = None,
+    window: Limit = None,
+    clamp_len: Limit = None,
+    batch_size: int = 1,
+    max_tokens: int | None = None,
+    exhaustive: bool = False,
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    progress: Progress | None = None,
+) -> EvaluationResult:
+    """The mean loss of a model that adapts to a stream of tokens while it reads it. The model given is not changed.
+
+    Args:
+        model: any language model, or a continuous cache around one.
+        tokens: a split's tokens, or any one-dimensional array or tensor of token ids. Never those that the
+            learning rate was tuned on, if the result is to be reported.
+        adaptation: the rule and its settings; `tune_dynamic` finds learning rate and decay.
+        statistics: `gradient_statistics` of the training split, for rms.
+        segment: tokens T that are scored between two updates; it changes the result.
+        batch_size: lanes B, which share the weights and adapt them together: with more than one this is another
+            algorithm than the published one.
+        mem_len, window, clamp_len, max_tokens, exhaustive, dtype, temperature, progress: as `txl.evaluate`.
+
+    Returns:
+        As `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights diverged.
+
+    Raises:
+        UserError: for settings that contradict each other, too few tokens, or statistics that are missing.
+    """
+    ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
+    lanes = Lanes.cut(len(ids), batch_size, exhaustive)
+    start = time.perf_counter()
+    adapting = AdaptingModel(model, adaptation, statistics, dtype=dtype, temperature=temperature)
+    state = adapting.model.init_state(
+        batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len
+    )
+    settings = resolved_lengths(state)
+    device = next(model.parameters()).device
+    total, done = torch.zeros((), dtype=torch.float64, device=device), 0
+    for inputs, targets, counts in lanes.segments(ids, segment):
+        check_ids(inputs, model.vocab_size)
+        check_ids(targets, model.vocab_size)
+        counts = counts.to(device)
+        nll, state = adapting.score_then_adapt(inputs.to(device), targets.to(device), state, counts)
+        total += nll.double().masked_fill(~counts, 0.0).sum()
+        done += int(counts.sum())
+        if progress is not None:
+            progress(done, lanes.n_target)
+    return EvaluationResult(
+        nll=total.item() / done,
+        tokens=done,
+        dropped=len(ids) - 1 - done,
+        bytes_per_token=bytes_per_token(tokens, len(ids)),
+        seconds=time.perf_counter() - start,
+        segment=segment,
+        batch_size=batch_size,
+        exhaustive=exhaustive,
+        dtype=dtype,
+        temperature=temperature,
+        dynamic=described(adaptation, statistics),
+        **settings,
+        **cache_settings(model),
+    )
+
+
+def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> dict[str, Any]:
+    """The settings of an adaptation that make a difference, ready for JSON."""
+    settings = asdict(adaptation)
+    if adaptation.rule == "sgd":
+        return {name: value for name, value in settings.items() if name not in ("epsilon", "statistics")}
+    assert statistics is not None
+    read = {"statistics_segments": statistics.segments, "statistics_batch_size": statistics.batch_size}
+    return settings | read

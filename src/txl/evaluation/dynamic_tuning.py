@@ -1,0 +1,128 @@
+"""The learning rate and the decay of dynamic evaluation, found on a validation split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from txl.errors import UserError
+from txl.evaluation.dynamic import Adaptation, GradientStatistics, evaluate_dynamically
+from txl.evaluation.perplexity import Progress, evaluate
+from txl.models.language_model import LanguageModel
+
+LEARNING_RATES = {
+    "rms": (1e-6, 3e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3),
+    "sgd": (1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+}
+"""Learning rates that are tried, by rule."""
+DECAYS = (0.0, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1)
+"""Decays that are tried."""
+
+
+@dataclass(frozen=True)
+class DynamicTuning:
+    """Mean losses of what was tried, and the best of it."""
+
+    learning_rates: list[float]
+    decays: list[float]
+    tried: list[tuple[float, float, float]]
+    """Learning rate, decay and nats a token, in the order in which they were tried; infinite where weights diverged."""
+    static_nll: float
+    """Nats a token without adapting."""
+    tokens: int
+    """Targets scored, each time."""
+    adaptation: Adaptation
+    """The best."""
+    best_nll: float
+
+    @property
+    def at_edge(self) -> list[str]:
+        """Which of the two lies at an end of what might be tried, and so may be better beyond it."""
+        rates, decays = sorted(self.learning_rates), sorted(self.decays)
+        found = []
+        if len(rates) > 1 and self.adaptation.learning_rate in (rates[0], rates[-1]):
+            found.append("learning rate")
+        if len(decays) > 1 and self.adaptation.decay in (decays[0], decays[-1]) and self.adaptation.decay > 0:
+            found.append("decay")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: an infinite loss is None."""
+        tried = [
+            {"learning_rate": rate, "decay": decay, "nll": nll if math.isfinite(nll) else None}
+            for rate, decay, nll in self.tried
+        ]
+        return asdict(self) | {"tried": tried, "at_edge": self.at_edge}
+
+
+def tune_dynamic(
+    model: LanguageModel[Any],
+    tokens: Any,
+    adaptation: Adaptation,
+    statistics: GradientStatistics | None = None,
+    *,
+    learning_rates: Sequence[float] | None = None,
+    decays: Sequence[float] = DECAYS,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> DynamicTuning:
+    """The learning rate and decay with the least loss over a stream of tokens that they can be tuned on.
+
+    Of the grid of all pairs, the search begins at the middle learning rate and the least decay and goes to the best
+    neighbour as long as that is better: a dozen evaluations, not one for each pair.
+
+    Args:
+        model: any language model, or a continuous cache around one; it is not changed.
+        tokens: a validation split's tokens.
+        adaptation: what is not tuned; its learning rate and decay do not matter.
+        statistics: as `txl.evaluate_dynamically`.
+        learning_rates: to try; None: `LEARNING_RATES`.
+        decays: to try.
+        progress: is told the targets scored in the evaluation under way.
+        settings: segment, memory and so on, as `txl.evaluate_dynamically`; a small `max_tokens` makes it faster.
+
+    Raises:
+        UserError: as `txl.evaluate_dynamically`, or if nothing is left to try or every learning rate diverges.
+    """
+    rates = sorted(set(LEARNING_RATES[adaptation.rule] if learning_rates is None else learning_rates))
+    pulls = sorted(set(decays))
+    if not rates or not pulls:
+        raise UserError("there is no learning rate or no decay to try; give one or more of each")
+    for rate in rates:
+        for decay in pulls:
+            replace(adaptation, learning_rate=rate, decay=decay)  # refuses one out of its range before hours of work
+    same: dict[str, Any] = {"batch_size": 1} | settings
+    static = evaluate(model, tokens, progress=progress, **same)
+    found: dict[tuple[int, int], float] = {}
+
+    def loss(place: tuple[int, int]) -> float:
+        if place not in found:
+            tried = replace(adaptation, learning_rate=rates[place[0]], decay=pulls[place[1]])
+            nll = evaluate_dynamically(model, tokens, tried, statistics, progress=progress, **settings).nll
+            found[place] = math.inf if math.isnan(nll) else nll
+        return found[place]
+
+    best = (len(rates) // 2, 0)
+    while best[0] > 0 and math.isinf(loss(best)):
+        best = (best[0] - 1, 0)  # from where all neighbours diverge too there is no way on
+    while True:
+        row, column = best
+        around = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
+        near = [each for each in around if 0 <= each[0] < len(rates) and 0 <= each[1] < len(pulls)]
+        better = min(near, key=loss, default=best)
+        if loss(better) >= loss(best):
+            break
+        best = better
+    if math.isinf(loss(best)):
+        raise UserError(f"the weights diverge at every learning rate down to {rates[0]:g}; try smaller ones")
+    return DynamicTuning(
+        learning_rates=rates,
+        decays=pulls,
+        tried=[(rates[row], pulls[column], nll) for (row, column), nll in found.items()],
+        static_nll=static.nll,
+        tokens=static.tokens,
+        adaptation=replace(adaptation, learning_rate=rates[best[0]], decay=pulls[best[1]]),
+        best_nll=found[best],
+    )

@@ -1,0 +1,445 @@
+"""Dynamic evaluation: its rules against slow transcriptions, and that nothing is used before it is scored."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.test_contract_of_all import MODELS, TRANSFORMER, VANILLA, V, built
+from torch import nn
+
+import txl
+from txl.evaluation.dynamic import adapted_parameters
+from txl.evaluation.perplexity import Lanes
+
+SEGMENT = 5
+STREAM = np.random.default_rng(3).integers(V, size=38)
+TRAIN = np.random.default_rng(4).integers(V, size=64)
+
+
+def small(**changes: Any) -> Any:
+    return built(dataclasses.replace(TRANSFORMER, n_layer=1, d_model=6, d_head=3, d_inner=7, **changes))
+
+
+def segments_of(tokens: np.ndarray, segment: int, n_lane: int = 1):
+    """Inputs and targets, by slicing: what `Lanes` does, written again."""
+    length = len(tokens) // n_lane
+    lanes = torch.from_numpy(tokens[: length * n_lane].reshape(n_lane, length))
+    for start in range(0, length - 1, segment):
+        end = min(start + segment, length - 1)
+        yield lanes[:, start:end], lanes[:, start + 1 : end + 1]
+
+
+def gradient_of(model: Any, inputs: Any, targets: Any, state: Any) -> tuple[Any, Any, dict[str, list[float]]]:
+    """Losses, state, and d(mean loss)/d(weight) as plain lists of numbers, by name."""
+    model.zero_grad()
+    nll, state = model.nll(inputs, targets, state)
+    nll.mean().backward()
+    found = {
+        name: [0.0] * weight.numel() if weight.grad is None else weight.grad.flatten().tolist()
+        for name, weight in model.named_parameters()
+    }
+    return nll.detach(), state.detach(), found
+
+
+def transcribed(model: Any, rule: str, eta: float, lamb: float, eps: float, n_lane: int = 1) -> tuple[Any, Any]:
+    """Losses of STREAM and the weights after it, number by number, after both papers' code.
+
+    `rule` is "sgd", "2018" (dynamiceval.py: gradstat, evaluate) or "2019" (dynamic_eval_opt.py: _apply_dense).
+    """
+    model = copy.deepcopy(model)
+    sums = {name: [0.0] * weight.numel() for name, weight in model.named_parameters()}
+    count, state = 0, model.init_state(n_lane)
+    for inputs, targets in segments_of(TRAIN, SEGMENT, n_lane):
+        _, state, gradient = gradient_of(model, inputs, targets, state)
+        count += 1
+        for name, values in gradient.items():
+            sums[name] = [total + value * value for total, value in zip(sums[name], values, strict=True)]
+    root_mean = {name: [(total / count) ** 0.5 for total in totals] for name, totals in sums.items()}
+    global_mean = sum(sum(values) / len(values) for values in root_mean.values()) / len(root_mean)
+    trained = {name: weight.detach().flatten().tolist() for name, weight in model.named_parameters()}
+    current = copy.deepcopy(trained)
+    moved = {name: [0.0] * len(values) for name, values in trained.items()}  # the 2019 code's slot "dw"
+    losses, state = [], model.init_state(1)
+    for inputs, targets in segments_of(STREAM, SEGMENT):
+        nll, state, gradient = gradient_of(model, inputs, targets, state)
+        losses += nll.flatten().tolist()
+        for name, weight in model.named_parameters():
+            for i, g in enumerate(gradient[name]):
+                theta, theta0 = current[name][i], trained[name][i]
+                if rule == "sgd":
+                    current[name][i] = theta - eta * g + lamb * (theta0 - theta)
+                elif rule == "2018":
+                    decay_rate = root_mean[name][i] / global_mean
+                    if lamb > 0 and decay_rate > 1 / lamb:
+                        decay_rate = 1 / lamb
+                    current[name][i] = (
+                        theta + lamb * decay_rate * (theta0 - theta) - eta * g / (root_mean[name][i] + eps)
+                    )
+                else:
+                    root = sums[name][i] ** 0.5
+                    update = eta / (root + eps) * g + lamb * root * moved[name][i]
+                    moved[name][i] -= update
+                    current[name][i] = theta - update
+            with torch.no_grad():
+                weight.copy_(torch.tensor(current[name], dtype=torch.float64).view_as(weight))
+    return losses, current
+
+
+RULES = {
+    "sgd": (txl.Adaptation("sgd", 0.3), "sgd"),
+    "sgd with decay": (txl.Adaptation("sgd", 0.3, 0.2), "sgd"),
+    "2018": (txl.Adaptation("rms", 0.02, 0.0, 1e-3), "2018"),
+    "2018 with decay": (txl.Adaptation("rms", 0.02, 0.1, 1e-3), "2018"),
+    "2018, decay at its limit": (txl.Adaptation("rms", 0.02, 0.9, 1e-3), "2018"),
+    "2019": (txl.Adaptation("rms", 0.05, 0.0, 1e-3, "sum"), "2019"),
+    "2019 with decay": (txl.Adaptation("rms", 0.05, 0.3, 1e-3, "sum"), "2019"),
+}
+
+
+@pytest.mark.parametrize("n_lane", [1, 3])
+@pytest.mark.parametrize("name", RULES)
+def test_the_rules_against_slow_transcriptions(name, n_lane):
+    adaptation, rule = RULES[name]
+    model = small(mem_len=8)
+    eta, lamb, eps = adaptation.learning_rate, adaptation.decay, adaptation.epsilon
+    losses, weights = transcribed(model, rule, eta, lamb, eps, n_lane)
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, batch_size=n_lane)
+    result = txl.evaluate_dynamically(model, STREAM, adaptation, statistics, segment=SEGMENT)
+    assert result.nll == pytest.approx(np.mean(losses), rel=1e-12)
+    assert (result.tokens, result.dropped, result.batch_size) == (len(STREAM) - 1, 0, 1)
+    adapting = txl.AdaptingModel(model, adaptation, statistics)
+    state, scored = adapting.model.init_state(1), []
+    for inputs, targets in segments_of(STREAM, SEGMENT):
+        nll, state = adapting.score_then_adapt(inputs, targets, state)
+        assert not nll.requires_grad
+        scored += nll.flatten().tolist()
+    assert scored == pytest.approx(losses, rel=1e-11)
+    for each, weight in adapting.model.named_parameters():
+        np.testing.assert_allclose(weight.detach().flatten().numpy(), weights[each], rtol=1e-9, atol=1e-12)
+    if "limit" in name:
+        assert max(each.max() for each in adapting._pulls) == 1
+    static = txl.evaluate(model, STREAM, segment=SEGMENT, batch_size=1).nll
+    assert abs(result.nll - static) > 1e-4
+    adapting.reset()
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(adapting.model.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_both_papers_rules_are_one_but_for_their_hyper_parameters():
+    """sum = count * mean, so that learning rate and epsilon grow by its root, and decay shrinks by it and by mean G."""
+    model = small()
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT)
+    sizes = [(each / statistics.segments).sqrt().mean().item() for each in statistics.squares.values()]
+    root, mean = statistics.segments**0.5, sum(sizes) / len(sizes)
+    ours = txl.Adaptation("rms", 0.01, 1e-3, 1e-3)
+    theirs = txl.Adaptation("rms", 0.01 * root, 1e-3 / root / mean, 1e-3 * root, "sum")
+    results = [
+        txl.evaluate_dynamically(model, STREAM, each, statistics, segment=SEGMENT).nll for each in (ours, theirs)
+    ]
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rule", ["rms", "sgd"])
+def test_every_family_scores_first_and_stays_as_it_is(name, rule):
+    model = built(MODELS[name]).train()
+    model.softmax.bias.requires_grad_(False)  # what the caller froze adapts in the copy, and stays frozen here
+    before = copy.deepcopy(model.state_dict())
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT) if rule == "rms" else None
+    rate = 0.01 if rule == "rms" else 0.1
+
+    def scores(adaptation: txl.Adaptation, stream: np.ndarray) -> torch.Tensor:
+        adapting, parts = txl.AdaptingModel(model, adaptation, statistics), []
+        state = adapting.model.init_state(2)
+        for inputs, targets, counts in Lanes.cut(len(stream), 2).segments(stream, SEGMENT):
+            nll, state = adapting.score_then_adapt(inputs, targets, state, counts)
+            parts.append(nll)
+        return torch.cat(parts, dim=1)
+
+    still = txl.Adaptation(rule, 0.0)
+    static = txl.evaluate(model, STREAM, segment=SEGMENT, batch_size=2).nll
+    assert scores(still, STREAM).mean().item() == pytest.approx(static, rel=1e-10)
+    adaptation = txl.Adaptation(rule, rate, 0.01)
+    found = scores(adaptation, STREAM)
+    assert torch.equal(found, scores(adaptation, STREAM))
+    torch.testing.assert_close(found[:, :SEGMENT], scores(still, STREAM)[:, :SEGMENT], rtol=0, atol=0)
+    assert (found[:, SEGMENT:] - scores(still, STREAM)[:, SEGMENT:]).abs().min() > 1e-9
+    # A token's loss does not depend on any later one, those of its own segment included.
+    for position in (7, 12):
+        changed = STREAM.copy()
+        changed[position] = (changed[position] + 1) % V
+        torch.testing.assert_close(
+            scores(adaptation, changed)[0, : position - 1], found[0, : position - 1], rtol=0, atol=1e-12
+        )
+    assert model.training
+    assert [each.requires_grad for each in (model.softmax.bias, model.embedding.tables[0])] == [False, True]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_an_interruption_leaves_the_model_as_it_was():
+    model = small()
+    before = copy.deepcopy(model.state_dict())
+
+    def interrupt(done: int, total: int) -> None:
+        if done > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        txl.evaluate_dynamically(model, STREAM, txl.Adaptation("sgd", 0.5), segment=SEGMENT, progress=interrupt)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off(around):
+    model, adaptation = small(), txl.Adaptation("rms", 0.01)
+
+    def measured() -> float:
+        statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT)
+        return txl.evaluate_dynamically(model, STREAM, adaptation, statistics, segment=SEGMENT).nll
+
+    expected = measured()
+    with around():
+        assert measured() == expected
+
+
+def changed_names(model: Any, weights: str) -> set[str]:
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, weights=weights)
+    assert set(statistics.squares) == set(adapted_parameters(model, weights))
+    adapting = txl.AdaptingModel(model, txl.Adaptation("rms", 0.01, weights=weights), statistics)
+    inputs, targets = next(segments_of(STREAM, 30))
+    adapting.score_then_adapt(inputs, targets, adapting.model.init_state(1))
+    pairs = zip(adapting.model.named_parameters(), model.parameters(), strict=True)
+    return {name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)}
+
+
+def test_which_weights_adapt():
+    model = small()
+    names = {name for name, _ in model.named_parameters()}
+    assert changed_names(model, "all") == names
+    inner = "layers.0.feed_forward"
+    assert changed_names(model, "feed-forward") == {
+        f"{inner}.{part}.{kind}" for part in ("inner", "outer") for kind in ("weight", "bias")
+    }
+    assert changed_names(model, "biases") == {"u", "v", "softmax.bias"} | {
+        name for name in names if name.endswith("bias") or ".norm." in name
+    }
+    lstm = built(MODELS["lstm"])
+    assert changed_names(lstm, "biases") == {name for name, _ in lstm.named_parameters() if "bias" in name}
+    with pytest.raises(txl.UserError, match="no feed-forward weights"):
+        adapted_parameters(lstm, "feed-forward")
+
+
+def test_what_serves_in_training_alone_does_not_adapt():
+    """Al-Rfou et al.'s classifiers have no gradient: they count neither among the tensors whose mean G is taken."""
+    config = dataclasses.replace(VANILLA, n_target=2, layer_losses=True)
+    model, plain = built(config), built(VANILLA)
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if "auxiliary" not in name})
+    adaptation = txl.Adaptation("rms", 0.01, 0.05)
+    found = []
+    for each in (model, plain):
+        statistics = txl.gradient_statistics(each, TRAIN, segment=SEGMENT)
+        assert not any("auxiliary" in name for name in statistics.squares)
+        found.append(txl.evaluate_dynamically(each, STREAM, adaptation, statistics, segment=SEGMENT).nll)
+    assert found[0] == found[1]
+
+
+def test_only_the_targets_that_count_are_followed():
+    model, adaptation = small(), txl.Adaptation("sgd", 0.5)
+    inputs, targets = next(segments_of(STREAM, 8))
+    weights = []
+    for counted in (torch.arange(8)[None] < 3, torch.zeros(1, 8, dtype=torch.bool)):
+        adapting = txl.AdaptingModel(model, adaptation)
+        nll, _ = adapting.score_then_adapt(inputs, targets, adapting.model.init_state(1), counted)
+        assert nll.shape == (1, 8)
+        weights.append(list(adapting.model.parameters()))
+    adapting = txl.AdaptingModel(model, adaptation)
+    adapting.score_then_adapt(inputs[:, :3], targets[:, :3], adapting.model.init_state(1))  # what follows is not seen
+    for some, none, alone, trained in zip(*weights, adapting.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(some, alone, rtol=0, atol=1e-12)
+        assert torch.equal(none, trained)
+
+
+def test_statistics():
+    model = small(cutoffs=(5, 9), div_val=2)
+    for n_lane, limit, expected in ((1, None, 13), (3, 2, 2), (1, 4, 4), (1, 99, 13)):
+        statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, batch_size=n_lane, segments=limit)
+        assert (statistics.segments, statistics.segment, statistics.batch_size) == (expected, SEGMENT, n_lane)
+        state, sums = model.init_state(n_lane), {}
+        for inputs, targets in [*segments_of(TRAIN, SEGMENT, n_lane)][:expected]:
+            _, state, gradient = gradient_of(model, inputs, targets, state)
+            for name, values in gradient.items():
+                sums[name] = sums.get(name, 0) + np.square(values)
+        for name, squares in statistics.squares.items():
+            np.testing.assert_allclose(squares.flatten().numpy(), sums[name], rtol=1e-9, atol=1e-15)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("attention", ["shifted", "reference"])
+def test_projections_and_compiled_steps_see_the_new_weights(attention):
+    """A state that was read without gradients holds keys, values and positions projected by the weights before."""
+    model = small(attention=attention).float()
+    adapting = txl.AdaptingModel(model, txl.Adaptation("sgd", 0.5))
+    inputs, targets = next(segments_of(STREAM, 30))
+    with torch.no_grad():
+        _, state = adapting.model.log_probs(inputs[:, :10], adapting.model.init_state(1))
+        _, state = adapting.model.log_probs(inputs[:, 10:11], state)  # a compiled step, where there is a compiler
+    assert state.projections is not None
+    adapting.score_then_adapt(inputs, targets, adapting.model.init_state(1))
+    fresh = small(attention=attention).float()
+    fresh.load_state_dict(adapting.model.state_dict())
+    hidden = dataclasses.replace(state, projections=None)
+    for length in (1, 4):
+        following = inputs[:, 11 : 11 + length]
+        expected, _ = fresh.log_probs(following, hidden)
+        with torch.no_grad():
+            found, _ = adapting.model.log_probs(following, state)
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
+        old, _ = model.log_probs(following, hidden)
+        assert (found - old.detach()).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "qrnn"])
+def test_bfloat16_converts_the_weights_anew_after_an_update(name):
+    """Autocast keeps what it converted as long as its outermost block lasts, an update through."""
+    model = built(MODELS[name]).float()
+    adaptation = txl.Adaptation("sgd", 0.3)
+    settings: dict[str, Any] = {"segment": SEGMENT, "dtype": "bfloat16"}
+    found = txl.evaluate_dynamically(model, STREAM, adaptation, **settings).nll
+    with torch.autocast("cpu", torch.bfloat16):
+        assert txl.evaluate_dynamically(model, STREAM, adaptation, **settings).nll == found
+    exact = txl.evaluate_dynamically(model, STREAM, adaptation, segment=SEGMENT).nll
+    assert found == pytest.approx(exact, abs=0.05)
+    assert found != exact
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.2])
+def test_with_a_cache_the_model_inside_adapts(temperature):
+    model = small()
+    adaptation = txl.Adaptation("sgd", 0.3)
+    settings: dict[str, Any] = {"segment": SEGMENT, "temperature": temperature}
+    plain = txl.evaluate_dynamically(model, STREAM, adaptation, **settings)
+    none = txl.evaluate_dynamically(txl.ContinuousCache(model, 9, 0.3, 0.0), STREAM, adaptation, **settings)
+    assert none.nll == pytest.approx(plain.nll, rel=1e-12)
+    cache = txl.ContinuousCache(model, 9, 0.3, 0.4)
+    found = txl.evaluate_dynamically(cache, STREAM, adaptation, **settings)
+    assert abs(found.nll - plain.nll) > 1e-3
+    assert (found.cache_size, plain.cache_size) == (9, None)
+    # By hand: the loss that is followed is the model's own, whatever the cache adds to the score.
+    by_hand, total = txl.ContinuousCache(copy.deepcopy(model), 9, 0.3, 0.4), 0.0
+    inner: Any = by_hand.model
+    state = by_hand.init_state(1)
+    for inputs, targets in segments_of(STREAM, SEGMENT):
+        scored, after = by_hand.nll(inputs, targets, state, temperature)
+        log_probs, _ = inner.log_probs(inputs, state.inner)
+        followed = nn.functional.cross_entropy(log_probs.flatten(0, 1) / temperature, targets.flatten())
+        gradients = torch.autograd.grad(followed, list(inner.parameters()))
+        with torch.no_grad():
+            for weight, gradient in zip(inner.parameters(), gradients, strict=True):
+                weight -= 0.3 * gradient
+        total, state = total + scored.sum().item(), after
+    assert found.nll == pytest.approx(total / found.tokens, rel=1e-9)
+    statistics = [txl.gradient_statistics(each, TRAIN, segment=SEGMENT) for each in (model, cache)]
+    assert all(torch.equal(value, statistics[1].squares[name]) for name, value in statistics[0].squares.items())
+
+
+def test_lanes_of_unequal_length_and_what_is_described():
+    model = small()
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, batch_size=2, segments=3)
+    adaptation = txl.Adaptation("rms", 0.01, weights="biases")
+    result = txl.evaluate_dynamically(
+        model, STREAM[:37], adaptation, statistics, segment=9, batch_size=4, exhaustive=True, mem_len=6
+    )
+    assert (result.tokens, result.dropped, result.window) == (36, 0, 6)
+    result = txl.evaluate_dynamically(
+        model, STREAM[:36], adaptation, statistics, segment=9, batch_size=4, exhaustive=True
+    )
+    assert np.isfinite(result.nll)  # one lane's last target does not count, nor its part of the gradient
+    assert result.to_dict()["dynamic"] == {
+        "rule": "rms",
+        "learning_rate": 0.01,
+        "decay": 0.0,
+        "epsilon": 2e-5,
+        "statistics": "mean",
+        "weights": "biases",
+        "statistics_segments": 3,
+        "statistics_batch_size": 2,
+    }
+    assert txl.evaluate(model, STREAM).dynamic is None
+
+
+def test_tuning_finds_the_best_of_the_grid():
+    model = small()
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT)
+    base = txl.Adaptation("rms", 0.0, epsilon=1e-3, weights="biases")
+    rates, decays = [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1e30], [0.0, 0.01, 0.1]
+    tuned = txl.tune_dynamic(
+        model, STREAM, base, statistics, learning_rates=rates, decays=decays, segment=SEGMENT, max_tokens=30
+    )
+    every = {
+        (rate, decay): txl.evaluate_dynamically(
+            model,
+            STREAM,
+            dataclasses.replace(base, learning_rate=rate, decay=decay),
+            statistics,
+            segment=SEGMENT,
+            max_tokens=30,
+        ).nll
+        for rate in rates
+        for decay in decays
+    }
+    best = min(every, key=lambda place: every[place] if every[place] == every[place] else np.inf)
+    assert (tuned.adaptation.learning_rate, tuned.adaptation.decay) == best
+    assert tuned.best_nll == every[best]
+    assert tuned.static_nll == txl.evaluate(model, STREAM, segment=SEGMENT, batch_size=1, max_tokens=30).nll
+    assert tuned.adaptation.weights == "biases"
+    assert tuned.tokens == 29
+    assert all(nll == every[rate, decay] for rate, decay, nll in tuned.tried if nll < np.inf)
+    alone = txl.tune_dynamic(
+        model, STREAM, base, statistics, learning_rates=[1e-3, 2e-3], decays=[0.0], segment=SEGMENT, max_tokens=30
+    )
+    assert alone.at_edge == ["learning rate"]
+    with pytest.raises(txl.UserError, match="diverge at every learning rate down to 1e"):
+        txl.tune_dynamic(
+            model, STREAM, txl.Adaptation("sgd", 0), learning_rates=[1e200, 1e250], decays=[0.0], segment=SEGMENT
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "adam"}, "rule of the adaptation is 'adam'"),
+        ({"statistics": "max"}, "statistics of the adaptation is 'max'"),
+        ({"weights": "some"}, "weights of the adaptation is 'some'"),
+        ({"learning_rate": -1.0}, "learning rate of the adaptation is -1.0"),
+        ({"learning_rate": float("nan")}, "learning rate of the adaptation is nan"),
+        ({"decay": float("inf")}, "decay of the adaptation is inf"),
+        ({"epsilon": 0.0}, "epsilon of the adaptation is 0.0"),
+        ({"rule": "sgd", "decay": 1.5}, "at most 1 with sgd"),
+    ],
+)
+def test_settings_out_of_range(change, message):
+    with pytest.raises(txl.UserError, match=message):
+        txl.Adaptation(**({"rule": "rms", "learning_rate": 0.1} | change))
+
+
+def test_statistics_that_are_missing_or_of_other_weights():
+    model = small()
+    with pytest.raises(txl.UserError, match="rms needs gradient statistics"):
+        txl.evaluate_dynamically(model, STREAM, txl.Adaptation("rms", 0.1), segment=SEGMENT)
+    statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, weights="feed-forward")
+    for weights in ("all", "biases"):
+        with pytest.raises(txl.UserError, match=f"are of feed-forward weights; {weights} are to adapt"):
+            txl.AdaptingModel(model, txl.Adaptation("rms", 0.1, weights=weights), statistics)
+    with pytest.raises(txl.UserError, match="segments for gradient statistics are 0"):
+        txl.gradient_statistics(model, TRAIN, segments=0)
+    with pytest.raises(txl.UserError, match="hold id 99"):
+        txl.gradient_statistics(model, [1, 2, 99], segment=2)
+    with pytest.raises(txl.UserError, match="hold id 99"):
+        txl.evaluate_dynamically(model, [1, 2, 99], txl.Adaptation("sgd", 0.1))

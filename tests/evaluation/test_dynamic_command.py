@@ -1,0 +1,143 @@
+"""`txl dynamic`, and `txl eval --dynamic`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from typing import Any
+
+import pytest
+
+import txl
+from txl.cli import main
+from txl.data.corpora import open_corpus
+from txl.run_directory import RunDirectory
+
+QUICK = ["--max-tokens", "600", "--statistics-segments", "20"]
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the trained run, whose log may grow."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_tunes_measures_and_records(run, data_dir, capsys):
+    words = ["dynamic", str(run), "--tune-tokens", "400", *QUICK, "--data-dir", str(data_dir)]
+    grid = ["--learning-rates", "1e-3,1e-2", "--decays", "0,0.01"]
+    weights = [each.read_bytes() for each in sorted(run.rglob("*.safetensors"))]
+    assert main([*words, *grid, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tuning, static, dynamic = found["tuning"], found["static"], found["dynamic"]
+    assert tuning["split"] == "valid"
+    assert tuning["tokens"] == 399
+    assert tuning["best_nll"] == min(each["nll"] for each in tuning["tried"]) < tuning["static_nll"]
+    assert static["dynamic"] is None
+    assert dynamic["dynamic"] == tuning["adaptation"] | {"statistics_segments": 20, "statistics_batch_size": 1}
+    assert {static["batch_size"], dynamic["batch_size"]} == {1}
+    assert dynamic["nll"] < static["nll"]
+    assert found["times_static"] > 0
+    events = [json.loads(line)["event"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert events[-3:] == ["dynamic", "eval", "eval"]
+    assert weights == [each.read_bytes() for each in sorted(run.rglob("*.safetensors"))]
+
+    assert main([*words, *grid]) == 0
+    printed = capsys.readouterr().out
+    assert "dynamic evaluation by rms (learning rate 0.01, decay 0" in printed
+    assert "the best learning rate is at an end of those that may be tried; give others: --learning-rates" in printed
+    # The report's result stays the model's own.
+    assert main(["report", str(run), "--data-dir", str(data_dir)]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rule", "sgd", "--batch", "3", "--segment", "7", "--dtype", "bfloat16", "--checkpoint", "latest"],
+        ["--epsilon", "1e-4", "--weights", "biases", "--statistics-batch", "2", "--mem-len", "5", "--clamp-len", "3"],
+        ["--cache-size", "50", "--cache-theta", "0.1", "--cache-lambda", "0.1", "--temperature", "1.3"],
+        ["--statistics-segments", "all", "--split", "valid", "--tune-on", "test", "--max-tokens", "300"],
+    ],
+)
+def test_the_printed_command_gives_the_reported_number(options, run, data_dir, capsys):
+    words = ["dynamic", str(run), "--learning-rates", "0.0012345678", "--decays", "0.01", "--tune-tokens", "200"]
+    statistics = [] if "sgd" in options else QUICK[2:]
+    words += [*QUICK[:2], *statistics, *options, "--data-dir", str(data_dir)]
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    printed = capsys.readouterr().out.partition("the same again: txl ")[2]
+    assert main([*shlex.split(printed), "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["nll"] == found["dynamic"]["nll"]
+
+
+def test_published_settings(run, data_dir, capsys):
+    words = ["eval", str(run), "--dynamic-preset", "enwik8-24L", "--data-dir", str(data_dir), "--json"]
+    assert main([*words, "--max-tokens", "300", "--dynamic-statistics-segments", "2", "--clamp-len", "9"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dynamic"] == {
+        "rule": "rms",
+        "learning_rate": 1.2e-5,
+        "decay": 24.0,
+        "epsilon": 1e-4,
+        "statistics": "sum",
+        "weights": "all",
+        "statistics_segments": 2,
+        "statistics_batch_size": 1,
+    }
+    lengths = [found[name] for name in ("segment", "mem_len", "window", "clamp_len", "batch_size")]
+    assert lengths == [128, 3800, 3801, 9, 1]
+
+
+def test_gradient_statistics_of_another_text_are_those_of_training(run, story, data_dir, tmp_path, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text(story.read_text(encoding="utf-8")[500:9000], encoding="utf-8", newline="")
+    words = ["eval", str(run), "--dynamic", "rms", "--dynamic-learning-rate", "0.01", "--data-dir", str(data_dir)]
+    words += ["--dynamic-statistics-segments", "9", "--data.corpus", str(other), "--max-tokens", "300", "--json"]
+    assert main(words) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    model, vocabulary = txl.load(run)
+    data = RunDirectory(run).config().data
+    trained_on = open_corpus(data.corpus, config=data, data_dir=data_dir)
+    settings: dict[str, Any] = {"segment": 8, "mem_len": 16, "window": 16}
+    statistics = txl.gradient_statistics(model, trained_on.tokens("train"), segments=9, **settings)
+    read = open_corpus(str(other), config=data, data_dir=data_dir, vocabulary=vocabulary).tokens("test")
+    expected = txl.evaluate_dynamically(
+        model, read, txl.Adaptation("rms", 0.01), statistics, max_tokens=300, **settings
+    )
+    assert found["nll"] == expected.nll
+
+
+RMS = ["eval", "--dynamic", "rms", "--dynamic-learning-rate", "0.1"]
+SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "--dynamic", "rms"], "needs --dynamic-learning-rate; txl dynamic finds it"),
+        (["eval", "--dynamic", "adam"], "invalid choice: 'adam'"),
+        (["eval", "--dynamic-decay", "0.1"], "--dynamic-decay was given without --dynamic"),
+        (["eval", "--dynamic-statistics-segments", "all"], "--dynamic-statistics-segments was given without --dynamic"),
+        (["eval", "--dynamic-preset", "no"], "expected one of enwik8-24L"),
+        ([*RMS, "--sliding", "8"], "--dynamic and --sliding were both given"),
+        ([*RMS, "--mem-lens", "8,16"], "--dynamic and --mem-lens were both given"),
+        ([*RMS, "--dynamic-statistics-segments", "0"], "segments for gradient statistics are 0"),
+        ([*RMS, "--dynamic-statistics-batch", "0"], "batch is 0"),
+        ([*RMS, "--batch", "0"], "batch is 0"),
+        ([*SGD, "--dynamic-epsilon", "0.1"], "--dynamic-epsilon was given, but sgd"),
+        ([*SGD, "--dynamic-decay", "-1"], "decay of the adaptation is -1.0"),
+        ([*SGD[:-1], "1e30"], "the weights diverged while they adapted"),
+        (["dynamic", "--split", "valid"], "both valid"),
+        (["dynamic", "--split", "no"], "no split 'no'"),
+        (["dynamic", "--learning-rates", "a"], "list of numbers"),
+        (["dynamic", "--rule", "sgd", "--learning-rates=-1"], "learning rate of the adaptation is -1.0"),
+        (["dynamic", "--rule", "sgd", "--tune-tokens", "1"], "max_tokens is 1"),
+        (["dynamic", "--rule", "sgd", "--epsilon", "1"], "sgd"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, trained, data_dir, capsys):
+    assert main([words[0], str(trained), *words[1:], "--data-dir", str(data_dir)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert message in error[0]
