@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from txl.cli import main
-from txl.run_directory import RunDirectory
-from txl.training.environment import describe_hardware, describe_software
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import describe_hardware, describe_software
 
 
 def git(*words: str) -> str:

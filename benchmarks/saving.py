@@ -20,9 +20,9 @@ from pathlib import Path
 import txl
 from txl.allocator import keep_freed_memory
 from txl.config import with_options
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import describe_hardware, describe_software
 from txl.training import loop as loop_module
-from txl.training.environment import describe_hardware, describe_software
 
 
 def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[str, float]:

@@ -24,7 +24,7 @@ from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import matmul_rate
 from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.decoder import Decoder
-from txl.models.linear import Linear
+from txl.models.layers import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
 
 SHAPES = [

@@ -22,7 +22,7 @@ from txl.config import RunConfig, leaf_fields
 from txl.data.corpora import absolute_path
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
 

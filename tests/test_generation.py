@@ -13,9 +13,9 @@ import torch
 import txl
 from txl.config import TransformerXLConfig
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
-from txl.decoding.sampling import chances
 from txl.errors import UserError
-from txl.generation import Sampling, StopStrings, generate, generate_samples, generate_tokens
+from txl.generation.sampling import chances
+from txl.generation.text import Sampling, StopStrings, generate, generate_samples, generate_tokens
 from txl.models import build_model
 
 LETTERS = CharVocabulary("abcdefgh .")
@@ -55,7 +55,7 @@ def test_greedy_takes_the_likeliest_by_hand(model):
 def test_a_prompt_longer_than_memory_and_segment_equals_reading_it_token_by_token(model, monkeypatch):
     prompt = "abcdefgh. " * 13
     expected = text(model, prompt)
-    monkeypatch.setattr("txl.decoding.engine.PROMPT_SEGMENT", 1)
+    monkeypatch.setattr("txl.generation.engine.PROMPT_SEGMENT", 1)
     assert text(model, prompt) == expected
     # ... and all that lies beyond two layers of window 7 does not count.
     assert text(model, prompt[-14:]) == expected

@@ -3,8 +3,6 @@
 from .config import RunConfig as RunConfig
 from .data.corpora import open_corpus as open_corpus
 from .data.detokenise import detokenise as detokenise
-from .decoding.engine import DecodeEngine as DecodeEngine
-from .decoding.sampling import Sampling as Sampling
 from .errors import RunInterrupted as RunInterrupted
 from .errors import UserError as UserError
 from .evaluation.cache_tuning import CacheTuning as CacheTuning
@@ -25,9 +23,11 @@ from .evaluation.sliding import losses_at_context as losses_at_context
 from .evaluation.sliding import losses_at_contexts as losses_at_contexts
 from .evaluation.surprisal import TokenSurprisal as TokenSurprisal
 from .evaluation.surprisal import surprisals as surprisals
-from .generation import generate as generate
-from .generation import generate_samples as generate_samples
-from .generation import generate_tokens as generate_tokens
+from .generation.engine import DecodeEngine as DecodeEngine
+from .generation.sampling import Sampling as Sampling
+from .generation.text import generate as generate
+from .generation.text import generate_samples as generate_samples
+from .generation.text import generate_tokens as generate_tokens
 from .models import build_model as build_model
 from .models.cache import ContinuousCache as ContinuousCache
 from .models.language_model import LanguageModel as LanguageModel
@@ -35,7 +35,7 @@ from .models.transformer_xl import TransformerXL as TransformerXL
 from .presets import preset as preset
 from .presets import presets as presets
 from .reporting.report import write_report as write_report
-from .run_directory import load as load
+from .runs.directory import load as load
 from .training.trainer import Trainer as Trainer
 
 __version__: str

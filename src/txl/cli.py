@@ -105,6 +105,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
+    parser.set_defaults(parse=parser.parse_args)  # a command that runs others parses their words with it
     return parser
 
 

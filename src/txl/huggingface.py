@@ -24,8 +24,8 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
-from txl.attention.memory import Memory
 from txl.config import TransformerXLConfig as ModelFields
+from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 
 MODEL_TYPE = "txl-transformer-xl"

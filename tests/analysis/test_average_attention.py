@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from txl.analysis.attention import average_attention, mean_distance, share_beyond, sums_by_distance
 from txl.analysis.attention_record import marked
+from txl.analysis.average_attention import average_attention, mean_distance, share_beyond, sums_by_distance
 from txl.analysis.observation import attentions
-from txl.attention.positions import sinusoid
-from txl.attention.reference import score_terms
+from txl.attention.equations import score_terms, sinusoid
 from txl.config import model_from_dict
 from txl.errors import UserError
 from txl.models import build_model

@@ -12,9 +12,8 @@ from tests.conftest import small_run
 
 from txl.analysis import novelty
 from txl.analysis.consistency import Shared, mentions, shared_mentions
-from txl.analysis.contexts import draw_contexts
 from txl.analysis.novelty import copies
-from txl.analysis.repetition import repeated_ngrams
+from txl.analysis.samples import draw_contexts, repeated_ngrams
 from txl.cli import main
 from txl.data.detokenise import detokenise
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.attention.test_attention import SHAPES
 
 from txl.attention import KeyScope, reference_attention
-from txl.attention.factorised import TOLERANCE, DotProductKernel, PhaseBasis, PhaseTables
-from txl.attention.flex import FlexKernel
-from txl.attention.positions import distances_farthest_first, sinusoid
+from txl.attention.equations import distances_farthest_first, sinusoid
+from txl.attention.factorised import TOLERANCE, DotProductKernel, FlexKernel, PhaseBasis, PhaseTables
 
 CPU = torch.device("cpu")
 

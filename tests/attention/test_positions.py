@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from txl.attention.positions import distances_farthest_first, sinusoid
+from txl.attention.equations import distances_farthest_first, sinusoid
 
 
 def test_distances_run_from_the_farthest_to_zero_and_stop_at_the_clamp():

@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_nothing_half_prepared(story, tmp_path, monkeypatch):
     def full(self, ids):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("txl.data.token_files.TokenWriter.write", full)
+    monkeypatch.setattr("txl.data.prepared.TokenWriter.write", full)
     with pytest.raises(UserError, match=r"No space left on device; nothing was kept; free the disk"):
         txl.open_corpus(str(story), data_dir=tmp_path, quiet=True)
     assert list(tmp_path.iterdir()) == []
@@ -455,7 +455,7 @@ def test_a_cache_that_cannot_be_written_is_not_a_full_disk(story, tmp_path, monk
     def refuse(self, ids):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("txl.data.token_files.TokenWriter.write", refuse)
+    monkeypatch.setattr("txl.data.prepared.TokenWriter.write", refuse)
     with pytest.raises(UserError, match=r"Read-only file system; nothing was kept; choose another --data-dir"):
         txl.open_corpus(str(story), data_dir=tmp_path, quiet=True)
 

@@ -17,8 +17,8 @@ import pytest
 
 import txl
 from txl.config import DataConfig
-from txl.data import benchmarks
-from txl.data.benchmarks import BENCHMARKS
+from txl.data import catalogue as benchmarks
+from txl.data.catalogue import BENCHMARKS
 from txl.data.corpora import list_corpora
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from txl.data import streams
+from txl.data.prepared import Sentences, Tokens
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition, shuffled, training_stream
-from txl.data.token_files import Sentences, Tokens
 from txl.errors import UserError
 
 

@@ -14,7 +14,7 @@ from txl.data.detokenise import convention_of, text_decoder
 from txl.data.vocabulary import WordVocabulary
 from txl.data.words import EOS, JOINER, UNK, word_spans, words_and_ends
 from txl.errors import UserError
-from txl.interop.tokenizer_files import tokenizer_files
+from txl.interop.export_run import tokenizer_files
 
 RULES = ("whitespace", "punctuation")
 PIECES = [*"ab1é_ \t\n,.-'\"($“😀<>", " ", "हि", JOINER, EOS, UNK]

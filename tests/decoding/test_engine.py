@@ -15,11 +15,10 @@ from tests.models.test_structure import adapt
 from torch import Tensor, nn
 
 import txl
-from txl.decoding.engine import DecodeEngine
-from txl.decoding.sampling import Sampling, chances
-from txl.decoding.slots import Slots
-from txl.decoding.steps import StaticStep
 from txl.errors import UserError
+from txl.generation.engine import DecodeEngine
+from txl.generation.sampling import Sampling, chances
+from txl.generation.steps import Slots, StaticStep
 from txl.models.transformer_xl import TransformerXL
 from txl.native.build import why_not
 
@@ -179,7 +178,7 @@ def test_chances_are_uniform_and_differ_by_seed_and_number():
         assert len(found.unique()) == 20_000
     assert torch.corrcoef(torch.stack([by_number, by_seed]))[0, 1].abs() < 0.03
     # The reference implementation's first number for seed 1234567, of Sebastiano Vigna's splitmix64.c.
-    from txl.decoding.sampling import _mixed
+    from txl.generation.sampling import _mixed
 
     assert int(_mixed(torch.tensor(1234567))) % 2**64 == 6457827717110365317
 
@@ -391,7 +390,7 @@ def test_a_step_is_recorded_as_a_graph_only_where_that_is_wanted(captured, monke
         recorded.append(function)
         return function
 
-    monkeypatch.setattr("txl.decoding.capture.Captured", record)
+    monkeypatch.setattr("txl.generation.steps.Captured", record)
     model = lively(VARIANTS["post-norm"], torch.float32)
     slots = Slots(model.config.n_layer, 1, model.config.n_head, model.config.d_head, 7, model.softmax.bias)
     with torch.inference_mode():
@@ -402,7 +401,7 @@ def test_a_step_is_recorded_as_a_graph_only_where_that_is_wanted(captured, monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_without_compiling_no_cuda_graph_is_recorded(monkeypatch):
-    monkeypatch.setattr("txl.decoding.capture.Captured", lambda function: 1 / 0)
+    monkeypatch.setattr("txl.generation.steps.Captured", lambda function: 1 / 0)
     engine = DecodeEngine(lively(VARIANTS["post-norm"], torch.float32).cuda(), compile=False)
     engine.join([1, 2])
     assert engine.step().shape == (1,)

@@ -12,7 +12,7 @@ import pytest
 import txl
 from txl.cli import main
 from txl.data.corpora import open_corpus
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 QUICK = ["--max-tokens", "600", "--statistics-segments", "20"]
 

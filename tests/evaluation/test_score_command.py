@@ -17,7 +17,7 @@ from tests.conftest import small_run
 import txl
 from txl.cli import main
 from txl.commands.score import escaped
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 UNITS = ("byte", "char", "word", "bpe")
 HEADINGS = ["index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context"]

@@ -18,9 +18,8 @@ from tests.interop.test_original import GOLDEN
 from txl.cli import main
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.interop.export_run import export_run, flat_modules
+from txl.interop.export_run import export_run, flat_modules, tokenizer_files
 from txl.interop.import_run import import_run
-from txl.interop.tokenizer_files import tokenizer_files
 from txl.native.sources import cpp_sources
 
 

@@ -17,7 +17,7 @@ from txl.cli import main
 from txl.errors import UserError
 from txl.interop.import_run import import_run, read_source
 from txl.interop.names import converted
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

@@ -259,9 +259,7 @@ def test_generation_with_a_cache():
         prompt = [3, 1, 4, 1, 5, 9]
         greedy = [
             int(token)
-            for token in txl.generate_tokens(
-                cached, prompt, max_tokens=9, sampling=txl.generation.Sampling(temperature=0)
-            )
+            for token in txl.generate_tokens(cached, prompt, max_tokens=9, sampling=txl.Sampling(temperature=0))
         ]
         read = list(prompt)
         for token in greedy:

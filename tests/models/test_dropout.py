@@ -9,7 +9,7 @@ import torch
 
 from txl.config import TransformerXLConfig
 from txl.models import build_model
-from txl.models.dropout import LockedDropout, word_mask
+from txl.models.layers import LockedDropout, word_mask
 
 SHAPE = TransformerXLConfig(
     n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, dropout=0.5, dropout_qkv=0.5, locked_dropout=True

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from txl.models.linear import Linear
+from txl.models.layers import Linear
 
 
 @pytest.mark.parametrize("n_out", [6, 7])

@@ -16,9 +16,9 @@ from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, VanillaCon
 from txl.data.streams import LaneStream
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.auxiliary import layer_counts
-from txl.models.objective import Objective
-from txl.run_directory import RunDirectory
+from txl.models.language_model import Objective
+from txl.models.vanilla import layer_counts
+from txl.runs.directory import RunDirectory
 from txl.training.estimate import parameters_by_part
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step

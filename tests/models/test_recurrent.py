@@ -16,7 +16,7 @@ from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, valida
 from txl.errors import UserError
 from txl.models import build_model, recurrent
 from txl.models.recurrent import LSTMLayer, QRNNLayer, RecurrentModel
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 V, B, T = 17, 3, 11
 LSTM = RecurrentConfig(kind="lstm", n_layer=3, d_model=6, d_hidden=10, dropout=0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from txl.models.scan import linear_recurrence
+from txl.models.recurrent import linear_recurrence
 
 
 def one_by_one(decay, drive, initial):

@@ -15,7 +15,7 @@ from tests.models.test_contract import SMALL, VARIANTS, B, V, lively, stream
 from torch import nn
 
 import txl
-from txl.analysis.attention import average_attention
+from txl.analysis.average_attention import average_attention
 from txl.config import ModelConfig, RecurrentConfig, VanillaConfig
 from txl.data.vocabulary import CharVocabulary
 from txl.models import build_model

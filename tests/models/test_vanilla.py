@@ -11,7 +11,7 @@ import torch
 from tests.conftest import small_run
 
 import txl
-from txl.attention.positions import sinusoid
+from txl.attention.equations import sinusoid
 from txl.cli import main
 from txl.config import RunConfig, TransformerXLConfig, VanillaConfig, with_options
 from txl.errors import UserError
@@ -271,8 +271,7 @@ def test_windows_that_cannot_be(model, arguments):
 def test_generation_reads_what_fits_anew_for_every_token(model, monkeypatch):
     prompt = [3, 1, 4, 1, 5]
     greedy = [
-        int(step)
-        for step in txl.generate_tokens(model, prompt, max_tokens=12, sampling=txl.generation.Sampling(temperature=0))
+        int(step) for step in txl.generate_tokens(model, prompt, max_tokens=12, sampling=txl.Sampling(temperature=0))
     ]
     read = list(prompt)
     for token in greedy:

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from txl.attention.reference import reference_attention
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 from txl.native.attention import FEWEST_QUERIES, fused_attention
 from txl.native.build import compiled_code, library, why_not

@@ -17,7 +17,7 @@ import torch
 
 import txl
 from txl.errors import UserError
-from txl.generation import Sampling
+from txl.generation.text import Sampling
 from txl.interop.import_run import import_run, read_source
 
 transformers = pytest.importorskip("transformers", reason="make oracle installs transformers 4.37.2 for these tests")

@@ -12,7 +12,7 @@ from typing import Any
 
 from txl.config import RunConfig, with_options
 from txl.reporting.compression import SETTINGS
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 LENGTHS = (0, 32, 64, 128, 256)
 CACHE = {"cache_size": 2000, "cache_theta": 0.6, "cache_lambda": 0.05}

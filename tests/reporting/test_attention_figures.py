@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from txl.reporting.attention import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
+from txl.reporting.attention_page import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
 from txl.reporting.context_figures import gains_plot
 from txl.reporting.plots import COLORS
 from txl.reporting.style import STYLE
@@ -130,7 +130,7 @@ def test_labels_of_rows_do_not_touch(n_row):
         sizes[path.stem] = size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("txl.reporting.attention.save_figure", keep)
+        patch.setattr("txl.reporting.attention_page.save_figure", keep)
         save_figures(record, Path("unused"))
     figure = drawn(lambda figure: draw_close(figure, record, 0, 0), sizes["figure6-token5000-layer1-head2"])
     labels = [label for label in figure.axes[0].get_yticklabels() if label.get_text()]

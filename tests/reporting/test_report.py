@@ -7,13 +7,13 @@ import pytest
 from tests.reporting.fake_run import CACHE, PARTS, FakeRun, evaluation, whole_run
 
 import txl.reporting.comparison as comparison
-import txl.run_directory
+import txl.runs.directory
 from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
 from txl.reporting.compression import compress
 from txl.reporting.report import write_report
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 VOID = {"meta", "path", "rect", "use", "line", "br"}
 
@@ -406,7 +406,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(txl.run_directory.os, "replace", refuse)
+    monkeypatch.setattr(txl.runs.directory.os, "replace", refuse)
     with pytest.raises(UserError, match=r"report\.html: cannot be written \(No space left on device\)"):
         write_report(run.path)
     assert (run.path / "report.html").read_text() == "old"

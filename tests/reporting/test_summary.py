@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from tests.reporting.fake_run import FakeRun, evaluation, whole_run
 
-from txl.reporting.summary import summary_lines
+from txl.reporting.report import summary_lines
 
 
 def test_three_lines_with_the_numbers_of_the_log(tmp_path):

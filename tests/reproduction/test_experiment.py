@@ -22,11 +22,10 @@ from txl.reproduction.definition import Row
 from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
-from txl.reproduction.outcome import spread_text
+from txl.reproduction.outcome import markdown, spread_text
 from txl.reproduction.record import write_outcome
 from txl.reproduction.sentences import shuffled_sentences
-from txl.reproduction.text import markdown
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}

@@ -12,9 +12,9 @@ from torch import nn
 import txl
 from txl.config import TrainConfig, validate
 from txl.errors import RunInterrupted, UserError
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training.averaging import WeightAverage, average_begins
+from txl.training.optimisers import WeightAverage, average_begins
 
 
 def averaged(values: list[float], mu: float | None = None) -> float:

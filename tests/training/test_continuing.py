@@ -13,10 +13,10 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 import txl
 from txl.cli import main
 from txl.errors import RunInterrupted, UserError
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
+from txl.runs.status import run_status
 from txl.training import loop as loop_module
-from txl.training.schedules import learning_rate
-from txl.training.status import run_status
+from txl.training.optimisers import learning_rate
 from txl.training.trainer import Trainer
 
 SCHEDULES = {

@@ -17,7 +17,7 @@ from tests.training.test_trainer import _given
 import txl
 from txl.errors import UserError
 from txl.processes import Processes
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 from txl.training.trainer import Trainer, _check_lanes
 
 EXACT = {

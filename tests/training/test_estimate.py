@@ -23,7 +23,7 @@ import json, sys
 import torch
 from txl.config import RunConfig, with_options
 from txl.models import build_model
-from txl.training.averaging import WeightAverage
+from txl.training.optimisers import WeightAverage
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
 

@@ -19,12 +19,12 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 
 from txl.cli import main
 from txl.errors import RunInterrupted, TrainingDiverged, UserError
-from txl.run_directory import RunDirectory
+from txl.runs.checkpoints import MANIFEST_FILE, MODEL_FILE, Contents, write_checkpoint
+from txl.runs.directory import RunDirectory
+from txl.runs.status import run_status
 from txl.training import loop as loop_module
 from txl.training import recovery, saver, validation
-from txl.training.checkpoints import MANIFEST_FILE, MODEL_FILE, Contents, write_checkpoint
-from txl.training.guards import LossWatch, is_finite, uselessness
-from txl.training.status import run_status
+from txl.training.progress import LossWatch, is_finite, uselessness
 from txl.training.step import StepResult
 
 
@@ -298,7 +298,7 @@ def test_rolling_back_needs_checkpoints():
 
 
 def test_a_full_disk_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, capsys):
-    from txl.training import checkpoints
+    from txl.runs import checkpoints
     from txl.training.trainer import Trainer
 
     real, calls = checkpoints._write_tensors, []
@@ -327,7 +327,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(in_background, sto
     def full(path, tensors):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("txl.training.checkpoints._write_tensors", full)
+    monkeypatch.setattr("txl.runs.checkpoints._write_tensors", full)
     run = small_run(str(story), **{"train.on_save_error": "continue", "train.async_checkpoints": in_background})
     with pytest.raises(UserError, match="step-00000012: the checkpoint could not be written"):
         train(run, tmp_path / "run", data_dir)
@@ -438,14 +438,14 @@ def _signalled_twice(corpus: str, out: str, data_dir: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    from txl.training import checkpoints
+    from txl.runs import checkpoints
 
     checkpoints._write_tensors, loop_module.training_step = slow, twice
     train(small_run(corpus), out, data_dir)
 
 
 def test_the_best_checkpoint_stays_until_a_better_one_stands(story, data_dir, tmp_path, monkeypatch):
-    from txl.training import checkpoints
+    from txl.runs import checkpoints
 
     real = checkpoints._write_tensors
 

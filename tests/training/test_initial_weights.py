@@ -12,7 +12,7 @@ from tests.training.test_trainer import assert_same_end, train
 
 import txl
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training.trainer import Trainer
 

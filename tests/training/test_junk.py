@@ -17,9 +17,9 @@ from tests.conftest import small_run
 import txl
 from txl.errors import UserError
 from txl.reporting.report import write_report
-from txl.run_directory import RunDirectory
-from txl.training import checkpoints
-from txl.training.status import run_status
+from txl.runs import checkpoints
+from txl.runs.directory import RunDirectory
+from txl.runs.status import run_status
 from txl.training.trainer import Trainer
 
 FILES = (

@@ -14,9 +14,10 @@ import pytest
 from tests.conftest import small_run
 from tests.training.test_trainer import assert_same_end
 
-from txl.run_directory import RunDirectory
-from txl.training import checkpoints, saver, snapshot, validation
+from txl.runs import checkpoints
+from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
+from txl.training import saver, snapshot, validation
 from txl.training.trainer import Trainer
 
 OPTIONS = {

@@ -20,9 +20,8 @@ from tests.conftest import small_run
 import txl
 from txl.config import RunConfig
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
-from txl.training import checkpoints
-from txl.training.checkpoints import (
+from txl.runs import checkpoints
+from txl.runs.checkpoints import (
     Contents,
     checkpoint_names,
     prune,
@@ -32,6 +31,7 @@ from txl.training.checkpoints import (
     verify_file,
     write_checkpoint,
 )
+from txl.runs.directory import RunDirectory
 from txl.training.trainer import Trainer
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4)}
@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_left_out_and_not_glued_to_the_next(tmp_path):
 def test_two_processes_append_whole_lines(tmp_path):
     program = textwrap.dedent("""
         import sys
-        from txl.run_directory import RunDirectory
+        from txl.runs.directory import RunDirectory
         for step in range(50):
             RunDirectory(sys.argv[1]).append(sys.argv[2], step, text=sys.argv[2] * 20_000)
     """)

@@ -12,8 +12,8 @@ from tests.training.test_trainer import _given, train
 import txl
 from txl.cli import main
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
-from txl.training.status import run_status
+from txl.runs.directory import RunDirectory
+from txl.runs.status import run_status
 from txl.training.trainer import Trainer
 
 

@@ -21,11 +21,11 @@ from tests.conftest import small_run
 import txl
 from txl.config import validate
 from txl.errors import RunInterrupted, TrainingDiverged, UserError
-from txl.run_directory import RunDirectory
+from txl.runs.checkpoints import verify_file
+from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training import trainer as trainer_module
 from txl.training import validation
-from txl.training.checkpoints import verify_file
 from txl.training.trainer import Trainer
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from txl.analysis.attention import AttentionAverages, Close, average_attention, mean_distance, reach, share_beyond
+from txl.analysis.average_attention import (
+    AttentionAverages,
+    Close,
+    average_attention,
+    mean_distance,
+    reach,
+    share_beyond,
+)
 from txl.analysis.observation import attentions
 from txl.data.prepared import Corpus
 from txl.data.vocabulary import Vocabulary

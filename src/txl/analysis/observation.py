@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope
 from txl.attention.shifted import masked_scores, padded_positions
 from txl.errors import UserError
 from txl.models.transformer_xl import RelativeMultiHeadAttention

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend
-from txl.attention.reference import reference_attention
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 
 __all__ = [

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from txl.attention.compiled import compiled_attention
-from txl.attention.factorised import DotProductKernel, FusedKernel
-from txl.attention.flex import FlexKernel
-from txl.attention.reference import reference_attention
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope, reference_attention
+from txl.attention.factorised import DotProductKernel, FlexKernel, FusedKernel
 from txl.attention.shifted import shifted_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope
 from txl.attention.shifted import shifted_attention
 from txl.errors import UserError
 from txl.native.training_attention import training_attention, why_not_training

@@ -17,11 +17,18 @@ is nearer to Section 3.3 than the authors' R, whose angles are rounded.
 The identity holds for R itself alone: not for a clamped distance, not for an R with dropout, not for a learned one.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model, r rank.
+
+FlexAttention as the kernel of the factorised form: causality, window and memory as a mask of blocks, never [T,S].
+
+On a CUDA device it is compiled to one fused kernel. On a CPU PyTorch has its forward pass alone.
+
+Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a value, W width of a key.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope
 
 TOLERANCE = 1e-12
 """Largest distance of a row of psi from the span of B, over the row's norm sqrt(E/2)."""
@@ -175,3 +183,38 @@ def _psi(positions: Tensor, d_model: int) -> Tensor:
     exponents = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
     angles = torch.outer(positions, 1.0 / (10000.0**exponents))
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class FlexKernel:
+    """A `FusedKernel`. Compiled at its first call on a CUDA device."""
+
+    def __init__(self) -> None:
+        self._compiled: Callable[..., Any] | None = None
+
+    def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> BlockMask:
+        """See `FusedKernel.mask`."""
+        memory, window = scope.memory, scope.window
+        first = None if scope.filled is None else memory - torch.tensor(scope.filled, device=device)
+
+        def sees(lane: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            distance = query + memory - key
+            seen = distance >= 0
+            if window is not None:
+                seen = seen & (distance < window)
+            return seen if first is None else seen & (key >= first[lane])
+
+        lanes = None if first is None else n_lane
+        return create_block_mask(sees, lanes, None, n_query, memory + n_query, device=device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+        """See `FusedKernel.attend`."""
+        function: Callable[..., Any] = flex_attention
+        if query.device.type == "cuda":
+            if self._compiled is None:
+                self._compiled = torch.compile(flex_attention)
+            function = self._compiled
+        return function(query, key, value, block_mask=mask, scale=scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
+        """A copy of a model compiles its own."""
+        return FlexKernel()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from txl.attention.scope import KeyScope
+from txl.attention.equations import KeyScope
 from txl.native.attention import fused_attention
 
 

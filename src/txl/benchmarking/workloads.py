@@ -15,9 +15,9 @@ from txl.benchmarking.operations import forward_operations, matmul_rate, synchro
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.training.compilation import compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
+from txl.training.trainer import compile_layers
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.observation import known_terms
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.reporting.attention import write_attention
+    from txl.reporting.attention_page import write_attention
 
     keep_freed_memory()
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))

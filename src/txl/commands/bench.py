@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.json:
         _compare(results)
     if arguments.json:
-        from txl.training.environment import describe_hardware, describe_software
+        from txl.runs.environment import describe_hardware, describe_software
 
         print_json(
             {
@@ -154,7 +154,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
     shape.validate()
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.table9 import slowdown
-    from txl.training.environment import describe_hardware, describe_software
+    from txl.runs.environment import describe_hardware, describe_software
 
     device = pick_device(arguments.device)
     keep_freed_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,23 @@ def run(arguments: argparse.Namespace) -> None:
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
     lengths = ",".join(map(str, memory_lengths(config)))
 
-    _command("train", arguments.preset, "--out", out, *options, *data_dir)
-    _command("eval", out, "--mem-lens", lengths, "--max-tokens", str(arguments.test_tokens), *data_dir)
+    parse = arguments.parse
+    _command(parse, "train", arguments.preset, "--out", out, *options, *data_dir)
+    _command(parse, "eval", out, "--mem-lens", lengths, "--max-tokens", str(arguments.test_tokens), *data_dir)
     write_samples(Path(out), config)
-    _command("report", out, *data_dir)
+    _command(parse, "report", out, *data_dir)
 
-    from txl.reporting.summary import summary_lines
-    from txl.run_directory import RunDirectory
+    from txl.reporting.report import summary_lines
+    from txl.runs.directory import RunDirectory
 
     for line in summary_lines(RunDirectory(out).events(), Path(out) / "report.html"):
         print(line)
 
 
-def _command(*words: str) -> None:
-    """Run a command as a user would type it, and show it."""
-    from txl.cli import build_parser
-
+def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:
+    """Run a command as a user would type it, and show it; `parse` is the command line's (`txl.cli`)."""
     say(f"$ txl {shlex.join(words)}")
-    arguments = build_parser().parse_args(words)
+    arguments = parse(words)
     arguments.run(arguments)
 
 
@@ -79,8 +79,8 @@ def memory_lengths(config: RunConfig) -> list[int]:
 def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> None:
     """Continue a few prompts and add them to the run's log, for the report."""
     from txl.commands.generate import record_sample
-    from txl.generation import encode_prompt, generate
-    from txl.run_directory import RunDirectory
+    from txl.generation.text import encode_prompt, generate
+    from txl.runs.directory import RunDirectory
 
     run_directory = RunDirectory(directory)
     checkpoint = run_directory.checkpoint()

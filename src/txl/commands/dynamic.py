@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.evaluation.dynamic import Adaptation, evaluate_dynamically
     from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic
     from txl.evaluation.perplexity import evaluate
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
     if arguments.split == arguments.tune_on:
         raise UserError(

@@ -40,7 +40,7 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.corpora import Corpus
     from txl.data.vocabulary import Vocabulary
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
 
 def add_parser(commands: Any) -> None:

@@ -28,7 +28,7 @@ from txl.commands.options import (
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
 KEPT = 2000
 """Characters of a text that the run's log keeps."""
@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print."""
     prompt = _prompt(arguments)
-    from txl.decoding.sampling import Sampling
+    from txl.generation.sampling import Sampling
 
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from txl.allocator import keep_freed_memory
     from txl.data.detokenise import detokenise
-    from txl.generation import generate, generate_samples
+    from txl.generation.text import generate, generate_samples
 
     keep_freed_memory()
     if arguments.seed is None:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Import, and show the configuration that was recovered."""
     from txl.config import RunConfig, TransformerXLConfig, with_options
     from txl.data.corpora import with_absolute_paths
-    from txl.interop.hub import checkpoint_path
+    from txl.interop.source import checkpoint_path
 
     options = config_options(arguments)
     base = RunConfig()

@@ -29,7 +29,7 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
     from txl.data.vocabulary import Vocabulary
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
 _NAMED = 8
 """Words or characters that a message names before it only counts them."""
@@ -106,7 +106,7 @@ def base_config(name: str) -> RunConfig:
 
     if name in presets() or not (Path(name) / "config.json").is_file():
         return preset(name)
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
     return RunDirectory(name).config()
 
@@ -282,7 +282,7 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
     Raises:
         UserError: if one of them is missing or damaged, or --data.corpus names nothing.
     """
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
     directory = RunDirectory(existing_run(arguments.directory))
     config, checkpoint = directory.config(), directory.checkpoint(arguments.checkpoint)
@@ -297,7 +297,7 @@ def check_corpus(name: str) -> None:
     Raises:
         UserError: if it is neither a known name nor a file, folder or glob.
     """
-    from txl.data.benchmarks import BENCHMARKS
+    from txl.data.catalogue import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
 
     if name and name != STDLIB and name not in BENCHMARKS:

@@ -26,7 +26,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     Scoring takes hours where models are large: whatever can be refused is refused before it begins.
     """
     from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]

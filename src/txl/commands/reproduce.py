@@ -82,9 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from txl.allocator import keep_freed_memory
     from txl.reproduction.experiment import Experiment, circumstances
-    from txl.reproduction.outcome import gather
+    from txl.reproduction.outcome import gather, markdown
     from txl.reproduction.record import write_outcome
-    from txl.reproduction.text import markdown
 
     keep_freed_memory()
     device = pick_device(arguments.device)

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
-    from txl.decoding.sampling import Sampling
+    from txl.generation.sampling import Sampling
 
     sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
     directory, config, checkpoint = run_to_read(arguments)

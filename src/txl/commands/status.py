@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the state of a run; every file of its checkpoints is read and verified."""
-    from txl.training.status import run_status
+    from txl.runs.status import run_status
 
     status = run_status(existing_run(arguments.directory))
     if arguments.json:

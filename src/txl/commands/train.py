@@ -98,7 +98,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: if --init-from is no run directory, or there is no run to fork, or both are asked for.
     """
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
 
     out = RunDirectory(arguments.out)
     if arguments.fork and arguments.init_from is not None:
@@ -115,7 +115,7 @@ def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Pa
     A directory whose configuration and text are these is gone on with; else it is the first free OUT-fork-N.
 
     """
-    from txl.run_directory import RunDirectory
+    from txl.runs.directory import RunDirectory
     from txl.training.trainer import Trainer
 
     candidate, number = out, 0

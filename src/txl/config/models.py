@@ -437,7 +437,7 @@ class VanillaConfig(TransformerConfig):
 
     @property
     def n_auxiliary(self) -> int:
-        """Classifiers of Al-Rfou et al.'s auxiliary losses (`txl.models.auxiliary`)."""
+        """Classifiers of Al-Rfou et al.'s auxiliary losses (`txl.models.vanilla`)."""
         return (self.n_layer if self.layer_losses else 1) * self.n_target - 1
 
     @property

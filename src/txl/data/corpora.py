@@ -15,9 +15,9 @@ import platformdirs
 
 from txl.cache_folder import usable_cache
 from txl.config import DataConfig
-from txl.data.benchmarks import BENCHMARKS
-from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
-from txl.data.prepared import Corpus
+from txl.data.catalogue import BENCHMARKS
+from txl.data.prepare import Recipe, normalises, prepare
+from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus
 from txl.data.sources import (

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from txl.data.benchmarks import Download
+from txl.data.catalogue import Download
 from txl.data.progress import DownloadBar, say
 from txl.errors import UserError
 from txl.files import follow_umask, replacing

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl.data.reading import whole_line_ends, whole_words
+from txl.data.counting import whole_line_ends, whole_words
 from txl.data.sources import Piece
 from txl.data.vocabulary import (
     BYTE_ORDER_MARK,

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from txl.config import DataConfig, WordRule
-from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary
-from txl.data.reading import Normaliser, decoded, words
+from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, words
+from txl.data.prepared import META_FORMAT, TokenWriter, token_dtype
 from txl.data.sources import Piece, Pieces
-from txl.data.token_files import TokenWriter, token_dtype
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.data.words import holds_unknown
 from txl.errors import UserError
@@ -33,7 +32,6 @@ from txl.files import is_full, make_scratch
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
-META_FORMAT = 1
 STALE_AFTER = 86_400.0
 """Seconds after which a half-prepared directory belongs to a process that was killed."""
 

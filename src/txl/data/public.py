@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from txl.config import DataConfig
-from txl.data.benchmarks import Benchmark
+from txl.data.catalogue import Benchmark
 from txl.data.download import fetch, forget
 from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
-from txl.data.prepare import META_FORMAT, Recipe, normalises, prepare
-from txl.data.prepared import Corpus
+from txl.data.prepare import Recipe, normalises, prepare
+from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary

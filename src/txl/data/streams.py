@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.data.token_files import Sentences
+from txl.data.prepared import Sentences
 from txl.errors import UserError
 
 
@@ -136,7 +136,7 @@ class SentenceStream(LaneStream):
     another without a gap, so memory carries over from each to the next.
 
     Args:
-        tokens: token ids with `sentences` set (`txl.data.token_files.Tokens`).
+        tokens: token ids with `sentences` set (`txl.data.prepared.Tokens`).
         batch_size: lanes B.
         segment: tokens T of a segment.
         random_segments: as for `LaneStream`.

@@ -1,4 +1,9 @@
-"""A run as a directory for other programs: transformers 5 (with its code, to be opened alone), or plain safetensors."""
+"""A run as a directory for other programs: transformers 5 (with its code, to be opened alone), or plain safetensors.
+
+A vocabulary as the tokenizer files that transformers' AutoTokenizer opens.
+
+Reading back what `txl export` wrote.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,28 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 import txl
-from txl.config import RunConfig
-from txl.data.vocabulary import Vocabulary
+from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
+from txl.data.vocabulary import (
+    BYTE_ORDER_MARK,
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    byte_symbols,
+)
+from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 from txl.files import follow_umask
-from txl.interop.tokenizer_files import tokenizer_files
+from txl.interop.huggingface_checkpoint import read_weights
+from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
-from txl.run_directory import RunDirectory
-from txl.training.checkpoints import MODEL_FILE, read_tensors
+from txl.runs.checkpoints import MODEL_FILE, read_tensors
+from txl.runs.directory import RunDirectory
 
 FORMATS = ("huggingface", "safetensors")
 EXPORT_KIND = "transformer-xl"
@@ -187,3 +203,128 @@ def _with_texts(sources: dict[str, str]) -> str:
 
 def _relative(line: re.Match[str]) -> str:
     return f"{line[1]}from .{line[2].replace('.', '_')} import"
+
+
+PADDING = "<|pad|>"
+
+
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
+
+    Decoded words are joined by spaces, line ends too, and marks as their joiners say.
+
+    Raises:
+        UserError: for a vocabulary that the library cannot represent.
+    """
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_max_length": 10**9,
+    }
+    tokenizer = _tokenizer(vocabulary)
+    before = [normalizers.Replace(Regex(rf"\A{BYTE_ORDER_MARK}"), ""), normalizers.Replace("\r\n", "\n")]
+    if vocabulary.normalise:
+        after = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([*before, *after])  # pyright: ignore[reportAttributeAccessIssue]
+    if not tokenizer.add_special_tokens([PADDING]):
+        raise UserError(f"the vocabulary has a token {PADDING!r} of its own")
+    config["pad_token"] = PADDING  # the id behind the vocabulary, which the model takes for no token
+    return {
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
+    }
+
+
+def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    if isinstance(vocabulary, BpeVocabulary):
+        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy: the padding is added to it
+    if isinstance(vocabulary, ByteVocabulary):
+        if not vocabulary.is_complete:
+            raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
+        tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+    if isinstance(vocabulary, CharVocabulary):
+        unknown = {} if vocabulary.unk_id is None else {"<unk>": vocabulary.unk_id}
+        first = len(unknown)
+        ids = unknown | {character: first + number for number, character in enumerate(vocabulary.characters)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>") if unknown else models.WordLevel(ids))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return tokenizer
+    assert isinstance(vocabulary, WordVocabulary)
+    if vocabulary.boundary == "both":
+        raise UserError("the vocabulary marks both ends of a sentence, which a tokenizer of the library cannot")
+    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
+    line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")
+    tokenizer.normalizer = line_ends
+    if vocabulary.rule == "punctuation":
+        joiners = [normalizers.Replace(Regex(pattern), content) for pattern, content in joining_rules()]
+        tokenizer.normalizer = normalizers.Sequence([*joiners, line_ends])
+        space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
+        tokenizer.decoder = decoders.Sequence([space, decoders.Fuse(), touching])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if vocabulary.boundary is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{vocabulary.eos} $A", special_tokens=[(vocabulary.eos, vocabulary.eos_id)]
+        )
+    return tokenizer
+
+
+def is_own_export(folder: Path) -> bool:
+    """Whether a directory was written by `txl export`."""
+    return _stated(folder) is not None
+
+
+def _stated(folder: Path) -> dict[str, Any] | None:
+    """The model's fields as config.json has them, if it is one of ours."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    if values.get("format") == EXPORT_KIND and isinstance(values.get("model"), dict):
+        return values["model"]
+    return values if values.get("model_type") == HUGGINGFACE_TYPE else None
+
+
+def read_test_settings(folder: Path) -> EvalConfig | None:
+    """How the exported run was tested, if the export says it.
+
+    Raises:
+        UserError: if what it says is no such thing.
+    """
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
+
+
+def read_own_export(
+    folder: Path, options: dict[str, Any]
+) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
+    """Configuration, weights and vocabulary.
+
+    Args:
+        folder: what `txl export` wrote, or transformers' `save_pretrained` after it.
+        options: fields of `TransformerXLConfig` that the user states.
+
+    Raises:
+        UserError: if something is missing, damaged, or contradicts the options.
+    """
+    stated = _stated(folder) or {}
+    known = {name: value for name, value in stated.items() if name in MODEL_FIELDS}
+    for name, value in options.items():
+        if name not in FREE and name in known and known[name] != value:
+            raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
+        known[name] = list(value) if isinstance(value, tuple) else value
+    model = model_from_dict(known)
+    if not isinstance(model, TransformerXLConfig):
+        raise UserError(f"{folder}: {model.chosen_by}; only Transformer-XL itself is exported and imported")
+    weights = read_weights(folder)
+    weights = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+    if "softmax.bias" not in weights:
+        raise UserError(f"{folder}: the tensor softmax.bias is missing")
+    named = folder / "vocabulary.json"
+    return model, weights, Vocabulary.load(named) if named.is_file() else None

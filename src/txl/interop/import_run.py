@@ -14,16 +14,16 @@ import torch
 from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, validate
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
+from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
 from txl.interop.names import converted
 from txl.interop.original import source_of
-from txl.interop.own_export import is_own_export, read_own_export, read_test_settings
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
 from txl.models import build_model
-from txl.run_directory import RunDirectory, load_weights
-from txl.training.checkpoints import Contents, belongs_to, write_checkpoint
+from txl.runs.checkpoints import Contents, belongs_to, write_checkpoint
+from txl.runs.directory import RunDirectory, load_weights
 
 
 def read_source(path: Path) -> Source:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from txl.config import ModelConfig
 from txl.errors import UserError
 from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.linear import linear, logits
+from txl.models.layers import linear, logits
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -25,8 +25,7 @@ from torch import Tensor
 from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.decoder import Decoder
-from txl.models.language_model import LanguageModel, Limit
-from txl.models.objective import EVERY_TARGET, Objective
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Limit, Objective
 
 MAX_SCORES = 1 << 24
 """Products h_t . h_i that may exist at a time."""

@@ -18,11 +18,9 @@ from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.dropout import make_dropout, word_mask
-from txl.models.language_model import LanguageModel, StateT
-from txl.models.linear import Linear
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT
+from txl.models.layers import Linear, make_dropout, word_mask
 from txl.models.mixture import MixtureOfSoftmaxes
-from txl.models.objective import EVERY_TARGET, Objective
 
 
 class Decoder(LanguageModel[StateT]):

@@ -19,21 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl.attention import RelativeAttention, attention_backend
+from txl.attention.equations import KeyScope, distances_farthest_first, sinusoid
 from txl.attention.factorised import PhaseTables, SegmentPhases
-from txl.attention.memory import Memory
-from txl.attention.positions import distances_farthest_first, sinusoid
-from txl.attention.projections import FrozenSegment, Projections
-from txl.attention.scope import KeyScope
 from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, validate_lengths
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
+from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.decoder import Decoder, PositionwiseFeedForward
-from txl.models.dropout import LockedDropout, make_dropout
 from txl.models.language_model import Limit
-from txl.models.linear import Linear
+from txl.models.layers import Linear, LockedDropout, make_dropout
+from txl.models.memory import FrozenSegment, Memory, Projections
 from txl.models.structure import Structure
-from txl.native.steps import read_token
 
 
 class RelativeMultiHeadAttention(nn.Module):

@@ -11,7 +11,7 @@ from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
 from txl.reporting.compression import SETTINGS, compress
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
 
 
 def measure_compression(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 
 from txl.errors import UserError
-from txl.reproduction import ablations, appendix, published, published_sentences
+from txl.reproduction import appendix, published_sentences
+from txl.reproduction import tables_1_to_5 as published
+from txl.reproduction import tables_6_to_10 as ablations
 from txl.reproduction.definition import Definition
 
 _NAMES = (

@@ -8,12 +8,15 @@
     NAME.html  NAME.json         the page, and everything on it
 
 What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
+
+The folder of a reproduction: what it is about, so that results of something else are never put beside its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -30,15 +33,13 @@ from txl.files import write_whole
 from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.folder import Folder, changes, read_json
-from txl.reproduction.measuring import is_finite, least_tokens, measure
+from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
-from txl.reproduction.speed import measure_speed
-from txl.run_directory import RunDirectory
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import describe_hardware, describe_software
 from txl.training.budget import longest_segment, peak_bytes
-from txl.training.environment import describe_hardware, describe_software
 from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
 
@@ -304,3 +305,86 @@ def _comparable_hardware(device: str) -> dict[str, Any]:
 def circumstances(device: str) -> dict[str, Any]:
     """Where an experiment was run."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A reproduction's folder, with its experiment.json.
+
+    Args:
+        path: the folder; it need not be there.
+        about: what it must be about, as far as that is known before the corpus is opened.
+    """
+
+    path: Path
+    about: dict[str, Any]
+
+    def check(self) -> None:
+        """Refuse a folder that is known to be something else's.
+
+        Raises:
+            UserError: if it is.
+        """
+        there = read_json(self._record)
+        if there is not None:
+            self._agrees(there, self.about)
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
+
+    def claim(self, found: dict[str, Any]) -> None:
+        """Make the folder this experiment's.
+
+        Args:
+            found: what it must be about too: the identity of its text, or the machine whose times it holds.
+
+        Raises:
+            UserError: if it is another's.
+        """
+        there, about = read_json(self._record), self.about | found
+        if there is not None and self._agrees(there, about):
+            return
+        for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
+            shutil.rmtree(self.path / leftover, ignore_errors=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self._record, json.dumps(about, indent=1) + "\n")
+
+    @property
+    def _record(self) -> Path:
+        return self.path / "experiment.json"
+
+    def _agrees(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
+        """Whether the folder is of what is asked for; it may be of something else while nothing was trained in it.
+
+        Raises:
+            UserError: if it is another's.
+        """
+        changed = changes({name: there.get(name) for name in asked}, asked)
+        if changed and any((self.path / name).exists() for name in ("runs", "results")):
+            raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
+        return not changed
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content; None if there is none.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """The entries in which two records differ, as "data.corpus stdlib -> ptb"."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed += changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            changed.append(f"{prefix}{name} {before} -> {after}")
+    return changed

@@ -1,4 +1,7 @@
-"""What came of a table: figures over seeds, beside the paper's, and the claims judged by them."""
+"""What came of a table: figures over seeds, beside the paper's, and the claims judged by them.
+
+A table's outcome as Markdown, for the terminal.
+"""
 
 from __future__ import annotations
 
@@ -179,3 +182,30 @@ def spread_text(values: Sequence[float], digits: int) -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+
+
+def markdown(outcome: Outcome) -> str:
+    """The paper's numbers beside ours, and the claims."""
+    definition = outcome.definition
+    head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
+    lines = [f"{definition.title}, scale {outcome.scale.name}, {repeats_text(outcome)}", ""]
+    lines += [_line(head), _line(["---"] * len(head))]
+    for result in outcome.rows:
+        row = result.row
+        paper = [row.paper.get(column, "-") for column in definition.columns]
+        lines.append(_line([row.key, row.name, *paper, *cells(outcome, result)]))
+    lines.append("")
+    for claim, verdict in outcome.verdicts():
+        lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
+    lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
+    return "\n".join(lines)
+
+
+def repeats_text(outcome: Outcome) -> str:
+    """1 seed, 3 seeds; 3 measurements of what is not trained."""
+    word = "measurement" if outcome.definition.kind == "speed" else "seed"
+    return f"{outcome.seeds} {word}{'' if outcome.seeds == 1 else 's'}"
+
+
+def _line(fields: list[str]) -> str:
+    return "| " + " | ".join(each.replace("|", "\\|") for each in fields) + " |"

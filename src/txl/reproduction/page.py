@@ -1,23 +1,30 @@
-"""One page for a table: the paper's numbers, ours, the scale, and what became of the paper's claims."""
+"""One page for a table: the paper's numbers, ours, the scale, and what became of the paper's claims.
+
+Figures of a table's page.
+"""
 
 from __future__ import annotations
 
 import base64
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from txl.config import model_from_dict
+from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
-from txl.reporting.wording import duration_text, short_name
+from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
+from txl.reporting.wording import duration_text, quality, quality_label, short_name
 from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
-from txl.reproduction.figures import gains_figure, length_figure, quality_figure, speed_figure
-from txl.reproduction.outcome import Outcome, cells, headings
-from txl.reproduction.text import repeats_text
+from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repeats_text
 
 _COLUMNS = 6
 """Of a table with the paper's numbers beside ours; with more, they come one below the other."""
@@ -254,3 +261,84 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict
         pairs("The last stretch", rows),
         note(f"Everything on this page, and more, is in `{outcome.definition.name}.json` beside it."),
     )
+
+
+def quality_figure(outcome: Outcome) -> Drawing | None:
+    """Every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
+    rows = [row for row in outcome.rows if outcome.values[row.row.key].get("quality")]
+    if not rows:
+        return None
+    names = [row.row.key for row in rows]
+    values = [outcome.values[name]["quality"] for name in names]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for place, (name, each) in enumerate(zip(names, values, strict=True)):
+            color = ACCENT if name.startswith("xl") else SECOND
+            mean = statistics.fmean(each)
+            axes.plot(each, [place] * len(each), color=color, marker="o", markersize=4.5, linestyle="none", alpha=0.6)
+            axes.plot([mean, mean], [place - 0.28, place + 0.28], color=color, linewidth=2)
+        axes.set_yticks(range(len(names)), names)
+        axes.tick_params(axis="y", labelcolor=INK)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.grid(axis="x")
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.margins(x=0.06)
+        axes.set_xlabel(f"{quality_label(outcome.unit)}, test split")
+
+    text = "; ".join(
+        f"{name} {statistics.fmean(each):.4g}" for name, each in zip(names, values, strict=True)
+    )  # fmt: skip
+    height = 1.0 + 0.32 * len(names)
+    return drawing(
+        draw, "quality", "Results over seeds", f"Means: {text}.", wide=(7.6, height), narrow=(4.2, height)
+    )  # fmt: skip
+
+
+def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:
+    """Quality against attention or context length, means over seeds, one line a row."""
+    shown = [key for key in keys if outcome.curves.get(key)]
+    if not shown:
+        return None
+    points = {
+        key: [(length, quality(statistics.fmean(each), outcome.unit)) for length, each in sorted(curve.items())]
+        for key, curve in ((key, outcome.curves[key]) for key in shown)
+    }
+
+    return length_plot(points, name, label, quality_label(outcome.unit)).drawing()
+
+
+def speed_figure(outcome: Outcome) -> Drawing | None:
+    """How much slower the vanilla Transformer is, measured and in the paper."""
+    measured = sorted(
+        (next(iter(row.by_seed.values()))["attention_length"], statistics.fmean(outcome.values[row.row.key]["slower"]))
+        for row in outcome.rows
+        if row.by_seed
+    )
+    if not measured:
+        return None
+    published = sorted(
+        (row.row.length or 0, float(row.row.paper["slower"].rstrip("x").replace(",", ""))) for row in outcome.rows
+    )
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        curves = ((measured, ACCENT, "o", "measured here"), (published, SECOND, "s", "the paper, one GPU"))
+        for points, color, marker, name in curves:
+            lengths, values = zip(*points, strict=True)
+            axes.plot(lengths, values, color=color, marker=marker, markersize=4.5, linewidth=1.5, label=name)
+        length_axis(axes, "attention length")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("times slower a token")
+        axes.legend(loc="upper left")
+
+    text = "; ".join(f"{times:,.0f} times at attention length {length:,}" for length, times in measured)
+    return drawing(draw, "speed", "Slowdown of the vanilla Transformer", f"{text}.", wide=(7.6, 3.2), narrow=(4.2, 3.2))
+
+
+def gains_figure(gains: GroupGains, names: Sequence[str]) -> Drawing:
+    """Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
+    shown = {name: gains.gains[name] for name in names if name in gains.gains}
+    title = f"Relative perplexity gains, group {gains.group}"
+    return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title).drawing()

@@ -11,8 +11,8 @@ from txl.errors import UserError
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
 from txl.reproduction.definition import Definition, Row
+from txl.reproduction.measuring import speed_length
 from txl.reproduction.scales import Scale
-from txl.reproduction.speed import speed_length
 
 
 @dataclass(frozen=True)

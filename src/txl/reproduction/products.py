@@ -13,7 +13,7 @@ from txl.data.prepared import Corpus
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.models.decoder import Decoder
-from txl.reporting.attention import write_attention
+from txl.reporting.attention_page import write_attention
 from txl.reporting.samples_page import About, settings_text, write_samples
 from txl.reproduction.definition import Product
 from txl.reproduction.scales import Scale

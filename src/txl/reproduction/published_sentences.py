@@ -1,11 +1,11 @@
-"""Tables 4 and 5: every row that the paper prints, as `txl.reproduction.published` has Tables 1 to 3."""
+"""Tables 4 and 5: every row that the paper prints, as `txl.reproduction.tables_1_to_5` has Tables 1 to 3."""
 
 from __future__ import annotations
 
 from txl.presets.baselines import SMALL_AWD
 from txl.reproduction.claims import Claim, all_of, lower
 from txl.reproduction.definition import Definition, Row
-from txl.reproduction.published import ADAPTIVE, ADAPTIVE_INPUT, LARGER, LSTM, best, published_row, width_of
+from txl.reproduction.tables_1_to_5 import ADAPTIVE, ADAPTIVE_INPUT, LARGER, LSTM, best, published_row, width_of
 
 _AWD_LSTM = LSTM | {f"model.{name}": str(rate) for name, rate in SMALL_AWD.items()} | {"model.locked_dropout": "true"}
 

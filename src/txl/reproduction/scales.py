@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
-from txl.data.benchmarks import BENCHMARKS
+from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.presets import small
 

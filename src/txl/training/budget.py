@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from txl.attention.memory import Memory
 from txl.config import RunConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
-from txl.training.averaging import WeightAverage
-from txl.training.optimisers import build_optimizer
+from txl.models.memory import Memory
+from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.step import training_step
 
 STEPS = 2

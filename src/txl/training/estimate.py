@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from txl.config import RunConfig, TrainConfig
-from txl.data.benchmarks import BENCHMARKS
+from txl.data.catalogue import BENCHMARKS
 from txl.models import build_model
 from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
-from txl.models.objective import Objective
+from txl.models.language_model import Objective
 
 _LARGE_VOCABULARY = 16_384
 """Tokens above which a vocabulary is worth a remark."""

@@ -17,17 +17,14 @@ from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import RunInterrupted, UserError
-from txl.run_directory import RunDirectory
-from txl.training.averaging import WeightAverage, average_begins
+from txl.runs.directory import RunDirectory
 from txl.training.display import Display, Reading
-from txl.training.optimisers import set_learning_rate
-from txl.training.pace import Pace
+from txl.training.optimisers import WeightAverage, average_begins, learning_rate, set_learning_rate
 from txl.training.parallel import TrainedModel
-from txl.training.progress import Progress
+from txl.training.progress import Pace, Progress
 from txl.training.recovery import check_end, check_weights, report_spike, skip_update
 from txl.training.run_log import RunLog
 from txl.training.saver import CheckpointSaver, point_at_best
-from txl.training.schedules import learning_rate
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.snapshot import capture, restore
 from txl.training.step import StepAbandoned, training_step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
-from txl.models.objective import EVERY_TARGET, Objective
+from txl.models.language_model import EVERY_TARGET, Objective
 from txl.processes import Processes
 
 

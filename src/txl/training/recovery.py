@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from txl.data.streams import Segment
 from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
-from txl.training.checkpoints import checkpoint_name, remove_later, verify_checkpoint
-from txl.training.guards import is_finite, uselessness
+from txl.runs.checkpoints import checkpoint_name, remove_later, verify_checkpoint
+from txl.training.progress import is_finite, uselessness
 from txl.training.saver import point_at_best
 from txl.training.snapshot import restore
 from txl.training.step import StepResult

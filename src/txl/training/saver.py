@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
-from txl.training.checkpoints import (
+from txl.runs.checkpoints import (
     STATE_SHARDS,
     Contents,
     checkpoint_name,
@@ -18,7 +17,8 @@ from txl.training.checkpoints import (
     verify_checkpoint,
     write_checkpoint,
 )
-from txl.training.checkpoints import checkpoint_names as names_in
+from txl.runs.checkpoints import checkpoint_names as names_in
+from txl.runs.directory import RunDirectory
 
 
 class CheckpointSaver:

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from txl.data.streams import StreamPosition
 from txl.errors import UserError
-from txl.run_directory import load_weights
-from txl.training.averaging import WeightAverage
-from txl.training.checkpoints import (
+from txl.runs.checkpoints import (
     MODEL_FILE,
     STATE_SHARDS,
     STATE_TENSORS_FILE,
@@ -28,7 +26,8 @@ from txl.training.checkpoints import (
     read_tensors,
     verify_belongs,
 )
-from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
+from txl.runs.directory import load_weights
+from txl.training.optimisers import WeightAverage, load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor
 from txl.training.progress import Progress
 

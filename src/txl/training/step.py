@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.models.language_model import LanguageModel
-from txl.models.objective import Objective
+from txl.models.language_model import LanguageModel, Objective
 from txl.training.parallel import TrainedModel, full_tensor
 
 

@@ -1,36 +1,52 @@
 """Training a configuration into a run directory: the same call starts a run and goes on with it, exactly.
 
 Started by torchrun, it trains with several processes; process 0 alone writes and talks.
+
+What a run is made of, said to the user and recorded in its log before the first step.
+
+`torch.compile` as an option of training.
 """
 
 from __future__ import annotations
 
+import random
+import sys
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import FAMILIES, build_model
-from txl.models.objective import Objective
+from txl.models.decoder import Decoder
+from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
-from txl.run_directory import RunDirectory
-from txl.training.announcement import announce
-from txl.training.checkpoints import belongs_to, read_state, remove_partial
-from txl.training.compilation import compile_layers
+from txl.runs.checkpoints import belongs_to, read_state, remove_partial
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import describe_hardware, describe_software
 from txl.training.display import Display
-from txl.training.initial_weights import check_same_model, load_initial_weights
+from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
-from txl.training.out_directory import begins_here, changed_fields, extension_changes, make_directory, remove_begun
 from txl.training.parallel import TrainedModel
 from txl.training.saver import newest_good
 from txl.training.snapshot import seed_of_process
+from txl.training.starting import (
+    begins_here,
+    changed_fields,
+    check_same_model,
+    extension_changes,
+    load_initial_weights,
+    make_directory,
+    remove_begun,
+)
 from txl.training.validation import check_validation_split
 
 
@@ -296,3 +312,93 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
         )
+
+
+def announce(
+    loop: TrainingLoop, event: str, *, compiled: bool, init_from: str | None, init_note: str | None = None
+) -> None:
+    """Say and record what runs here, if this is the process that talks.
+
+    Args:
+        loop: about to train.
+        event: "start" or "resume".
+        compiled: whether its layers are.
+        init_from: the directory that the weights came from, if they did.
+        init_note: what of the two models' weights was not taken over, if anything.
+
+    Raises:
+        UserError: if the log cannot be written.
+    """
+    processes, directory, run = loop.trained.processes, loop.directory, loop.run
+    if not processes.is_first:
+        return
+    parameters = parameters_by_part(loop.model)
+    total = sum(parameters.values())
+    directory.append(
+        event,
+        loop.progress.step,
+        config=run.to_dict(),
+        corpus=loop.corpus.info(),
+        parameters=parameters,
+        total_parameters=total,
+        attention=loop.model.attention_name,
+        compiled=compiled,
+        hardware=describe_hardware(loop.device),
+        software=describe_software(),
+        command=sys.argv,
+        init_from=init_from,
+        init_note=init_note,
+        processes=processes.count,
+        run=directory.run_id() or uuid.uuid4().hex,
+    )
+    if event == "resume":
+        start = f", going on from step {loop.progress.step}"
+    else:
+        note = "" if init_note is None else f" ({init_note})"
+        start = "" if init_from is None else f", starting from {init_from}{note}"
+    if run.train.warmup_steps >= run.train.steps:
+        loop.display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+    attention = loop.model.attention_name + (" attention, compiled layers" if compiled else " attention")
+    count, engine = processes.count, run.train.parallel.upper()
+    together = f" in {count} processes ({engine})" if count > 1 else ""
+    loop.display.message(
+        f"{run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
+        f"{attention} on {loop.device}{together}{start}"
+    )
+    for note in loop.corpus.notes("test") if event == "start" and "test" in loop.corpus.splits else ():
+        loop.display.message(f"note: {note}")
+    hint = softmax_hint(run, len(loop.corpus.vocabulary), parameters, loop.device) if event == "start" else None
+    if hint is not None:
+        loop.display.message(f"note: {hint}")
+
+
+def compile_layers(model: Decoder[Any], device: str) -> str | None:
+    """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
+
+    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
+    for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
+    them (`models.scan`). Evaluation reads a view of the model, whose layers run eagerly.
+
+    Returns:
+        Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
+    """
+    reason = _compiler_missing(device)
+    if reason is None:
+        for layer in model.get_submodule("layers").children():
+            layer.compile(dynamic=model.compiles_any_length)
+    return reason
+
+
+def _compiler_missing(device: str) -> str | None:
+    """Compile something small; the first line of the error if that fails."""
+    factor = random.Random().random()  # no earlier attempt has left this one in a cache; torch's generator stays
+
+    def small(values: Tensor) -> Tensor:
+        return (values * factor).relu() + 1
+
+    try:
+        torch.compile(small)(torch.ones(8, device=device))
+    except Exception as error:  # whatever it is, it is the compiler's
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return lines[0].strip()
+    return None

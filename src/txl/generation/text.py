@@ -15,9 +15,9 @@ from torch import Tensor
 from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
-from txl.decoding.engine import DecodeEngine
-from txl.decoding.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.errors import UserError
+from txl.generation.engine import DecodeEngine
+from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.models.language_model import LanguageModel, Limit
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL

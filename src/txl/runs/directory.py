@@ -23,10 +23,10 @@ import portalocker
 from portalocker import LockFlags
 
 from txl.config import RunConfig
-from txl.data.benchmarks import BENCHMARKS
+from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import write_whole
-from txl.training.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
+from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 
 if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
     import torch

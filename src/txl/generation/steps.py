@@ -3,6 +3,17 @@
 In the compiled library, in PyTorch with static shapes, or where a model has hooks or other modules, by calling it.
 
 Shapes: B slots, B' slots that take part, R positions of a ring, H heads, D width of a head, E d_model.
+
+What every stream has read: keys and values in rings of one size, or memory as the model carries it.
+
+A slot is a stream's place. In a ring it holds the keys and values of the positions that the next query may see, the
+query's own among them; a new position takes the place of the oldest. Nothing moves, nothing grows.
+
+Shapes: B slots, R positions of a ring, H heads, D width of a head.
+
+A step recorded once as a CUDA graph and replayed: a token's hundreds of kernels cost one launch.
+
+Shapes are the caller's; they must stay what they were at the first call.
 """
 
 from __future__ import annotations
@@ -14,12 +25,108 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from txl.attention.memory import Memory
-from txl.decoding.slots import MemorySlots, Slots
+from txl.models.compiled_step import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
+from txl.models.memory import Memory
 from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
-from txl.native.steps import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
+
+
+class Captured:
+    """A function of CUDA tensors of fixed shapes, which may write to tensors of its own, as a graph."""
+
+    def __init__(self, function: Callable[..., Tensor]):
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._output: Tensor | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """What the function gives; overwritten by the next call."""
+        if self._graph is None:
+            self._record(inputs)
+        assert self._graph is not None
+        assert self._output is not None
+        for kept, new in zip(self._inputs, inputs, strict=True):
+            kept.copy_(new)
+        self._graph.replay()
+        return self._output
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [each.clone() for each in inputs]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # libraries set themselves up in the first calls, which a graph must not hold
+            for _ in range(3):
+                self._function(*self._inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = self._function(*self._inputs)
+
+
+class Slots:
+    """The rings of all layers, and how far each has got."""
+
+    def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
+        self.size = capacity + 1
+        self.keys, self.values = (
+            [like.new_zeros(n_head, n_slot, self.size, d_head) for _ in range(n_layer)] for _ in range(2)
+        )
+        self.read = torch.zeros(n_slot, dtype=torch.int64)
+        """Tokens that each stream has read, prompt included: the next one is this one by number."""
+
+    def place(self, slots: Tensor) -> Tensor:
+        """Where the keys of the slots' next tokens go: int64 [B'] -> [B']."""
+        return self.read[slots] % self.size
+
+    def seen(self, slots: Tensor) -> Tensor:
+        """Keys that the slots' next tokens see, their own among them: int64 [B'] -> [B']."""
+        return (self.read[slots] + 1).clamp(max=self.size)
+
+    def fill(self, slot: int, memory: Memory, read: int) -> None:
+        """Put the memory of a stream of `read` tokens into a slot, whatever is in it."""
+        self.read[slot] = read
+        held = memory.projections
+        if held is None or memory.length == 0:
+            return
+        places = torch.arange(read - memory.length, read, device=held.keys[0].device) % self.size
+        for kind, source in ((self.keys, held.keys), (self.values, held.values)):
+            for ring, projected in zip(kind, source, strict=True):
+                ring[:, slot].index_copy_(1, places, projected[:, 0].to(ring.dtype))
+
+    def copy(self, source: int, target: int) -> None:
+        """Put a second stream that has read the same into another slot."""
+        self.read[target] = self.read[source]
+        for ring in (*self.keys, *self.values):
+            ring[:, target].copy_(ring[:, source])
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds: values that are not numbers would reach its next stream, with weights of 0."""
+        with torch.inference_mode():
+            for ring in (*self.keys, *self.values):
+                ring[:, slot].zero_()
+
+
+class MemorySlots:
+    """The memory of each stream, for a model whose modules all have to be called."""
+
+    def __init__(self, n_slot: int):
+        self.states: list[Memory | None] = [None] * n_slot
+        self.read = torch.zeros(n_slot, dtype=torch.int64)
+        """As in `Slots`."""
+
+    def fill(self, slot: int, memory: Memory, read: int) -> None:
+        """As `Slots.fill`."""
+        self.states[slot], self.read[slot] = memory, read
+
+    def copy(self, source: int, target: int) -> None:
+        """As `Slots.copy`; a state is a value."""
+        self.states[target], self.read[target] = self.states[source], self.read[source]
+
+    def clear(self, slot: int) -> None:
+        """As `Slots.clear`."""
+        self.states[slot] = None
 
 
 class StaticStep:
@@ -37,7 +144,7 @@ class StaticStep:
         self.ring = torch.arange(slots.size, device=like.device)
         self._through: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
         if captured:
-            from txl.decoding.capture import Captured
+            from txl.generation.steps import Captured
 
             self._through = Captured(self._layers)
 

@@ -1,6 +1,12 @@
 """Relative attention as Section 3.3 of the paper writes it, one query at a time. Slow and obvious: the oracle.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head.
+
+Which keys a query sees: the memory's length, the window, and lanes whose memory is shorter than others'.
+
+Shapes: B lanes, T queries of the segment, M positions of memory, S = M + T keys.
+
+The sinusoid encoding R of relative distances (Section 3.3), which has no parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +18,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl.attention.scope import KeyScope
+
+def distances_farthest_first(n_key: int, clamp_len: int | None, device: torch.device | None = None) -> Tensor:
+    """Distances S-1, ..., 1, 0, none above `clamp_len`: int64 [S].
+
+    The order is that of the keys as the last query of a segment sees them.
+    """
+    distances = torch.arange(n_key - 1, -1, -1, device=device)
+    return distances if clamp_len is None else distances.clamp(max=min(clamp_len, n_key))
+
+
+def sinusoid(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
+    """Rows R_d = [sin(d w_0), ..., sin(d w_{E/2-1}), cos(d w_0), ..., cos(d w_{E/2-1})]: [S] -> [S,E].
+
+    w_k = 10000^(-2k/E). All sines come first, then all cosines, as in the authors' code. Computed in float32 for a
+    float32 model, again as the authors did, so that weights trained there meet the same R to the last bit.
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, d_model, 2, device=distances.device, dtype=compute) / d_model
+    angles = torch.outer(distances.to(compute), 1.0 / (10000.0**exponents))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+
+
+@dataclass(frozen=True)
+class KeyScope:
+    """Query i (0..T-1) stands at key M + i and sees key j if all of these hold:
+
+    - causality: j <= M + i,
+    - window N: M + i - j < N (the query itself is one of the N keys),
+    - its lane's memory: j >= M - n, where n of the M positions of memory are filled in its lane.
+    """
+
+    memory: int
+    """M, positions of memory in front of the segment."""
+    window: int | None = None
+    """N, keys a query sees, itself included; None: no limit."""
+    filled: tuple[int, ...] | None = None
+    """Filled positions of memory of each lane; None: all M in every lane."""
+
+    def mask(self, n_query: int, device: torch.device | None = None) -> Tensor:
+        """Boolean [T,S], or [B,T,S] where lanes differ: true where the query sees the key."""
+        query = torch.arange(n_query, device=device)[:, None] + self.memory
+        key = torch.arange(self.memory + n_query, device=device)
+        mask = key <= query
+        if self.window is not None:
+            mask &= query - key < self.window
+        if self.filled is not None:
+            first = self.memory - torch.tensor(self.filled, device=device)
+            mask = mask & (key >= first[:, None, None])
+        return mask
 
 
 @dataclass(frozen=True)

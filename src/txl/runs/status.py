@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
-from txl.run_directory import RunDirectory
-from txl.training.checkpoints import checkpoint_names, verify_checkpoint
+from txl.runs.checkpoints import checkpoint_names, verify_checkpoint
+from txl.runs.directory import RunDirectory
 from txl.units import duration, metric
 
 _LOOKS = 5

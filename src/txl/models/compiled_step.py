@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from txl.attention.memory import Memory
-from txl.attention.projections import FrozenSegment, Projections
+from txl.models.memory import FrozenSegment, Memory, Projections
 from txl.native.build import library
 
 MOST_ROWS = 8

@@ -12,7 +12,7 @@ from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10
 from txl.presets.ablation import Row as Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
 from txl.reproduction.definition import Definition, Row, Shape
-from txl.reproduction.published import LSTM, QRNN, SINUSOID, VANILLA, width_of
+from txl.reproduction.tables_1_to_5 import LSTM, QRNN, SINUSOID, VANILLA, width_of
 
 _HALF = {"train.loss": "half"}
 _WITHOUT = {"model.mem_len": "0"}

@@ -1,1 +1,0 @@
-"""Tokens one by one, for many streams at once, in constant memory."""

@@ -1,0 +1,105 @@
+"""The order of the packages: each imports from those before it, never from one behind it, and nothing goes in circles.
+
+Imports inside of functions count too: they hide a circle, they do not open it.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import txl
+
+SOURCE = Path(txl.__file__).parent
+
+ORDER = (
+    ("errors", "units", "allocator", "cache_folder"),
+    ("files",),
+    ("native",),
+    ("config", "processes"),
+    ("data",),
+    ("attention",),
+    ("models",),
+    ("runs",),
+    ("presets",),
+    ("evaluation",),
+    ("generation",),
+    ("training",),
+    ("compression",),
+    ("analysis",),
+    ("benchmarking",),
+    ("reporting",),
+    ("interop", "reproduction", "serving"),
+    ("commands",),
+    ("cli", "huggingface"),
+    ("__main__",),
+)
+"""From the ground up, as `docs/architecture.md` draws it; packages on one line do not know each other."""
+
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+MODULES = {
+    ".".join(("txl", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+
+
+def _imported(module: str, path: Path) -> set[str]:
+    """The modules of this project that a module imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import in line {node.lineno}; write it in full"
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        of_ours = [name for name in names if name in MODULES]
+        # `from txl.models import memory` needs the module; `from txl.models import build_model` the package.
+        found |= set(of_ours[1:] or of_ours) if isinstance(node, ast.ImportFrom) else set(of_ours)
+    return found - {module}
+
+
+KNOWN_CIRCLE = ("txl.training.recovery", "txl.training.loop")
+"""For its annotations alone: what recovery changes is the loop's state, which has no type of its own yet."""
+IMPORTS = {module: _imported(module, path) for module, path in MODULES.items()}
+
+
+def _package(module: str) -> str | None:
+    """The package or the single file right below `txl`; None for `txl` itself, whose stub of names is lazy."""
+    return module.split(".")[1] if "." in module else None
+
+
+def test_every_package_stands_in_the_order():
+    assert {_package(module) for module in MODULES} - {None} <= set(LEVEL)
+
+
+def test_no_import_runs_upwards():
+    upward = []
+    for module, imported in IMPORTS.items():
+        for other in imported:
+            ours, theirs = _package(module), _package(other)
+            if ours is None or theirs is None or ours == theirs:
+                continue
+            if LEVEL[theirs] >= LEVEL[ours]:
+                upward.append(f"{module} imports {other}")
+    assert not upward, "\n".join(sorted(upward))
+
+
+def test_no_imports_go_in_circles():
+    try:
+        graph = {name: each - {"txl"} for name, each in IMPORTS.items()}
+        graph[KNOWN_CIRCLE[0]].remove(KNOWN_CIRCLE[1])
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, txl, txl.presets, txl.config, txl.cli; sys.exit(sorted({'torch', 'numpy'} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
