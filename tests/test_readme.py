@@ -99,7 +99,8 @@ def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, 
         assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
         ran.add(words[0])
     of_training = {"train", "eval", "generate", "report", "data", "import", "export", "status"}
-    assert ran == of_training | {"recl", "score", "attention"}
+    assert ran == of_training | {"recl", "score", "attention", "compress", "decompress"}
+    assert (tmp_path / "other.back").read_bytes() == (tmp_path / "other.txt").read_bytes()
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     assert (tmp_path / "runs" / "mine" / "memory-curve.svg").is_file()
     assert (tmp_path / "runs" / "mine" / "surprisal.tsv").read_text(encoding="utf-8").startswith("index\tstart\tend")

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = None if arguments.file == "-" else Path(arguments.file)
     if path is not None:
         open_file(path).close()  # before the model is loaded
-    _check_out(arguments.out, path)
+    check_out(arguments.out, path)
     from txl.allocator import keep_freed_memory
     from txl.data.prepared import unknown_note
     from txl.evaluation.surprisal import surprisals
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     plain = path is not None and path.suffix not in (".gz", ".xz", ".zst")
     size = path.stat().st_size if path is not None and plain else None
-    with _output(arguments.out) as file:
+    with output(arguments.out) as file:
         total = _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
     has_mark = path is not None and next(Piece(path, 0, len(_MARK)).blocks(), b"") == _MARK
     for note in (
@@ -156,7 +156,7 @@ def _about_line_ends(total: _Total, has_mark: bool, normalise: bool, kind: str) 
     return f"the text has {' and '.join(parts)}; --normalise reads it without"
 
 
-def _check_out(out: str | None, source: Path | None) -> None:
+def check_out(out: str | None, source: Path | None) -> None:
     """Refuse an output that cannot be, before anything is computed."""
     if out is None:
         return
@@ -166,17 +166,22 @@ def _check_out(out: str | None, source: Path | None) -> None:
     if path.is_dir():
         raise UserError(f"--out {out} is a folder; expected the name of a file")
     if source is not None and path.exists() and path.samefile(source):
-        raise UserError(f"--out {out} is the text itself; expected another file")
+        raise UserError(f"--out {out} is the source itself; expected another file")
 
 
 @contextmanager
-def _output(out: str | None) -> Iterator[IO[str]]:
+def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
     """Standard output, or a file that appears under its name when it is whole."""
     if out is None:
-        yield sys.stdout
+        yield sys.stdout.buffer if binary else sys.stdout
         return
-    with replacing(Path(out)) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        yield file
+    with replacing(Path(out)) as temporary:
+        if binary:
+            with open(temporary, "wb") as file:
+                yield file
+        else:
+            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+                yield file
 
 
 def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> _Total:

@@ -371,8 +371,8 @@ class BpeVocabulary(Vocabulary):
         ids = tokenizer.get_vocab()
         if sorted(ids.values()) != list(range(len(ids))):
             raise UserError("a bpe vocabulary whose ids are not 0, 1, 2 ... without gaps")
-        self._pieces = [bytes(byte_of[symbol] for symbol in token) for token in sorted(ids, key=ids.__getitem__)]
-        self._lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
+        self.pieces = [bytes(byte_of[symbol] for symbol in token) for token in sorted(ids, key=ids.__getitem__)]
+        self._lengths = np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
@@ -396,14 +396,14 @@ class BpeVocabulary(Vocabulary):
         return BpeVocabulary(tokenizer, normalise=normalise)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self.pieces)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids; a byte that is no UTF-8 (see `utf8`) is a token of its own."""
         ids: list[int] = []
         for part in re.split("([\udc80-\udcff])", utf8(self.read(text)).decode("utf-8", errors="surrogateescape")):
             if "\udc80" <= part <= "\udcff":
-                ids.append(self._pieces.index(utf8(part)))
+                ids.append(self.pieces.index(utf8(part)))
             else:
                 ids += self.tokenizer.encode(part).ids
         return np.array(ids, dtype=np.int64)
@@ -424,7 +424,7 @@ class BpeVocabulary(Vocabulary):
 
     def decoder(self, after: str = "") -> Decoder:
         """UTF-8 across tokens."""
-        return BytesDecoder(self._pieces)
+        return BytesDecoder(self.pieces)
 
     def to_json(self) -> dict[str, Any]:
         """The tokenizer, as the library writes it."""

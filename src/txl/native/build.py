@@ -54,6 +54,15 @@ def why_not() -> str | None:
     return _load()[1]
 
 
+def identity() -> dict[str, str]:
+    """What the library's numbers depend on: the library that is in use, "none" without one, and the processor."""
+    made = library()
+    return {
+        "library": "none" if made is None else Path(made._name).stem.removeprefix("txl-"),
+        "processor": hashlib.sha256(_processor().encode()).hexdigest()[:12],
+    }
+
+
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:

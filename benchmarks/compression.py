@@ -1,0 +1,125 @@
+"""Sizes, speeds and memory of `txl compress` beside general compressors, every file decoded again and compared.
+
+    python -m benchmarks.compression results/compression.json TEXT[:BYTES] WAY [WAY ...]
+
+A way is ``peers`` (xz, zstd, bzip2 and 7z's PPMd, those that are installed) or the options of one `txl compress`, in
+quotes: ``"--online"``, ``"--model runs/mine --lanes 4"``. The rows are added to those that the file has; a row of the
+same text and way is replaced. CPU seconds stand beside those of the clock, which count what else the machine does.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write
+
+PEERS = {
+    "xz -9e": ("xz -9e -c IN", "xz -dc FILE"),
+    "zstd --ultra -22": ("zstd --ultra -22 -q -c IN", "zstd -dqc FILE"),
+    "bzip2 -9": ("bzip2 -9 -c IN", "bzip2 -dc FILE"),
+    "7z PPMd (order 16, 192 MB)": ("7z a -m0=PPMd:o=16:mem=192m -bd -bso0 FILE IN", "7z e -so FILE"),
+}
+
+
+def timed(words: Sequence[str], out: Path | None) -> dict[str, float]:
+    """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory of it alone."""
+    start = time.perf_counter()
+    with open(out or os.devnull, "wb") as file:
+        process = subprocess.Popen(list(words), stdout=file)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{shlex.join(words)} ended with {process.returncode}")
+    return {
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_memory_bytes": usage.ru_maxrss * 1024,
+    }
+
+
+def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
+    """There and back by two commands in which IN, FILE and OUT stand for paths."""
+    file, back = folder / "file", folder / "back"
+    file.unlink(missing_ok=True)
+    names = {"IN": str(text), "FILE": str(file), "OUT": str(back)}
+    there = timed([names.get(word, word) for word in pack], None if "FILE" in pack else file)
+    size = file.stat().st_size
+    returned = timed([names.get(word, word) for word in unpack], None if "OUT" in unpack else back)
+    if not filecmp.cmp(text, back, shallow=False):
+        sys.exit(f"{shlex.join(pack)}: another text came back")
+    n_bytes = text.stat().st_size
+    return {
+        "bytes": n_bytes,
+        "compressed_bytes": size,
+        "bits_per_byte": round(8 * size / n_bytes, 4),
+        "compress": there,
+        "decompress": returned,
+        "round_trip": True,
+    }
+
+
+def weights(options: Sequence[str]) -> int | None:
+    """Bytes of the weights that the decoder needs; None without a model."""
+    if "--model" not in options:
+        return None
+    from txl.runs.directory import RunDirectory
+
+    return (RunDirectory(options[options.index("--model") + 1]).checkpoint() / "model.safetensors").stat().st_size
+
+
+def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, Any]]:
+    """The measurements of one way."""
+    if way == "peers":
+        return [
+            {"text": shown, "way": name} | measure(text, pack.split(), unpack.split(), folder)
+            for name, (pack, unpack) in PEERS.items()
+            if shutil.which(pack.split()[0])
+        ]
+    options = shlex.split(way)
+    program = [sys.executable, "-m", "txl"]
+    model = options[options.index("--model") :][:2] if "--model" in options else []
+    row = measure(
+        text,
+        [*program, "compress", "IN", *options, "-o", "FILE"],
+        [*program, "decompress", "FILE", *model, "-o", "OUT"],
+        folder,
+    )
+    needed = weights(options)
+    if needed is not None:
+        row |= {"weights_bytes": needed, "compressed_bytes_and_weights": row["compressed_bytes"] + needed}
+    return [{"text": shown, "way": f"txl compress {way}"} | row]
+
+
+def main(target: Path, text: str, ways: Sequence[str]) -> None:
+    """Measure, and add to the record."""
+    path, _, count = text.partition(":")
+    data = Path(path).read_bytes()[: int(count) if count else None]
+    shown = Path(path).name + (f", first {int(count):,} bytes" if count else "")
+    for way in ways:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            (folder / "text").write_bytes(data)
+            rows = rows_of(folder / "text", shown, way, folder)
+        known = json.loads(target.read_text(encoding="utf-8"))["output"] if target.exists() else []
+        new = {(row["text"], row["way"]) for row in rows}
+        kept = [row for row in known if (row["text"], row["way"]) not in new]
+        write(target, "python -m benchmarks.compression FILE TEXT[:BYTES] WAY ... (the rows say which)", [*kept, *rows])
+        for row in rows:
+            print(row["text"], row["way"], row["compressed_bytes"], row["bits_per_byte"], flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(f"usage: {sys.argv[0]} FILE TEXT[:BYTES] WAY [WAY ...]")
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

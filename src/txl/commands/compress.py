@@ -1,0 +1,226 @@
+"""`txl compress FILE` and `txl decompress FILE`: a file by a model's probabilities, and back."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from txl.commands.evaluate import open_run_corpus, training_tokens
+from txl.commands.options import (
+    add_checkpoint,
+    add_data_dir,
+    add_json,
+    add_memory_options,
+    existing_run,
+    memory_settings,
+    print_json,
+    progress_bar,
+    say,
+)
+from txl.commands.score import check_out, output
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.compression.files import CodingModel, DynamicRecipe, Sizes
+
+
+_LEARNING_RATE = 0.03
+"""Of sgd, where nothing was tuned."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add both commands to the command line."""
+    parser = commands.add_parser("compress", help="compress a file by a model's probabilities, without loss")
+    parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")
+    _add_ends(parser)
+    parser.add_argument("--model", metavar="DIR", help="a run directory, of bytes, characters or byte pairs")
+    parser.add_argument("--online", action="store_true", help="without a model: one that learns the file as it goes")
+    parser.add_argument(
+        "--dynamic",
+        nargs="?",
+        const="run",
+        choices=("run", "rms", "sgd"),
+        help="let the model adapt to what has been coded: as the run was last measured with (txl dynamic finds it), or "
+        f"by a rule; default: run if it was, else sgd at learning rate {_LEARNING_RATE}",
+    )
+    parser.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="of --dynamic rms or sgd")
+    parser.add_argument("--dynamic-decay", type=float, metavar="X", help="of --dynamic rms or sgd (default: 0)")
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens between two updates of --dynamic rms or sgd")
+    parser.add_argument("--seed", type=int, metavar="S", help="online: of the first weights (default: 1)")
+    parser.add_argument("--lanes", type=int, metavar="B", help="read B parts of a block side by side: faster, larger")
+    parser.add_argument("--no-verify", action="store_true", help="do not decode it beside, in a second process")
+    add_memory_options(parser)
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+    parser = commands.add_parser("decompress", help="have a file back that txl compress made")
+    parser.add_argument("file", metavar="FILE", help="the compressed file, or - for standard input")
+    _add_ends(parser)
+    parser.add_argument("--model", metavar="DIR", help="the run directory that it was compressed with")
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_json(parser)
+    parser.set_defaults(run=run_decompress)
+
+
+def _add_ends(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="OUT", help="where to write; it appears when it is whole (- for stdout)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compress, and say how far."""
+    if (arguments.model is None) != arguments.online:
+        raise UserError("expected --model DIR or --online, and not both")
+    given = [name for name in ("mem_len", "window", "clamp_len", "checkpoint") if getattr(arguments, name) is not None]
+    if arguments.online and given:
+        raise UserError(f"--{given[0].replace('_', '-')} is a trained model's; leave it out with --online")
+    rule_options = ("dynamic_learning_rate", "dynamic_decay", "segment")
+    given = [name for name in rule_options if getattr(arguments, name) is not None]
+    if given and arguments.dynamic not in ("rms", "sgd"):
+        raise UserError(f"--{given[0].replace('_', '-')} belongs to --dynamic rms or --dynamic sgd")
+    if arguments.online and arguments.dynamic:
+        raise UserError("--online and --dynamic were both given; an online model learns anyway")
+    if arguments.seed is not None and not arguments.online:
+        raise UserError("--seed is of --online alone; a trained model has its weights")
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
+        raise UserError(f"--seed is {arguments.seed}; expected 0 to 2^63 - 1")
+    with _source(arguments) as (source, size):
+        from txl.compression.files import compress
+        from txl.compression.learning import OnlineRecipe
+
+        verify: list[str] = []
+        if arguments.online:
+            recipe = OnlineRecipe()
+            coded: dict[str, Any] = {
+                "online": recipe if arguments.seed is None else replace(recipe, seed=arguments.seed)
+            }
+        else:
+            coded = {"model": _load(arguments, lengths=True), "dynamic": _dynamic(arguments)}
+            verify = ["--model", arguments.model]
+            for name in ("checkpoint", "data_dir"):
+                if getattr(arguments, name) is not None:
+                    verify += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+        start = time.perf_counter()
+        progress, move = progress_bar("compressing", quiet=arguments.json or size is None)
+        with progress, output(None if arguments.out == "-" else arguments.out, binary=True) as sink:
+            sizes = compress(
+                source,
+                sink,
+                lanes=arguments.lanes,
+                verify=None if arguments.no_verify else verify,
+                progress=lambda text, _: move(text, size or 0),
+                **coded,
+            )
+        _report(arguments, sizes, time.perf_counter() - start, verified=not arguments.no_verify)
+
+
+def run_decompress(arguments: argparse.Namespace) -> None:
+    """Decompress, and say how fast."""
+    with _source(arguments) as (source, size):
+        from txl.compression.files import decompress
+
+        name = "standard input" if arguments.file == "-" else arguments.file
+        start = time.perf_counter()
+        progress, move = progress_bar("decompressing", quiet=arguments.json or size is None)
+        with progress, output(None if arguments.out == "-" else arguments.out, binary=True) as sink:
+            sizes = decompress(
+                source,
+                sink,
+                name=name,
+                load=None if arguments.model is None else lambda: _load(arguments, lengths=False),
+                progress=lambda _, file: move(file, size or 0),
+            )
+        _report(arguments, sizes, time.perf_counter() - start)
+
+
+@contextmanager
+def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
+    """The file to read and its size, once source and destination have been looked at."""
+    path = None if arguments.file == "-" else Path(arguments.file)
+    check_out(None if arguments.out == "-" else arguments.out, path)
+    if arguments.out == "-" and arguments.json:
+        raise UserError("--json and -o - both write to standard output; give one of them another place")
+    if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":
+        raise UserError("-o - would write a compressed file to the terminal; name a file, or pipe it on")
+    if path is None:
+        yield sys.stdin.buffer, None
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; expected a file")
+    with open(path, "rb") as file:
+        yield file, path.stat().st_size
+
+
+def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
+    """The model that a file is coded by; with the memory lengths that the options and the run say, or without."""
+    from txl.compression.files import CodingModel
+    from txl.runs.directory import RunDirectory
+
+    run_directory = RunDirectory(existing_run(arguments.model))
+    model, vocabulary = run_directory.load(run_directory.checkpoint(arguments.checkpoint), device="cpu")
+    if vocabulary is None:
+        raise UserError(f"{run_directory.path} has no vocabulary, so no file can be read; give one when importing")
+
+    def training() -> Any:
+        quiet = argparse.Namespace(data_dir=arguments.data_dir, json=True)
+        return training_tokens(run_directory, vocabulary, open_run_corpus(run_directory, vocabulary, quiet), quiet)
+
+    settings = memory_settings(arguments, run_directory.config()) if lengths else {}
+    return CodingModel(model.eval(), vocabulary, settings, training)
+
+
+def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
+    """How the model adapts: as the options say, or as the run's newest dynamic evaluation did."""
+    if arguments.dynamic is None:
+        return None
+    from txl.compression.files import DynamicRecipe
+    from txl.evaluation.dynamic import Adaptation
+    from txl.runs.directory import RunDirectory
+
+    if arguments.dynamic == "run":
+        events = RunDirectory(Path(arguments.model)).events()
+        measured = [event for event in events if event["event"] == "eval" and event.get("dynamic")]
+        if not measured:
+            say(f"note: txl dynamic has tuned nothing for this run; sgd at learning rate {_LEARNING_RATE} is used")
+            return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))
+        used = measured[-1]["dynamic"]
+        names = {each.name for each in fields(Adaptation)}
+        counts = {name: used[name] for name in ("statistics_segments", "statistics_batch_size") if name in used}
+        adaptation = Adaptation(**{name: value for name, value in used.items() if name in names})
+        return DynamicRecipe(adaptation, measured[-1]["segment"], **counts)
+    if arguments.dynamic_learning_rate is None:
+        raise UserError(f"--dynamic {arguments.dynamic} needs --dynamic-learning-rate; txl dynamic finds one")
+    adaptation = Adaptation(arguments.dynamic, arguments.dynamic_learning_rate, arguments.dynamic_decay or 0.0)
+    return DynamicRecipe(adaptation, 128 if arguments.segment is None else arguments.segment)
+
+
+def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more: Any) -> None:
+    """Sizes and speed, on standard error or as one JSON object."""
+    bits = 8 * sizes.file / sizes.text if sizes.text else None
+    if arguments.json:
+        print_json(
+            {
+                "bytes": sizes.text,
+                "compressed_bytes": sizes.file,
+                "payload_bytes": sizes.payload,
+                "bits_per_byte": bits,
+                "seconds": seconds,
+                "bytes_per_second": sizes.text / seconds,
+                **more,
+            }
+        )
+        return
+    shown = "" if bits is None else f", {bits:.4f} bits a byte"
+    there, back = (sizes.text, sizes.file) if arguments.command == "compress" else (sizes.file, sizes.text)
+    speed = f"{sizes.text / 1000 / seconds:,.1f} kB/s"
+    say(f"{there:,} -> {back:,} bytes{shown}; {speed}" + ("; decoded and compared" if more.get("verified") else ""))

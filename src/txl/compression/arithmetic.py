@@ -1,0 +1,58 @@
+"""What the last bit of a probability depends on beside the weights: a file is decoded only where it is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import txl
+from txl.native.build import identity
+
+
+def arithmetic() -> dict[str, str]:
+    """Versions, instruction set, compiled library and processor, as a header holds them."""
+    return {
+        "txl": txl.__version__,
+        "torch": torch.__version__,
+        "build": _short(torch.__config__.show()),
+        **identity(),
+    }
+
+
+def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
+    """What differs between the arithmetic of a file and this machine's, in words; None: nothing."""
+    names = {
+        "txl": "version of txl",
+        "torch": "version of PyTorch",
+        "build": "build of PyTorch or instruction set",
+        "library": "compiled library",
+        "processor": "processor",
+    }
+    apart = [
+        f"{names.get(name, name)} ({written.get(name)} there, {here.get(name)} here)"
+        for name in sorted({*written, *here})
+        if written.get(name) != here.get(name)
+    ]
+    return ", ".join(apart) or None
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for PyTorch and the compiled library within the block.
+
+    PyTorch's products add in another order with another number of threads: what is to be the same on both sides is
+    computed by one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,119 @@
+"""Blocks of text to payloads and back, by a predictor that both sides drive alike.
+
+A block's symbols are cut into B lanes of equal length (the last column may be short), and column after column is coded:
+the symbols of one column depend on the columns before it alone, so that all lanes are predicted at once.
+
+Shapes: B lanes, C columns, V symbols.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from txl.compression.arithmetic import threads
+from txl.compression.coder import Frequencies, Literals, RangeDecoder, RangeEncoder
+from txl.compression.container import Block, digest
+from txl.compression.predictors import Predictor
+from txl.compression.symbols import Symbols
+from txl.errors import UserError
+
+
+class BlockCodec:
+    """One side, encoder or decoder, of one file: block after block.
+
+    Args:
+        predictor: new, and used by nobody else.
+        symbols: of the predictor's vocabulary.
+        lanes: as many as the predictor has.
+        n_threads: for a predictor whose numbers do not depend on them; others run with one.
+    """
+
+    def __init__(self, predictor: Predictor, symbols: Symbols, lanes: int, n_threads: int):
+        self._predictor, self._symbols, self._lanes = predictor, symbols, lanes
+        self._threads = n_threads if predictor.any_threads else 1
+        self._frequencies, self._literals = Frequencies(symbols.escape), Literals()
+
+    def encode(self, text: bytes) -> tuple[int, bytes]:
+        """Number of symbols, and the payload."""
+        symbols, literals = self._symbols.encode(text)
+        behind = np.zeros(len(symbols), dtype=np.int64)
+        behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
+        table, spelled = (self._in_lanes(each) for each in (symbols, behind))
+        encoder = RangeEncoder()
+        with threads(self._threads):
+            for column, some in enumerate(self._active(len(symbols))):
+                cumulative = self._frequencies.cumulative(self._predictor.predict())
+                coded = table[:some, column]
+                lanes = np.arange(some)
+                starts = cumulative[lanes, coded].tolist()
+                ends = cumulative[lanes, coded + 1].tolist()
+                totals = cumulative[:some, -1].tolist()
+                chosen = coded.tolist()
+                for lane in range(some):
+                    encoder.encode(starts[lane], ends[lane] - starts[lane], totals[lane])
+                    if chosen[lane] == self._symbols.escape:
+                        self._literals.encode(encoder, int(spelled[lane, column]))
+                self._go_on(chosen)
+            self._predictor.end_block()
+        return len(symbols), encoder.finish()
+
+    def decode(self, block: Block, name: str) -> bytes:
+        """The block's text.
+
+        Raises:
+            UserError: if it is not the text that was encoded; then this side of the file is of no more use.
+        """
+        decoder = RangeDecoder(block.payload)
+        table, spelled = (self._in_lanes(np.zeros(block.n_symbols, dtype=np.int64)) for _ in range(2))
+        with threads(self._threads):
+            for column, some in enumerate(self._active(block.n_symbols)):
+                cumulative = self._frequencies.cumulative(self._predictor.predict())
+                chosen = []
+                for lane in range(some):
+                    row = cumulative[lane]
+                    at = decoder.find(int(row[-1]))
+                    symbol = int(row.searchsorted(at, side="right")) - 1
+                    start = int(row[symbol])
+                    decoder.take(start, int(row[symbol + 1]) - start)
+                    chosen.append(symbol)
+                    if symbol == self._symbols.escape:
+                        spelled[lane, column] = self._literals.decode(decoder)
+                table[:some, column] = chosen
+                self._go_on(chosen)
+            self._predictor.end_block()
+        symbols, behind = (self._in_a_row(each, block.n_symbols) for each in (table, spelled))
+        literals = behind[symbols == self._symbols.escape].astype(np.uint8).tobytes()
+        text = self._symbols.decode(symbols.tolist(), literals)
+        if len(text) != block.n_bytes or digest(text) != block.digest:
+            raise UserError(
+                f"{name} was decoded to something else than was encoded: the arithmetic here is not that of the "
+                f"machine that wrote it"
+            )
+        return text
+
+    def _go_on(self, chosen: list[int]) -> None:
+        """The column is known."""
+        self._frequencies.count(chosen)
+        padded = np.full(self._lanes, self._symbols.start, dtype=np.int64)
+        padded[: len(chosen)] = self._symbols.read(np.array(chosen, dtype=np.int64))
+        self._predictor.read(torch.from_numpy(padded), len(chosen) == self._lanes)
+
+    def _active(self, n_symbols: int) -> list[int]:
+        """Lanes that have a symbol, for every column."""
+        full, rest = divmod(n_symbols, self._lanes)
+        return [self._lanes] * full + [rest] * (rest > 0)
+
+    def _in_lanes(self, values: np.ndarray) -> np.ndarray:
+        """[N] to [B,C]: the first lanes are one longer where N is no multiple of B."""
+        full, rest = divmod(len(values), self._lanes)
+        table = np.zeros((self._lanes, full + (rest > 0)), dtype=np.int64)
+        cut = rest * (full + 1)
+        table[:rest, :] = values[:cut].reshape(rest, full + 1) if rest else table[:0]
+        table[rest:, :full] = values[cut:].reshape(self._lanes - rest, full)
+        return table
+
+    def _in_a_row(self, table: np.ndarray, count: int) -> np.ndarray:
+        """The inverse of `_in_lanes`."""
+        full, rest = divmod(count, self._lanes)
+        return np.concatenate([table[:rest].reshape(-1), table[rest:, :full].reshape(-1)])

@@ -1,0 +1,169 @@
+"""Arithmetic coding with integer frequencies, and the frequencies of a model's probabilities.
+
+Everything here is integers but the one rounding in `Frequencies`, which both sides do alike.
+
+Shapes: B lanes, V symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from txl.errors import CommandFailed
+
+TOTAL = 1 << 30
+"""What a lane's frequencies add up to, within the rounding of its probabilities."""
+_WIDTH = 64
+_TOP = 1 << _WIDTH
+_BOTTOM = 1 << (_WIDTH - 8)
+"""The range never falls below this, so that dividing it by `TOTAL` costs less than 2^-26 of a symbol's share."""
+
+
+class RangeEncoder:
+    """Symbols to bytes: each narrows the range [low, low + range) to its share (Martin 1979)."""
+
+    def __init__(self) -> None:
+        self._low, self._range = 0, _TOP - 1
+        self._out = bytearray()
+
+    def encode(self, start: int, size: int, total: int) -> None:
+        """Code a symbol that takes [start, start + size) of `total`, which is at most 2^31."""
+        share = self._range // total
+        self._low += share * start
+        self._range = share * size
+        while self._range < _BOTTOM:
+            self._shift()
+            self._range <<= 8
+
+    def finish(self) -> bytes:
+        """All bytes, as few as name a number within the range; zeros follow."""
+        kept = 8
+        while kept < _WIDTH:
+            unit = 1 << (_WIDTH - kept)
+            rounded = -(-self._low // unit) * unit
+            if rounded < self._low + self._range:
+                self._low = rounded
+                break
+            kept += 8
+        for _ in range(kept // 8):
+            self._shift()
+        return bytes(self._out.rstrip(b"\0"))
+
+    def _shift(self) -> None:
+        if self._low >= _TOP:  # the carry goes into what has been written
+            self._low -= _TOP
+            place = len(self._out) - 1
+            while self._out[place] == 255:
+                self._out[place] = 0
+                place -= 1
+            self._out[place] += 1
+        self._out.append(self._low >> (_WIDTH - 8))
+        self._low = (self._low << 8) & (_TOP - 1)
+
+
+class RangeDecoder:
+    """The inverse of `RangeEncoder`: `find` says where the next symbol lies, `take` goes on behind it."""
+
+    def __init__(self, data: bytes):
+        self._data, self._place = data, _WIDTH // 8
+        self._code = int.from_bytes(data[: self._place].ljust(self._place, b"\0"), "big")
+        self._range, self._share = _TOP - 1, 0
+
+    def find(self, total: int) -> int:
+        """A number below `total` within the next symbol's part of it."""
+        self._share = self._range // total
+        return min(self._code // self._share, total - 1)
+
+    def take(self, start: int, size: int) -> None:
+        """The symbol was the one that takes [start, start + size)."""
+        self._code -= self._share * start
+        self._range = self._share * size
+        while self._range < _BOTTOM:
+            following = self._data[self._place] if self._place < len(self._data) else 0
+            self._place += 1
+            self._code = (self._code << 8 | following) & (_TOP - 1)
+            self._range <<= 8
+
+
+class Frequencies:
+    """Integer frequencies of the symbols: a model's probabilities, rounded once, and an escape's own count.
+
+    Every token gets at least 1 of `TOTAL`. The escape's frequency follows how often it was needed (Krichevsky and
+    Trofimov's estimate); it costs a file that never needs it a few bits.
+
+    Args:
+        escape: the symbol of the escape, at most the number of tokens; None: there is none.
+    """
+
+    _FORGET = 1 << 16
+
+    def __init__(self, escape: int | None):
+        self._escape = escape
+        self._escaped, self._coded = 0, 0
+
+    def cumulative(self, log_probs: Tensor) -> np.ndarray:
+        """Log-probabilities [B,V] to int64 [B,V+1], or [B,V+2] where the escape is a symbol of its own.
+
+        Raises:
+            CommandFailed: if they are no numbers.
+        """
+        probabilities = log_probs.double().exp()
+        if not bool(torch.isfinite(probabilities).all()):
+            raise CommandFailed("the model's probabilities are not finite numbers; its weights are damaged")
+        n_lane, n_token = probabilities.shape
+        reserved = 0
+        if self._escape is not None:
+            reserved = max(1, TOTAL * (2 * self._escaped + 1) // (2 * (self._coded + 1)))
+        room = max(TOTAL - n_token - reserved, 0)
+        counts = (probabilities * room).floor_().long().add_(1).numpy()
+        own = int(self._escape == n_token)
+        result = np.zeros((n_lane, n_token + own + 1), dtype=np.int64)
+        result[:, 1 : n_token + 1] = counts
+        if self._escape is not None:
+            result[:, self._escape + 1] += reserved
+        return np.cumsum(result, axis=1, out=result)
+
+    def count(self, symbols: Sequence[int]) -> None:
+        """Symbols that were coded."""
+        if self._escape is None:
+            return
+        self._coded += len(symbols)
+        self._escaped += sum(symbol == self._escape for symbol in symbols)
+        if self._coded >= self._FORGET:
+            self._coded //= 2
+            self._escaped //= 2
+
+
+class Literals:
+    """Adaptive frequencies of the bytes behind escapes."""
+
+    _STEP, _FORGET = 32, 1 << 16
+
+    def __init__(self) -> None:
+        self._counts, self._total = [1] * 256, 256
+
+    def encode(self, encoder: RangeEncoder, value: int) -> None:
+        """Code one byte."""
+        encoder.encode(sum(self._counts[:value]), self._counts[value], self._total)
+        self._count(value)
+
+    def decode(self, decoder: RangeDecoder) -> int:
+        """The next byte."""
+        at, start, value = decoder.find(self._total), 0, 0
+        while start + self._counts[value] <= at:
+            start += self._counts[value]
+            value += 1
+        decoder.take(start, self._counts[value])
+        self._count(value)
+        return value
+
+    def _count(self, value: int) -> None:
+        self._counts[value] += self._STEP
+        self._total += self._STEP
+        if self._total > self._FORGET:
+            self._counts = [(each + 1) // 2 for each in self._counts]
+            self._total = sum(self._counts)

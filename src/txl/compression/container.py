@@ -1,0 +1,168 @@
+"""The file: a header, blocks, an end; each with a checksum that covers everything before it.
+
+    magic (8 bytes), version u16, length u32, header (zlib of JSON), checksum u32
+    a block: 1 (u8), bytes of text u32, symbols u32, bytes of payload u32, digest of the text (8 bytes), payload,
+        checksum u32
+    the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
+
+Numbers are little-endian. A checksum is CRC-32 of its record, begun with the checksum before it, so that blocks that
+are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding gave something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from txl.errors import UserError
+
+MAGIC = b"\x89TXL\r\n\x1a\n"
+VERSION = 1
+MOST_BLOCK = 1 << 26
+"""Bytes of text that a block may hold."""
+_LONGEST_HEADER = 1 << 16
+_BLOCK = struct.Struct("<BIII8s")
+_END = struct.Struct("<BQ16s")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A coded part of the text."""
+
+    n_bytes: int
+    n_symbols: int
+    digest: bytes
+    payload: bytes
+
+
+def digest(text: bytes) -> bytes:
+    """Of a block's text."""
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
+class ContainerWriter:
+    """Makes the bytes of a file, record by record."""
+
+    def __init__(self) -> None:
+        self._checksum = 0
+        self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
+
+    def header(self, values: dict[str, Any]) -> bytes:
+        """The file's beginning."""
+        packed = zlib.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode(), 9)
+        return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
+
+    def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
+        """A block whose text has been coded."""
+        self._n_bytes += len(text)
+        self._digest.update(text)
+        return self._record(_BLOCK.pack(1, len(text), n_symbols, len(payload), digest(text)) + payload)
+
+    def end(self) -> bytes:
+        """The file's end."""
+        return self._record(_END.pack(0, self._n_bytes, self._digest.digest()))
+
+    def _record(self, record: bytes) -> bytes:
+        self._checksum = zlib.crc32(record, self._checksum)
+        return record + struct.pack("<I", self._checksum)
+
+
+class ContainerReader:
+    """Reads a file's records, and refuses what is damaged.
+
+    Args:
+        file: opened for reading bytes; need not be seekable.
+        name: what it is called in messages.
+    """
+
+    def __init__(self, file: IO[bytes], name: str):
+        self._file, self._name = file, name
+        self._checksum = 0
+        self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
+        self.n_read = 0
+        """Bytes of the file that were read."""
+
+    def header(self) -> dict[str, Any]:
+        """The header's values.
+
+        Raises:
+            UserError: if it is no such file, of another version, or damaged.
+        """
+        start = self._file.read(len(MAGIC))
+        self.n_read += len(start)
+        if start != MAGIC:
+            raise UserError(f"{self._name} is no file of txl compress, or its beginning is damaged")
+        fixed = self._read(6)
+        version, length = struct.unpack("<HI", fixed)
+        if version != VERSION:
+            raise UserError(f"{self._name} has format {version}; this version of txl reads format {VERSION}")
+        if length > _LONGEST_HEADER:
+            raise self._damaged("its header")
+        packed = self._read(length)
+        self._check(start + fixed + packed, "its header")
+        try:
+            unpack = zlib.decompressobj()
+            values = json.loads(unpack.decompress(packed, _LONGEST_HEADER))
+        except (zlib.error, ValueError):
+            raise self._damaged("its header") from None
+        if not isinstance(values, dict):
+            raise self._damaged("its header")
+        return values
+
+    def blocks(self, most: int) -> Iterator[Block]:
+        """The blocks, checked, to the end of the file; the end's digest is of what `decoded` was told.
+
+        Args:
+            most: bytes of text that one may hold.
+
+        Raises:
+            UserError: at the first place that is damaged.
+        """
+        number = 0
+        while True:
+            number += 1
+            kind = self._read(1)
+            if kind == b"\0":
+                break
+            place = f"block {number}"
+            if kind != b"\1":
+                raise self._damaged(place)
+            fixed = kind + self._read(_BLOCK.size - 1)
+            _, n_bytes, n_symbols, length, digest = _BLOCK.unpack(fixed)
+            if n_bytes > most or n_symbols > n_bytes or length > 16 * n_bytes + 64:
+                raise self._damaged(place)
+            payload = self._read(length)
+            self._check(fixed + payload, place)
+            yield Block(n_bytes, n_symbols, digest, payload)
+        record = kind + self._read(_END.size - 1)
+        self._check(record, "its end")
+        _, n_bytes, digest = _END.unpack(record)
+        if n_bytes != self._n_bytes or digest != self._digest.digest():
+            raise self._damaged("its end")
+        if self._file.read(1):
+            raise UserError(f"{self._name} has something behind its end; it is no single file of txl compress")
+
+    def decoded(self, text: bytes) -> None:
+        """Tell the text of the block that was yielded last."""
+        self._n_bytes += len(text)
+        self._digest.update(text)
+
+    def _read(self, count: int) -> bytes:
+        data = self._file.read(count)
+        self.n_read += len(data)
+        if len(data) < count:
+            raise UserError(f"{self._name} is cut off: it has no end")
+        return data
+
+    def _check(self, record: bytes, place: str) -> None:
+        self._checksum = zlib.crc32(record, self._checksum)
+        if self._read(4) != struct.pack("<I", self._checksum):
+            raise self._damaged(place)
+
+    def _damaged(self, place: str) -> UserError:
+        return UserError(f"{self._name} is damaged: {place} is not what was written")

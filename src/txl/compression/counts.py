@@ -1,0 +1,152 @@
+"""Counts of what followed the last bytes, and the longest match: the part of a text's order that needs no learning.
+
+Contexts of 0 to 5 bytes have a row of counts each (longer ones are hashed); the distributions are interpolated from the
+shortest to the longest by Witten and Bell's rule (method C of PPM: a context's d different successors leave d of n + d
+to the shorter context). Beside them stands the byte that followed the last time that the newest `MATCH` bytes were
+read, with the share of hits that matches of its length have had. All numbers are exact integers, or float32 computed
+element by element.
+
+Shapes: B lanes, K distributions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ORDERS = 6
+"""Contexts of 0, 1, ... bytes."""
+DISTRIBUTIONS = ORDERS + 1
+MATCH = 6
+"""Bytes that a match begins with."""
+_BITS = (0, 8, 16, 17, 18, 18)
+"""Of the number of rows; up to two bytes every context has its own."""
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MATCH_BITS, _HISTORY = 20, 1 << 22
+_LONGEST = 31
+
+
+class Counts:
+    """The counts of one side of a file, encoder or decoder; all lanes count into the same rows."""
+
+    def __init__(self, lanes: int):
+        sizes = [1 << bits for bits in _BITS]
+        self._table = np.zeros((sum(sizes), 256), dtype=np.uint8)  # pages that are never touched take no memory
+        self._offsets = np.cumsum([0, *sizes[:-1]])
+        self._masks = np.array([(1 << 8 * order) - 1 for order in range(ORDERS)], dtype=np.uint64)
+        exact = [order <= 2 for order in range(ORDERS)]
+        self._factors = np.array([1 if each else _MULTIPLIER for each in exact], dtype=np.uint64)
+        shifts = [0 if each else 64 - bits for each, bits in zip(exact, _BITS, strict=True)]
+        self._shifts = np.array(shifts, dtype=np.uint64)
+        self._context = np.zeros(lanes, dtype=np.uint64)
+        self._rows = self._row_numbers()
+        self._lanes = np.arange(lanes)
+        self._matches = _Matches(lanes)
+
+    def predict(self) -> tuple[np.ndarray, np.ndarray]:
+        """Probabilities of the next byte by context of growing length, and by the match: float32 [B,K,256].
+
+        Also how many contexts were met before, int64 [B]: 0 to K - 1, and K more where there is a match.
+        """
+        counts = self._table[self._rows]
+        found = counts.sum(axis=2, dtype=np.int64)
+        kinds = np.count_nonzero(counts, axis=2)
+        rest = (kinds + (found == 0)).astype(np.float32)
+        divisor = (found + kinds + (found == 0)).astype(np.float32)
+        out = np.empty((len(counts), DISTRIBUTIONS, 256), dtype=np.float32)
+        below = np.full((len(counts), 256), 1 / 256, dtype=np.float32)
+        for order in range(ORDERS):
+            here = out[:, order]
+            np.multiply(below, rest[:, order, None], out=here)
+            here += counts[:, order]
+            here /= divisor[:, order, None]
+            below = here
+        met = np.count_nonzero(found, axis=1)
+        out[:, ORDERS] = 1 / 256
+        for lane, (symbol, share) in enumerate(self._matches.predict()):
+            if symbol >= 0:
+                out[lane, ORDERS] = (1 - share) / 255
+                out[lane, ORDERS, symbol] = share
+                met[lane] += DISTRIBUTIONS
+        return out, met
+
+    def read(self, symbols: np.ndarray) -> None:
+        """Each lane's next byte, int64 [B]."""
+        columns = symbols[:, None]
+        raised = self._table[self._rows, columns]
+        full = raised == 255
+        if full.any():
+            self._table[self._rows[full]] >>= 1
+            raised = self._table[self._rows, columns]
+        self._table[self._rows, columns] = raised + 1
+        self._context = (self._context << np.uint64(8)) | symbols.astype(np.uint64)
+        self._rows = self._row_numbers()
+        self._matches.read(symbols.tolist())
+
+    def rotate(self) -> None:
+        """The last lane's text goes on in the first."""
+        self._context = np.roll(self._context, 1)
+        self._rows = self._row_numbers()
+        self._matches.rotate()
+
+    def _row_numbers(self) -> np.ndarray:
+        hashed = ((self._context[:, None] & self._masks) * self._factors) >> self._shifts
+        return hashed.astype(np.int64) + self._offsets
+
+
+class _Matches:
+    """Where each lane's newest bytes stood before, and how long what followed has been the same."""
+
+    def __init__(self, lanes: int):
+        self._size = _HISTORY // lanes
+        self._streams = list(range(lanes))
+        self._read = [0] * lanes  # bytes of each stream
+        self._history = bytearray(lanes * self._size)
+        self._last_seen = np.zeros(1 << _MATCH_BITS, dtype=np.int32)
+        self._newest = [0] * lanes
+        self._place = [-1] * lanes
+        self._length = [0] * lanes
+        self._hits = [[2, 3] for _ in range(_LONGEST + 1)]  # of matches of a length: hits and trials
+
+    def predict(self) -> list[tuple[int, float]]:
+        """For each lane the byte that followed the last time, and how often that was right; -1: none."""
+        found = []
+        for place, length in zip(self._place, self._length, strict=True):
+            if place < 0:
+                found.append((-1, 0.0))
+            else:
+                hits, trials = self._hits[length]
+                found.append((self._history[place], hits / trials))
+        return found
+
+    def read(self, symbols: list[int]) -> None:
+        """Each lane's next byte."""
+        for lane, symbol in enumerate(symbols):
+            stream = self._streams[lane]
+            start = stream * self._size
+            place = self._place[lane]
+            if place >= 0:
+                length = self._length[lane]
+                counted = self._hits[length]
+                hit = self._history[place] == symbol
+                counted[0] += hit
+                counted[1] += 1
+                if counted[1] > 1024:
+                    counted[0], counted[1] = (counted[0] + 1) // 2, (counted[1] + 1) // 2 + 1
+                base = place - place % self._size
+                self._place[lane] = base + (place - base + 1) % self._size if hit else -1
+                self._length[lane] = min(length + 1, _LONGEST) if hit else 0
+            self._history[start + self._read[lane] % self._size] = symbol
+            self._read[lane] += 1
+            newest = self._newest[lane] = (self._newest[lane] << 8 | symbol) & ((1 << 8 * MATCH) - 1)
+            if self._read[lane] >= MATCH:
+                slot = (newest * _MULTIPLIER & (1 << 64) - 1) >> (64 - _MATCH_BITS)
+                following = start + self._read[lane] % self._size
+                if self._place[lane] < 0:
+                    self._place[lane] = int(self._last_seen[slot]) - 1
+                    self._length[lane] = 0
+                self._last_seen[slot] = following + 1
+
+    def rotate(self) -> None:
+        """See `Counts.rotate`."""
+        for each in (self._streams, self._read, self._newest, self._place, self._length):
+            each.insert(0, each.pop())

@@ -1,0 +1,321 @@
+"""Files and streams: header, blocks, verification, in memory that does not grow with the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch
+
+from txl.compression.arithmetic import arithmetic, difference, threads
+from txl.compression.codec import BlockCodec
+from txl.compression.coder import Frequencies
+from txl.compression.container import MOST_BLOCK, ContainerReader, ContainerWriter
+from txl.compression.learning import OnlinePredictor, OnlineRecipe
+from txl.compression.predictors import ModelPredictor, Predictor, fixed_predictor
+from txl.compression.symbols import Symbols
+from txl.compression.verification import Verifier
+from txl.config.values import from_plain
+from txl.data.vocabulary import ByteVocabulary, Vocabulary
+from txl.errors import UserError
+from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
+from txl.models.language_model import LanguageModel
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of text and of the compressed file that are done."""
+_PROBE = 24
+"""Columns whose frequencies the header's probe is of."""
+_MOST_LANES = 1024
+_LANE_OF_BLOCK = 1 << 16
+_LEAST_BLOCK = 1 << 18
+_ONLINE_BLOCK = 1 << 16
+_SHORTEST_LANE = 1 << 14
+_USUAL_LANES = 8
+
+
+@dataclass(frozen=True)
+class CodingModel:
+    """A trained model that files are coded by."""
+
+    model: LanguageModel[Any]
+    """Any language model, on the CPU, in evaluation mode."""
+    vocabulary: Vocabulary
+    """Its own: bytes, characters or byte pairs."""
+    lengths: dict[str, Any] = field(default_factory=dict)
+    """`mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`; a decoder takes the file's."""
+    training_tokens: Callable[[], Any] | None = None
+    """Gives the tokens of the training split, for adaptation by rms."""
+
+    def identity(self) -> str:
+        """A digest of weights, configuration and vocabulary."""
+        total = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        config: Any = self.model.config
+        total.update(json.dumps([dataclasses.asdict(config), self.vocabulary.to_json()], sort_keys=True).encode())
+        return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class DynamicRecipe:
+    """How a trained model adapts to the file; the file's header holds it."""
+
+    adaptation: Adaptation
+    segment: int = 128
+    """Tokens of each lane that are coded between two updates."""
+    statistics_segments: int | None = 500
+    """Segments of the training split that are read for gradient statistics; None: all. Of rms alone, as the next."""
+    statistics_batch_size: int = 1
+
+    def statistics(self, model: CodingModel, lengths: dict[str, Any]) -> GradientStatistics | None:
+        """What rms needs of the training split, read with one thread; None for sgd.
+
+        Raises:
+            UserError: if the training split is not at hand.
+        """
+        if self.adaptation.rule == "sgd":
+            return None
+        if model.training_tokens is None:
+            raise UserError("adaptation by rms needs the training split, on both sides; use sgd")
+        with threads(1):
+            return gradient_statistics(
+                model.model,
+                model.training_tokens(),
+                weights=self.adaptation.weights,
+                segments=self.statistics_segments,
+                segment=self.segment,
+                batch_size=self.statistics_batch_size,
+                **lengths,
+            )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What became of a file."""
+
+    text: int
+    """Bytes of it."""
+    file: int
+    """Bytes of the compressed file."""
+    payload: int
+    """Bytes of that which are coded symbols, without header, checksums and digests."""
+
+
+def compress(
+    source: IO[bytes],
+    sink: IO[bytes],
+    *,
+    model: CodingModel | None = None,
+    dynamic: DynamicRecipe | None = None,
+    online: OnlineRecipe | None = None,
+    lanes: int | None = None,
+    verify: list[str] | None = None,
+    progress: Progress | None = None,
+) -> Sizes:
+    """Write a stream's bytes, coded by a model's probabilities of them.
+
+    Args:
+        source: opened for reading bytes; need not be seekable.
+        sink: opened for writing bytes.
+        model: codes by a trained model.
+        dynamic: adapts it to what has been coded; None: its weights are fixed.
+        online: codes by a model that learns the text as it goes, in the place of a trained one.
+        lanes: parts of each block that are read side by side: more of them are faster and cost some bits. None: 1 with
+            `dynamic`, else as many as leave each lane 16 KiB of the first block (8 KiB online), at most 8.
+        verify: arguments of `txl decompress` that make it decode this file (``["--model", DIR]``): every block is
+            decoded by another process before it is written. None: no verification.
+        progress: is told how much is done.
+
+    Raises:
+        UserError: for settings that contradict each other, or a vocabulary of words.
+        CommandFailed: if verification fails.
+    """
+    if (model is None) == (online is None):
+        raise UserError("expected a model to code by, or an online recipe, and not both")
+    if dynamic is not None and model is None:
+        raise UserError("only a trained model adapts; an online one learns anyway")
+    if dynamic is not None and dynamic.segment < 1:
+        raise UserError(f"segment is {dynamic.segment}; expected 1 token or more")
+    if lanes is not None and not 1 <= lanes <= _MOST_LANES:
+        raise UserError(f"lanes is {lanes}; expected 1 to {_MOST_LANES}")
+    block = _ONLINE_BLOCK if online else max(_LEAST_BLOCK, (lanes or _USUAL_LANES) * _LANE_OF_BLOCK)
+    text = source.read(block)
+    if lanes is None:
+        lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(text) // (_SHORTEST_LANE >> (online is not None))))
+    header: dict[str, Any] = {"arithmetic": arithmetic(), "lanes": lanes, "block": block}
+    if online is not None:
+        header["online"] = online.to_plain()
+    else:
+        assert model is not None
+        header["model"] = model.identity()
+        header["lengths"] = model.lengths
+        if dynamic is not None:
+            header["dynamic"] = dataclasses.asdict(dynamic)
+    setup = _Setup(header, model)
+    header["probe"] = setup.probe()
+    n_threads = torch.get_num_threads()
+    share = n_threads if verify is None else max(1, n_threads // 2)
+    codec = setup.codec(share)
+    writer = ContainerWriter()
+    verifier = None if verify is None else Verifier(verify, share)
+    try:
+        n_text = n_payload = 0
+        record = writer.header(header)
+        n_file = sink.write(record)
+        if verifier is not None:
+            verifier.send(record)
+        waiting: deque[bytes] = deque()
+        while text:
+            n_symbols, payload = codec.encode(text)
+            record = writer.block(text, n_symbols, payload)
+            waiting.append(record)
+            if verifier is not None:
+                verifier.send(record, text)
+            n_text, n_payload = n_text + len(text), n_payload + len(payload)
+            while len(waiting) > (verifier is not None):
+                if verifier is not None:
+                    verifier.take()
+                n_file += sink.write(waiting.popleft())
+            if progress is not None:
+                progress(n_text, n_file)
+            text = source.read(block)
+        record = writer.end()
+        if verifier is not None:
+            verifier.send(record)
+            for each in waiting:
+                verifier.take()
+                n_file += sink.write(each)
+            verifier.finish()
+        n_file += sink.write(record)
+        sink.flush()
+    finally:
+        if verifier is not None:
+            verifier.close()
+    return Sizes(n_text, n_file, n_payload)
+
+
+def decompress(
+    source: IO[bytes],
+    sink: IO[bytes],
+    *,
+    name: str,
+    load: Callable[[], CodingModel] | None = None,
+    progress: Progress | None = None,
+) -> Sizes:
+    """Write the text of a file that `compress` made; nothing is written that has not been checked.
+
+    Args:
+        source: opened for reading bytes.
+        sink: opened for writing bytes.
+        name: what the file is called in messages.
+        load: gives the model, for a file that needs one.
+        progress: is told how much is done.
+
+    Raises:
+        UserError: if the file is damaged or cut off, needs another model, or was made by another arithmetic.
+    """
+    reader = ContainerReader(source, name)
+    header = reader.header()
+    written = header.get("arithmetic")
+    apart = difference(written if isinstance(written, dict) else {}, arithmetic())
+    if apart is not None:
+        raise UserError(f"{name} can be decoded only where it was made; what differs here: {apart}")
+    if "online" in header:
+        model = None
+        if load is not None:
+            raise UserError(f"{name} was made with --online and needs no model; leave --model out")
+    else:
+        if load is None:
+            raise UserError(f"{name} was made with a model; name its run directory with --model")
+        model = load()
+        if model.identity() != header.get("model"):
+            raise UserError(f"{name} was made with another model (weights, configuration or vocabulary differ)")
+    setup = _Setup(header, model)
+    if setup.probe() != header.get("probe"):
+        raise UserError(f"{name} cannot be decoded here: the same model gives other numbers on this machine")
+    codec = setup.codec(torch.get_num_threads())
+    n_text = n_payload = 0
+    for block in reader.blocks(setup.block):
+        text = codec.decode(block, name)
+        sink.write(text)
+        sink.flush()
+        reader.decoded(text)
+        n_text, n_payload = n_text + len(text), n_payload + len(block.payload)
+        if progress is not None:
+            progress(n_text, reader.n_read)
+    sink.flush()
+    return Sizes(n_text, reader.n_read, n_payload)
+
+
+class _Setup:
+    """Makes what a header describes, alike on both sides.
+
+    Raises:
+        UserError: for a header that this version does not understand.
+    """
+
+    def __init__(self, header: dict[str, Any], model: CodingModel | None):
+        lanes, block = header.get("lanes"), header.get("block")
+        for value, most in ((lanes, _MOST_LANES), (block, MOST_BLOCK)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise UserError("the file's header is not of a kind that this version understands")
+        assert isinstance(lanes, int)
+        assert isinstance(block, int)
+        self._lanes, self.block = lanes, block
+        self._model = model
+        self._online = None if model is not None else OnlineRecipe.from_plain(header.get("online"))
+        lengths = header.get("lengths", {})
+        names = {"mem_len", "window", "clamp_len"}
+        if not isinstance(lengths, dict) or not lengths.keys() <= names:
+            raise UserError("the file's header is not of a kind that this version understands")
+        self._lengths = lengths
+        self._dynamic: DynamicRecipe | None = None
+        self._statistics: GradientStatistics | None = None
+        if model is not None and "dynamic" in header:
+            recipe: DynamicRecipe = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
+            self._dynamic, self._statistics = recipe, recipe.statistics(model, lengths)
+        self._symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
+
+    def codec(self, n_threads: int) -> BlockCodec:
+        """A new encoder or decoder."""
+        return BlockCodec(self._predictor(), self._symbols, self._lanes, n_threads)
+
+    def probe(self) -> str:
+        """A digest of the frequencies that a few columns of made-up tokens have, learning included.
+
+        Where it is another one, so are the probabilities: this is known before anything is decoded.
+        """
+        predictor, frequencies = self._predictor(), Frequencies(self._symbols.escape)
+        total = hashlib.blake2b(digest_size=8)
+        with threads(1):
+            for column in range(_PROBE):
+                if column == _PROBE - 4:
+                    predictor.end_block()
+                log_probs = predictor.predict()
+                total.update(frequencies.cumulative(log_probs).tobytes())
+                lanes = torch.arange(self._lanes)
+                predictor.read((7 * column + 13 * lanes) % log_probs.shape[1], True)
+        return total.hexdigest()
+
+    def _predictor(self) -> Predictor:
+        with threads(1):  # what is computed once, W_kR R for instance, is computed alike
+            if self._online is not None:
+                return OnlinePredictor(self._online, self._lanes, self._symbols.start)
+            assert self._model is not None
+            if self._dynamic is None:
+                return fixed_predictor(self._model.model, self._lanes, self._symbols.start, self._lengths)
+            adapting = AdaptingModel(self._model.model, self._dynamic.adaptation, self._statistics)
+            return ModelPredictor(
+                adapting.model,
+                self._lanes,
+                self._symbols.start,
+                self._lengths,
+                self._dynamic.segment,
+                adapting.score_then_adapt,
+            )

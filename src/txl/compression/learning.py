@@ -1,0 +1,151 @@
+"""A model that starts from random weights of a seed and learns the file while it is coded (`--online`).
+
+As NNCP does it (Bellard 2019, 2021): a segment is coded with the weights as they are, then they learn from it, on both
+sides alike. What the model learns is what counts do not tell already: the next byte's probability is
+
+    softmax(log p_model + sum over k of w[m, k] log p_k)
+
+with the distributions p_k of `Counts` and weights w, learnt too, for every number m of contexts that were met before.
+Everything that determines the weights is in `OnlineRecipe`, which the file's header holds.
+
+Shapes: B lanes, T tokens of a segment, K distributions of counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl.compression.counts import DISTRIBUTIONS, Counts
+from txl.compression.predictors import ModelPredictor
+from txl.config import ModelConfig, RecurrentConfig, model_from_dict
+from txl.config.values import from_plain
+from txl.models import build_model
+from txl.models.language_model import LanguageModel
+
+_FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
+"""Of the distributions, in the order of `Counts.predict`, before anything is learnt."""
+
+
+@dataclass(frozen=True)
+class OnlineRecipe:
+    """What a model that learns the file from nothing is, and how it learns. Its defaults were measured on text."""
+
+    seed: int = 1
+    segment: int = 16
+    learning_rate: float = 4e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip: float = 1.0
+    warmup_steps: int = 50
+    halved_after: int = 0
+    """Updates after which the rate has fallen by the square root of two, and goes on so; 0: it stays."""
+    counts: bool = True
+    """Whether counts take part; without, the model's own probabilities are coded."""
+    weights_factor: float = 2.0
+    """Learning rate of the counts' weights, relative to the model's."""
+    model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
+
+    def to_plain(self) -> dict[str, Any]:
+        """All fields ready for JSON; of the model its family, and what differs from the family's defaults."""
+        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "model"}
+        general = type(self.model)()
+        changed = {k: v for k, v in dataclasses.asdict(self.model).items() if v != getattr(general, k)}
+        return plain | {"model": {"family": self.model.family, **changed}}
+
+    @classmethod
+    def from_plain(cls, values: Any) -> OnlineRecipe:
+        """The inverse of `to_plain`.
+
+        Raises:
+            UserError: for what this version does not know.
+        """
+        return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
+
+    def build(self, vocab_size: int) -> LanguageModel[Any]:
+        """The model with its first weights; torch's own generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return build_model(self.model, vocab_size).eval()
+
+
+class OnlinePredictor(ModelPredictor):
+    """Bytes by a model that learns them as they come, and by their counts.
+
+    Args:
+        recipe: the model and how it learns.
+        lanes: lanes B.
+        start: the byte before the text.
+    """
+
+    def __init__(self, recipe: OnlineRecipe, lanes: int, start: int):
+        super().__init__(recipe.build(256), lanes, start, {}, recipe.segment, self._step)
+        self._recipe = recipe
+        self._weights = nn.Parameter(torch.tensor(_FIRST_WEIGHTS).expand(2 * DISTRIBUTIONS, -1).clone())
+        self._parameters = list(self.model.parameters())
+        self._optimizer = torch.optim.Adam(
+            [{"params": self._parameters, "factor": 1.0}, {"params": [self._weights], "factor": recipe.weights_factor}],
+            lr=0.0,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            fused=True,
+        )
+        self._steps = 0
+        self._counts = Counts(lanes) if recipe.counts else None
+        self._told: list[tuple[Tensor, Tensor]] = []  # log p_k and m of each position of the segment
+
+    def predict(self) -> Tensor:
+        """See `Predictor.predict`."""
+        log_probs = super().predict()
+        if self._counts is None:
+            return log_probs
+        probabilities, met = self._counts.predict()
+        told = torch.from_numpy(probabilities).log_(), torch.from_numpy(met)
+        self._told.append(told)
+        with torch.no_grad():
+            return self._mixed(log_probs, *told)
+
+    def read(self, tokens: Tensor, whole: bool) -> None:
+        """See `Predictor.read`."""
+        if self._counts is not None:
+            self._counts.read(tokens.numpy())
+        super().read(tokens, whole)
+
+    def end_block(self) -> None:
+        """See `Predictor.end_block`."""
+        super().end_block()
+        if self._counts is not None:
+            self._counts.rotate()
+
+    def _mixed(self, log_probs: Tensor, told: Tensor, met: Tensor) -> Tensor:
+        """[...,256], [...,K,256] and [...] -> [...,256]."""
+        weights = self._weights[met][..., None, :]
+        return (log_probs + torch.matmul(weights, told).squeeze(-2)).log_softmax(dim=-1)
+
+    def _step(self, tokens: Tensor, targets: Tensor, state: Any) -> None:
+        """One update, by a segment that has been coded: int64 [B,T] twice, and the state before it."""
+        recipe, told = self._recipe, self._told[: tokens.shape[1]]
+        log_probs, _ = self.model.log_probs(tokens, state)
+        if told:
+            stacked = (torch.stack(each, dim=1) for each in zip(*told, strict=True))
+            log_probs = self._mixed(log_probs, *stacked)
+        loss = -log_probs.gather(-1, targets[..., None]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._parameters, recipe.clip)
+        rate = recipe.learning_rate * min(1.0, (self._steps + 1) / max(1, recipe.warmup_steps))
+        if recipe.halved_after:
+            rate *= (1 + self._steps / recipe.halved_after) ** -0.5
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+
+    def _update(self, length: int, following: Tensor) -> None:
+        super()._update(length, following)
+        self._told.clear()

@@ -1,0 +1,110 @@
+"""Any bytes as symbols of a vocabulary, and back: what it cannot say is an escape with a byte behind it.
+
+Nothing is normalised: what comes back is what went in, byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
+from txl.errors import UserError
+
+_INVALID = re.compile("[\udc80-\udcff]+")
+"""Bytes that are no UTF-8, as "surrogateescape" decodes them."""
+
+
+class Symbols:
+    """The tokens of a vocabulary, and the escape if it needs one.
+
+    Raises:
+        UserError: for a vocabulary of words, which does not keep the white space between them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        if isinstance(vocabulary, ByteVocabulary):
+            pieces = [bytes([value]) for value in vocabulary.values]
+        elif isinstance(vocabulary, CharVocabulary):
+            pieces = [each.encode("utf-8", "surrogatepass") for each in vocabulary.characters]
+            if vocabulary.unk_id is not None:
+                pieces.insert(vocabulary.unk_id, b"")
+        elif isinstance(vocabulary, BpeVocabulary):
+            pieces = vocabulary.pieces
+        else:
+            raise UserError(
+                f"this model reads {vocabulary.kind} tokens, which do not keep the white space between them, so a file "
+                f"could not be had back; use a model of bytes, characters or byte pairs"
+            )
+        self._pieces = pieces
+        of_byte = {piece[0]: token for token, piece in enumerate(pieces) if len(piece) == 1}
+        has_all = len(of_byte) == 256 and not isinstance(vocabulary, CharVocabulary)
+        unknown = vocabulary.unk_id
+        self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
+        """The symbol behind which a byte is coded by itself; None: every byte is a token."""
+        self.start = of_byte.get(ord("\n"), 0)
+        """What is read before the first token, and in the place of an escape that is no token: a line's end."""
+        if isinstance(vocabulary, CharVocabulary):
+            first = 0 if vocabulary.unk_id is None else 1
+            self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}
+        self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int64)
+        for value, token in of_byte.items():
+            self._byte_symbols[value] = token
+
+    def encode(self, data: bytes) -> tuple[np.ndarray, bytes]:
+        """Symbols, int64 [N], and the byte behind each escape among them."""
+        if isinstance(self._vocabulary, ByteVocabulary):
+            return self._as_bytes(data)
+        text = data.decode("utf-8", errors="surrogateescape")
+        if isinstance(self._vocabulary, CharVocabulary):
+            return self._as_characters(text)
+        parts, at = [], 0
+        for invalid in _INVALID.finditer(text):
+            parts += [self._as_pairs(text[at : invalid.start()])]
+            parts += [self._as_bytes(invalid.group().encode("utf-8", errors="surrogateescape"))]
+            at = invalid.end()
+        parts.append(self._as_pairs(text[at:]))
+        return np.concatenate([symbols for symbols, _ in parts]), b"".join(literals for _, literals in parts)
+
+    def decode(self, symbols: list[int], literals: bytes) -> bytes:
+        """The inverse of `encode`."""
+        if self.escape is None:
+            return b"".join([self._pieces[symbol] for symbol in symbols])
+        behind = iter(literals)
+        return b"".join(
+            [bytes([next(behind)]) if symbol == self.escape else self._pieces[symbol] for symbol in symbols]
+        )
+
+    def read(self, symbols: np.ndarray) -> np.ndarray:
+        """What a model reads of symbols: the tokens, and for an escape that is none, a line's end."""
+        return np.where(symbols == len(self._pieces), self.start, symbols)
+
+    def _as_bytes(self, data: bytes) -> tuple[np.ndarray, bytes]:
+        values = np.frombuffer(data, dtype=np.uint8)
+        symbols = self._byte_symbols[values]
+        escaped = np.zeros(len(values), dtype=bool) if self.escape is None else symbols == self.escape
+        return symbols, values[escaped].tobytes()
+
+    def _as_characters(self, text: str) -> tuple[np.ndarray, bytes]:
+        symbols: list[int] = []
+        literals = bytearray()
+        for character in text:
+            known = self._token_of.get(character)
+            if known is not None and not "\ud800" <= character <= "\udfff":
+                symbols.append(known)
+                continue
+            spelled = character.encode("utf-8", errors="surrogateescape")
+            assert self.escape is not None  # characters always have one
+            symbols += [self.escape] * len(spelled)
+            literals += spelled
+        return np.array(symbols, dtype=np.int64), bytes(literals)
+
+    def _as_pairs(self, text: str) -> tuple[np.ndarray, bytes]:
+        assert isinstance(self._vocabulary, BpeVocabulary)
+        data = text.encode("utf-8")
+        symbols = self._vocabulary.encode_block(text).astype(np.int64)
+        if b"".join([self._pieces[symbol] for symbol in symbols.tolist()]) == data:
+            return symbols, b""
+        return self._as_bytes(data)  # a tokenizer that normalises what it reads

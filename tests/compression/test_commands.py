@@ -1,0 +1,117 @@
+"""`txl compress` and `txl decompress`, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from txl.cli import main
+from txl.compression.verification import Verifier
+from txl.errors import CommandFailed
+
+TEXT = b"All happy families are alike; every unhappy family is unhappy in its own way.\n" * 4
+
+
+def txl(*arguments: object, source: bytes = b"", threads: int = 1) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "txl", *map(str, arguments)],
+        input=source,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_bytes(TEXT * 10)
+    out = folder / "run"
+    settings = {
+        "data.corpus": folder / "text.txt",
+        "train.steps": 2,
+        "train.eval-every": 0,
+        "model.n-layer": 1,
+        "model.d-model": 16,
+        "model.d-inner": 16,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert main(["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(folder / "data"), *words]) == 0
+    return out
+
+
+def test_there_and_back_through_pipes_in_other_processes(run):
+    there = txl("compress", "-", "--model", run, "-o", "-", source=TEXT)
+    assert there.returncode == 0, there.stderr
+    assert b"decoded and compared" in there.stderr
+    back = txl("decompress", "-", "--model", run, "-o", "-", source=there.stdout, threads=2)
+    assert back.returncode == 0, back.stderr
+    assert back.stdout == TEXT
+
+
+def test_online_and_dynamic_files(run, tmp_path, capsys):
+    text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
+    text.write_bytes(TEXT)
+    for options in (["--online", "--seed", "3"], ["--model", str(run), "--dynamic"]):
+        assert main(["compress", str(text), *options, "--no-verify", "-o", str(file), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["bytes"] == len(TEXT)
+        assert told["compressed_bytes"] == file.stat().st_size
+        assert not told["verified"]
+        model = options[:2] if options[0] == "--model" else []
+        assert main(["decompress", str(file), *model, "-o", str(back)]) == 0
+        assert back.read_bytes() == TEXT
+        assert f"-> {len(TEXT)} bytes" in capsys.readouterr().err
+
+
+def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
+    text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
+    text.write_bytes(TEXT)
+    assert main(["compress", str(text), "--online", "--no-verify", "-o", str(file)]) == 0
+    data = bytearray(file.read_bytes())
+    data[-30] ^= 16
+    file.write_bytes(data)
+    assert main(["decompress", str(file), "-o", str(back)]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["text", "text.txl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compress", "TEXT", "-o", "OUT"], "--model DIR or --online"),
+        (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "not both"),
+        (["compress", "TEXT", "--online", "--mem-len", "3", "-o", "OUT"], "leave it out with --online"),
+        (["compress", "TEXT", "--online", "--dynamic", "-o", "OUT"], "learns anyway"),
+        (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is of --online"),
+        (["compress", "TEXT", "--model", "RUN", "--dynamic", "sgd", "-o", "OUT"], "--dynamic-learning-rate"),
+        (["compress", "TEXT", "--model", "RUN", "--dynamic-decay", "1", "-o", "OUT"], "belongs to --dynamic"),
+        (["compress", "TEXT", "--online", "-o", "TEXT"], "is the source itself"),
+        (["compress", "TEXT", "--online", "--json", "-o", "-"], "both write to standard output"),
+        (["compress", "NOWHERE", "--online", "-o", "OUT"], "No such file"),
+        (["decompress", "TEXT", "-o", "OUT"], "no file of txl compress"),
+    ],
+)
+def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):
+    names = {"TEXT": tmp_path / "text", "OUT": tmp_path / "out", "RUN": run, "NOWHERE": tmp_path / "nowhere"}
+    names["TEXT"].write_bytes(TEXT)
+    assert main([str(names.get(each, each)) for each in arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not names["OUT"].exists()
+
+
+def test_a_text_that_does_not_come_back_is_not_written(tmp_path):
+    verifier = Verifier([], 1)
+    try:
+        verifier.send(b"no such file, and long enough to be one", b"text")
+        with pytest.raises(CommandFailed, match="did not come back: error: standard input is no file of txl compress"):
+            verifier.take()
+    finally:
+        verifier.close()

@@ -1,0 +1,273 @@
+"""Whole files by models of every kind: what goes in comes out, wherever the arithmetic is the same, and only there."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import random
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+import txl.compression.files as files
+from txl.compression.arithmetic import threads
+from txl.compression.container import MAGIC, ContainerReader, ContainerWriter
+from txl.compression.files import CodingModel, DynamicRecipe, Sizes, compress, decompress
+from txl.compression.learning import OnlineRecipe
+from txl.config import RecurrentConfig, TransformerXLConfig, VanillaConfig
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary
+from txl.errors import UserError
+from txl.evaluation.dynamic import Adaptation
+from txl.models import build_model
+from txl.native.build import compiled_code, why_not
+
+TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom ... " * 5
+FOREIGN = {
+    "empty": b"",
+    "one byte": b"\n",
+    "text": TEXT,
+    "random": random.Random(1).randbytes(700),
+    "other scripts": "Привет, 世界! ก็ 👩‍👩‍👧".encode() * 6 + b"\xff\xfe",
+}
+SMALL: dict[str, Any] = {"n_layer": 2, "d_model": 16, "dropout": 0.1, "init_std": 0.3}
+KINDS = {
+    "transformer-xl": TransformerXLConfig(**SMALL, n_head=2, d_head=8, d_inner=24, mem_len=20),
+    "transformer-xl, learned distances": TransformerXLConfig(
+        **SMALL, n_head=2, d_head=8, d_inner=24, mem_len=20, encoding="shaw", max_distance=7
+    ),
+    "vanilla": VanillaConfig(**SMALL, n_head=2, d_head=8, d_inner=24, max_segment=12),
+    "lstm": RecurrentConfig(**SMALL, kind="lstm"),
+    "qrnn": RecurrentConfig(**SMALL, kind="qrnn"),
+}
+ONLINE = OnlineRecipe(segment=8, model=RecurrentConfig(kind="lstm", n_layer=1, d_model=16))
+
+
+def coding_model(kind: str, vocabulary: Any = None, seed: int = 0) -> CodingModel:
+    vocabulary = ByteVocabulary() if vocabulary is None else vocabulary
+    torch.manual_seed(seed)
+    model = build_model(KINDS[kind], vocabulary).eval()
+    training = torch.randint(len(vocabulary), (400,), generator=torch.Generator().manual_seed(3))
+    return CodingModel(model, vocabulary, {}, lambda: training)
+
+
+def packed(text: bytes, **settings: Any) -> tuple[bytes, Sizes]:
+    file = io.BytesIO()
+    sizes = compress(io.BytesIO(text), file, **settings)
+    assert sizes.text == len(text)
+    assert sizes.file == len(file.getvalue())
+    return file.getvalue(), sizes
+
+
+def unpacked(file: bytes, model: CodingModel | None = None) -> bytes:
+    out = io.BytesIO()
+    decompress(io.BytesIO(file), out, name="FILE", load=None if model is None else lambda: model)
+    return out.getvalue()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    for name, size in (("_LEAST_BLOCK", 100), ("_LANE_OF_BLOCK", 60), ("_ONLINE_BLOCK", 150), ("_SHORTEST_LANE", 40)):
+        monkeypatch.setattr(files, name, size)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("lanes", [None, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_comes_back_with_another_number_of_threads(kind, lanes, text):
+    model = coding_model(kind)
+    with threads(1):
+        file, _ = packed(text, model=model, lanes=lanes)
+    with threads(3):
+        assert unpacked(file, model) == text
+        assert packed(text, model=model, lanes=lanes)[0] == file
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["a few bytes", "characters", "byte pairs"])
+def test_what_the_vocabulary_lacks_is_escaped(name):
+    vocabulary = {
+        "a few bytes": ByteVocabulary([*b" abcdefghijklmnopqrstuvwxyz"]),
+        "characters": CharVocabulary(sorted(set(TEXT.decode()))),
+        "byte pairs": BpeVocabulary.train([TEXT.decode()], 280),
+    }[name]
+    model = coding_model("transformer-xl", vocabulary)
+    for text in FOREIGN.values():
+        assert unpacked(packed(text, model=model, lanes=2)[0], model) == text
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rule", ["sgd", "rms"])
+@pytest.mark.parametrize("kind", ["transformer-xl", "vanilla", "lstm"])
+def test_a_model_that_adapts(kind, rule):
+    model = coding_model(kind)
+    before = {name: each.clone() for name, each in model.model.state_dict().items()}
+    recipe = DynamicRecipe(Adaptation(rule, 0.05 if rule == "sgd" else 1e-4, 0.001), 16, 5)
+    fixed = packed(TEXT, model=model, lanes=1)[1].payload
+    for lanes in (None, 3):
+        with threads(1):
+            file, sizes = packed(TEXT, model=model, dynamic=recipe, lanes=lanes)
+        with threads(3):
+            assert unpacked(file, model) == TEXT
+        if lanes is None:
+            assert sizes.payload < fixed  # it repeats itself
+    assert all(torch.equal(each, before[name]) for name, each in model.model.state_dict().items())
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_model_that_starts_from_nothing(text, counts):
+    recipe = dataclasses.replace(ONLINE, counts=counts)
+    for lanes in (None, 3):
+        with threads(1):
+            file, _ = packed(text, online=recipe, lanes=lanes)
+        with threads(2):
+            assert unpacked(file) == text
+
+
+def test_another_seed_is_another_file():
+    assert packed(TEXT, online=ONLINE)[0] != packed(TEXT, online=dataclasses.replace(ONLINE, seed=2))[0]
+
+
+def test_online_learns():
+    small, large = (packed(text, online=ONLINE, lanes=1)[1].payload for text in (TEXT, TEXT * 3))
+    assert large < 1.3 * small
+
+
+@pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
+def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
+    model = coding_model(kind)
+    text = random.Random(2).randbytes(3000)
+    ids = torch.tensor([10, *text])[None]
+    with torch.no_grad():
+        losses, _ = model.model.nll(ids[:, :-1], ids[:, 1:], model.model.init_state(1))
+    if kind == "transformer-xl":  # without a window the memory is as long as it was cut: token by token here
+        parts, state = [], model.model.init_state(1)
+        with torch.no_grad():
+            for place in range(len(text)):
+                nll, state = model.model.nll(ids[:, place : place + 1], ids[:, place + 1 : place + 2], state)
+                parts.append(nll)
+        losses = torch.cat(parts, dim=1)
+    bits = losses.double().sum().item() / math.log(2)
+    sizes = packed(text, model=model, lanes=1)[1]
+    assert bits - 8 < 8 * sizes.payload < bits * 1.0001 + 16
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+def test_pytorch_s_and_the_compiled_step_s_files_are_not_taken_for_each_other():
+    model = coding_model("transformer-xl")
+    with compiled_code(False):
+        file, _ = packed(TEXT, model=model)
+        assert unpacked(file, model) == TEXT
+    with pytest.raises(UserError, match="compiled library"):
+        unpacked(file, model)
+
+
+def changed(file: bytes, **values: Any) -> bytes:
+    """The file with other values in its header, and checksums to match."""
+    reader = ContainerReader(io.BytesIO(file), "FILE")
+    header, writer = reader.header(), ContainerWriter()
+    assert file.startswith(MAGIC)
+    return writer.header(header | values) + file[reader.n_read :]
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"arithmetic": {"torch": "1.0"}}, r"only where it was made.*version of PyTorch \(1.0 there"),
+        ({"arithmetic": 3}, "only where it was made"),
+        ({"probe": "0"}, "gives other numbers on this machine"),
+        ({"model": "0"}, "another model"),
+        ({"lanes": 0}, "header"),
+        ({"block": 1 << 40}, "header"),
+        ({"lengths": {"other": 1}}, "header"),
+    ],
+)
+def test_another_arithmetic_and_another_model_are_refused(values, match):
+    model = coding_model("transformer-xl")
+    file, _ = packed(TEXT, model=model)
+    with pytest.raises(UserError, match=match):
+        unpacked(changed(file, **values), model)
+
+
+def test_other_weights_settings_and_modes_are_refused():
+    model = coding_model("transformer-xl")
+    file, _ = packed(TEXT, model=model)
+    with pytest.raises(UserError, match="another model"):
+        unpacked(file, coding_model("transformer-xl", seed=1))
+    with pytest.raises(UserError, match="--model"):
+        unpacked(file)
+    with pytest.raises(UserError, match="needs no model"):
+        unpacked(packed(TEXT, online=ONLINE)[0], model)
+    with pytest.raises(UserError, match="and not both"):
+        compress(io.BytesIO(), io.BytesIO())
+    with pytest.raises(UserError, match="lanes is 0"):
+        compress(io.BytesIO(), io.BytesIO(), online=ONLINE, lanes=0)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_nothing_wrong_is_written_from_a_damaged_file():
+    model = coding_model("lstm")
+    file, _ = packed(TEXT, model=model, lanes=1)
+    draw = random.Random(4)
+    for _ in range(40):
+        place = draw.randrange(len(file))
+        damaged = file[:place] + bytes([file[place] ^ 1 << draw.randrange(8)]) + file[place + 1 :]
+        for data in (damaged, file[:place]):
+            out = io.BytesIO()
+            with pytest.raises(UserError):
+                decompress(io.BytesIO(data), out, name="FILE", load=lambda: model)
+            assert TEXT.startswith(out.getvalue())
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_payload_of_other_probabilities_is_told_by_its_text():
+    """As if the arithmetic had changed in the middle of the file, which no probe can see."""
+    model = coding_model("lstm")
+    file, _ = packed(TEXT, model=model, lanes=1)
+    reader = ContainerReader(io.BytesIO(file), "FILE")
+    start, (block, *_) = reader.header(), list(_blocks(reader, TEXT))
+    writer = ContainerWriter()
+    head = writer.header(start)
+    record = bytearray(writer.block(TEXT[: block.n_bytes], block.n_symbols, block.payload))
+    record[-5] ^= 1  # of the payload, and its checksum made to match
+    record[-4:] = zlib.crc32(bytes(record[:-4]), zlib.crc32(head[:-4])).to_bytes(4, "little")
+    out = io.BytesIO()
+    with pytest.raises(UserError, match="decoded to something else"):
+        decompress(io.BytesIO(head + bytes(record)), out, name="FILE", load=lambda: model)
+    assert out.getvalue() == b""
+
+
+def _blocks(reader: ContainerReader, text: bytes) -> Any:
+    for block in reader.blocks(1000):
+        yield block
+        reader.decoded(text[reader._n_bytes :][: block.n_bytes])
+
+
+class Slow(io.RawIOBase):
+    """A long stream that is made as it is read, and says how much at once was asked for."""
+
+    def __init__(self, size: int, written: io.BytesIO):
+        self.left, self.most, self.ahead, self._written, self._read = size, 0, 0, written, 0
+
+    def read(self, count: int = -1) -> bytes:
+        """Repeats the text."""
+        self.most = max(self.most, count)
+        given = min(count, self.left)
+        self.left -= given
+        self._read += given
+        self.ahead = max(self.ahead, self._read - 100 * self._written.getvalue().count(b"\x01d\0\0\0"))
+        return (TEXT * 2)[:given]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_stream_is_read_and_written_block_by_block():
+    file = io.BytesIO()
+    source = Slow(3000, file)
+    compress(source, file, model=coding_model("lstm"), lanes=1)  # pyright: ignore[reportArgumentType]
+    assert source.most == 100
+    assert source.ahead <= 300
