@@ -68,10 +68,14 @@ class DynamicRecipe:
 
     adaptation: Adaptation
     segment: int = 128
-    """Tokens of each lane that are coded between two updates."""
+    """Tokens of each lane that are coded between two updates; a model that reads fewer at once is updated after those."""
     statistics_segments: int | None = 500
     """Segments of the training split that are read for gradient statistics; None: all. Of rms alone, as the next."""
     statistics_batch_size: int = 1
+
+    def segment_of(self, model: LanguageModel[Any]) -> int:
+        """Return the segment that a model can learn from."""
+        return self.segment if model.context is None else min(self.segment, model.context)
 
     def statistics(self, model: CodingModel, lengths: dict[str, Any]) -> GradientStatistics | None:
         """What rms needs of the training split, read with one thread; None for sgd.
@@ -89,7 +93,7 @@ class DynamicRecipe:
                 model.training_tokens(),
                 weights=self.adaptation.weights,
                 segments=self.statistics_segments,
-                segment=self.segment,
+                segment=self.segment_of(model.model),
                 batch_size=self.statistics_batch_size,
                 **lengths,
             )
@@ -316,6 +320,6 @@ class _Setup:
                 self._lanes,
                 self._symbols.start,
                 self._lengths,
-                self._dynamic.segment,
+                self._dynamic.segment_of(adapting.model),
                 adapting.score_then_adapt,
             )
