@@ -68,7 +68,7 @@ class DynamicRecipe:
 
     adaptation: Adaptation
     segment: int = 128
-    """Tokens of each lane that are coded between two updates; a model that reads fewer at once is updated after those."""
+    """Tokens of each lane that are coded between two updates; fewer for a model that reads fewer at once."""
     statistics_segments: int | None = 500
     """Segments of the training split that are read for gradient statistics; None: all. Of rms alone, as the next."""
     statistics_batch_size: int = 1
