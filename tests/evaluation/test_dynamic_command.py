@@ -15,6 +15,7 @@ from txl.data.corpora import open_corpus
 from txl.runs.directory import RunDirectory
 
 QUICK = ["--max-tokens", "600", "--statistics-segments", "20"]
+EVERY_SEGMENT = ["--statistics-segments", "all", "--statistics-batch", "40", "--segment", "64"]
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
         ["--rule", "sgd", "--batch", "3", "--segment", "7", "--dtype", "bfloat16", "--checkpoint", "latest"],
         ["--epsilon", "1e-4", "--weights", "biases", "--statistics-batch", "2", "--mem-len", "5", "--clamp-len", "3"],
         ["--cache-size", "50", "--cache-theta", "0.1", "--cache-lambda", "0.1", "--temperature", "1.3"],
-        ["--statistics-segments", "all", "--split", "valid", "--tune-on", "test", "--max-tokens", "300"],
+        [*EVERY_SEGMENT, "--split", "valid", "--tune-on", "test", "--max-tokens", "300"],
     ],
 )
 def test_the_printed_command_gives_the_reported_number(options, run, data_dir, capsys):
