@@ -75,7 +75,6 @@ def test_files_with_the_fields_of_all_families_load(changes, family, own):
         ({"layer_losses": True}, r"model\.layer_losses is true.*Transformers without memory"),
         (LSTM | {"mem_len": 8}, r"model\.mem_len is 8, but model\.kind is lstm.*expected 0"),
         (LSTM | {"encoding": "learned"}, r"model\.encoding is learned, but model\.kind is lstm"),
-        (VANILLA | {"attention": "flex"}, r"model\.attention is flex, but model\.encoding is learned"),
         ({"family": "vanilla", "encoding": "learned", "mem_len": 3}, r"model\.mem_len is 3"),
         ({"family": "transformer"}, "expected one of transformer-xl, vanilla, recurrent"),
         ({"kinds": "lstm"}, "model.kinds is not known to this version"),
@@ -157,7 +156,7 @@ def test_fields_that_a_run_that_goes_on_may_change():
     ("words", "lacking"),
     [
         (["train", "enwik8-12L"], ("kind", "zoneout", "max-segment", "n-target")),
-        (["train", "enwik8-vanilla-12L"], ("kind", "mem-len", "untie-r", "attention")),
+        (["train", "enwik8-vanilla-12L"], ("kind", "mem-len", "untie-r", "clamp-len")),
         (["train", "ptb-awd-lstm"], ("encoding", "n-head", "mem-len", "pre-norm")),
         (["train", "enwik8-12L", "--model.encoding", "learned"], ("kind",)),
         (["bench", "train"], ("kind", "zoneout", "max-segment")),

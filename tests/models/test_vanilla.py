@@ -13,7 +13,7 @@ from tests.conftest import small_run
 import txl
 from txl.attention.equations import sinusoid
 from txl.cli import main
-from txl.config import RunConfig, TransformerXLConfig, VanillaConfig, with_options
+from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.evaluation.perplexity import nll_at
 from txl.models import build_model
@@ -186,7 +186,7 @@ def test_a_segment_beyond_the_positions_is_refused(model):
         ({"train.segment": "13"}, r"train\.segment is 13; expected at most model\.max_segment, 12"),
         ({"eval.segment": "13"}, r"eval\.segment"),
         ({"model.max_segment": "0"}, r"max_segment"),
-        ({"model.attention": "shifted"}, r"model\.attention is shifted, but model\.encoding is learned"),
+        ({"model.attention": "shifted"}, r"model\.attention is shifted; expected auto or compiled"),
     ],
 )
 def test_configurations_that_cannot_work(changes, message):
@@ -221,8 +221,8 @@ def test_compiled_attention_trains_the_same_model():
 
 
 def test_another_attention_than_its_own_is_refused():
-    with pytest.raises(UserError, match=r"model\.attention is 'shifted'"):
-        with_options(RunConfig(model=LEARNED), {"model.attention": "shifted"})
+    with pytest.raises(UserError, match=r"model\.attention is shifted; expected auto or compiled without memory"):
+        dataclasses.replace(LEARNED, attention="shifted").validate()
 
 
 def test_the_window_slides_by_one(model):

@@ -86,7 +86,7 @@ def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment
 def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
     """Reads one window for its last token."""
     torch.manual_seed(0)
-    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length)
+    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
     model = VanillaTransformer(without, vocab_size).to(device).eval()
 
     def read_window() -> None:

@@ -459,6 +459,8 @@ class VanillaConfig(TransformerConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
+        names = ("auto", "compiled")
+        require(self.attention in names, "model.attention", self.attention, f"{' or '.join(names)} without memory")
         if self.n_auxiliary and self.cutoffs:
             given = "model.layer_losses is true" if self.layer_losses else f"model.n_target is {self.n_target}"
             raise UserError(
