@@ -8,11 +8,15 @@ import os
 # is imported, and inherited by the commands that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from txl.config import RunConfig, with_options
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the commands under test must not be
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SENTENCES = (
     "The river rose in the night, and by morning the lower fields were under water.\n",

@@ -51,8 +51,9 @@ def test_another_folder_and_heads(run, data_dir, tmp_path, capsys):
 
 
 def train(out, story, data_dir, **options):
-    assert main(["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir),
-                 *options_of(small_run(str(story), **options))]) == 0  # fmt: skip
+    run = small_run(str(story), **options)
+    preset = {"vanilla": "enwik8-vanilla-small", "recurrent": "ptb-lstm-small"}.get(run.model.family, "stdlib-tiny")
+    assert main(["train", preset, "--out", str(out), "--data-dir", str(data_dir), *options_of(run)]) == 0
     return out
 
 

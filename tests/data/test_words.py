@@ -146,10 +146,14 @@ def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):
     assert words_of(corpus).words == ["<eos>", "the", "mill", ",", "<unk>", "@-@", "once", "twice"]
     assert capsys.readouterr().err == ""
     txl.open_corpus(str(own), "word", data_dir=own.with_name("loud"))
-    assert "holds <unk>, so it was cut into words before" in capsys.readouterr().err
+    assert "stands alone in" in capsys.readouterr().err
     apart = open_words(own, word_rule="punctuation", min_count=3)
     assert words_of(apart).words[:3] == ["<eos>", "<unk>", "the"]
     assert words_of(apart).rule == "punctuation"
+    (own / "train.txt").write_text("the mill , twelve @-@ year @-@ old mill\n")
+    assert open_words(own).vocabulary == WordVocabulary(
+        ["<eos>", "<unk>", "mill", "@-@"], normalise=True
+    )  # no <unk> to be trained by
 
 
 def test_words_cut_by_blocks_are_the_same(own, monkeypatch):

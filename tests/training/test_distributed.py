@@ -40,7 +40,8 @@ def command(out: Path, corpus: Path, data_dir: Path, processes: int, options: di
     program = [sys.executable, "-m"]
     if processes > 1:
         program += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    return [*program, "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), *given]
+    preset = {"vanilla": "enwik8-vanilla-small", "recurrent": "ptb-lstm-small"}.get(run.model.family, "stdlib-tiny")
+    return [*program, "txl", "train", preset, "--out", str(out), "--data-dir", str(data_dir), *given]
 
 
 def launch(*arguments) -> subprocess.CompletedProcess:

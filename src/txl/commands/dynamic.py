@@ -14,6 +14,7 @@ from txl.commands.dynamic_options import (
     add_rule_options,
     collect_statistics,
     refuse_divergence,
+    refuse_statistics,
 )
 from txl.commands.evaluate import (
     add_cache_options,
@@ -105,6 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
         )
+    if arguments.rule == "sgd":
+        refuse_statistics(arguments, "")
     given = {name: getattr(arguments, name) for name in ("epsilon", "weights") if getattr(arguments, name) is not None}
     request = DynamicRequest(
         Adaptation(arguments.rule, learning_rate=0.0, **given),

@@ -118,9 +118,7 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
     if arguments.dynamic_learning_rate is None:
         raise UserError("--dynamic needs --dynamic-learning-rate; txl dynamic finds it on the validation split")
     if arguments.dynamic == "sgd":
-        for name in given:
-            if "statistics" in name or "epsilon" in name:
-                raise UserError(f"--{name.replace('_', '-')} was given, but sgd takes no gradient statistics")
+        refuse_statistics(arguments, "dynamic_")
     from txl.evaluation.dynamic import Adaptation
 
     names = ("learning_rate", "decay", "epsilon", "statistics", "weights")
@@ -130,6 +128,19 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
         given.get("dynamic_statistics_segments", SEGMENTS),
         given.get("dynamic_statistics_batch", BATCH),
     )
+
+
+def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
+    """The options of rms are not for sgd.
+
+    Raises:
+        UserError: if one was given.
+    """
+    names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch")]
+    given = [name for name in names if getattr(arguments, name, None) is not None]
+    given += [name for name in vars(arguments) if name == f"{prefix}statistics_segments"]  # "all" is None
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')} was given, but sgd takes no gradient statistics")
 
 
 def collect_statistics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.out is None:
         raise UserError("--out is missing; give the directory that the run is written to")
-    check_corpus(config.data.corpus)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+        check_corpus(config.data.corpus)
     _check_source(arguments)
     from txl.allocator import keep_freed_memory
     from txl.training.trainer import Trainer

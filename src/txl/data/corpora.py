@@ -229,8 +229,8 @@ def _open(
     was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
         say(
-            f"note: {name} holds <unk>, so it was cut into words before: white space alone cuts it, and no more words "
-            f"are left out (unless --data.word-rule and --data.min-count say so)",
+            f"note: <unk> or @-@ stands alone in {name}, so it was cut into words before: white space alone cuts it, "
+            f"and with <unk> no more words are left out (unless --data.word-rule and --data.min-count say so)",
             quiet,
         )
     return corpus

@@ -26,7 +26,7 @@ from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabu
 from txl.data.prepared import META_FORMAT, TokenWriter, token_dtype
 from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
-from txl.data.words import holds_unknown
+from txl.data.words import UNK, holds_word
 from txl.errors import UserError
 from txl.files import is_full, make_scratch
 
@@ -48,8 +48,8 @@ class Recipe:
     max_words: int | None = None
     """Only this many of the most frequent words are kept."""
     word_rule: WordRule | None = "whitespace"
-    """How words are cut. None: at punctuation too, with a `min_count` of 2; but a text that holds `<unk>` as a word of
-    its own was cut into words before, so that only white space cuts it, and nothing more is left out."""
+    """How words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or WikiText's
+    `@-@` stands alone was cut into words before, so that only white space cuts it; with `<unk>`, all words are kept."""
     normalise: bool = False
     """Whether it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
     vocabulary: Vocabulary | None = None
@@ -276,9 +276,11 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
     """The rule of words and their `min_count`, as configured or as the training text asks for."""
     if recipe.word_rule is not None and recipe.min_count is not None:
         return recipe.word_rule, recipe.min_count
-    if holds_unknown(block for piece in pieces for block in piece.blocks()):
-        return recipe.word_rule or "whitespace", recipe.min_count or 1
-    return recipe.word_rule or "punctuation", recipe.min_count or 2
+    has_unknown, has_hyphen = (
+        holds_word((block for piece in pieces for block in piece.blocks()), word) for word in (UNK, "@-@")
+    )
+    rule: WordRule = "whitespace" if has_unknown or has_hyphen else "punctuation"
+    return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
 
 
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:

@@ -99,11 +99,11 @@ def is_mark(text: str) -> bool:
     return len(text) == 1 and text not in ("_", JOINER) and unicodedata.category(text)[0] in "PS"
 
 
-def holds_unknown(blocks: Iterable[bytes]) -> bool:
-    """Whether a text holds `<unk>` as a word: it was then cut into words before, and its rare ones left out."""
-    unknown, before = re.compile(rb"(?<!\S)" + UNK.encode() + rb"(?!\S)"), b""
+def holds_word(blocks: Iterable[bytes], word: str) -> bool:
+    """Whether a word stands alone somewhere in a text."""
+    alone, before = re.compile(rb"(?<!\S)" + re.escape(word.encode()) + rb"(?!\S)"), b""
     for block in blocks:
-        if unknown.search(before + block):
+        if alone.search(before + block):
             return True
-        before = block[-len(UNK) :]
+        before = block[-len(word.encode()) - 1 :]
     return False

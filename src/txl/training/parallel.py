@@ -52,7 +52,7 @@ class TrainedModel:
         elif processes.count > 1:
             # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient;
             # the same goes for the heads of auxiliary losses that have been switched off.
-            may_be_unused = bool(model.config.cutoffs) or model.config.layer_losses or model.config.n_target > 1
+            may_be_unused = bool(model.config.cutoffs) or model.config.n_auxiliary > 0
             self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=may_be_unused)
 
     def training_terms(
