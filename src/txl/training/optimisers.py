@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,10 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class WeightAverage:
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class WeightAverage(Generic[ModelT]):
     """The running average of a model's weights; the model itself goes on training.
 
     Args:
@@ -133,14 +136,14 @@ class WeightAverage:
         mu: weight of the newest weights; None: 1/n at the n-th update, the plain mean of the n.
     """
 
-    def __init__(self, model: nn.Module, mu: float | None = None):
+    def __init__(self, model: ModelT, mu: float | None = None):
         self._averaged = AveragedModel(model, multi_avg_fn=functools.partial(_mix, mu=mu))
         self._averaged.requires_grad_(False).eval()
 
     @property
-    def model(self) -> nn.Module:
-        """A model with the averaged weights, to evaluate and to save."""
-        return self._averaged.module
+    def model(self) -> ModelT:
+        """The model with the averaged weights, to evaluate and to save."""
+        return cast("ModelT", self._averaged.module)
 
     @property
     def count(self) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
 from txl.training.display import Reading
-from txl.training.progress import Progress
 
 
 class Scalars:
@@ -90,11 +89,11 @@ class RunLog:
                 self._say(f"note: {error}; training goes on without it")
             self._is_full = True
 
-    def training(self, reading: Reading, progress: Progress) -> None:
+    def training(self, reading: Reading) -> None:
         """Add the figures of the steps since the last line."""
         figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
-        counts = {"tokens": progress.tokens, "tokens_read": progress.tokens_read, "elapsed": progress.seconds}
-        self.record("train", progress.step, **figures, **counts)
+        counts = {name: getattr(reading, name) for name in ("tokens", "tokens_read", "elapsed")}
+        self.record("train", reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
     def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
