@@ -31,6 +31,7 @@ from txl.commands.options import (
     run_to_read,
 )
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.evaluation.cache_tuning import CacheTuning
@@ -125,9 +126,9 @@ def run(arguments: argparse.Namespace) -> None:
     rows = [described | result.to_dict() for result in results]
     step = checkpoint_step(checkpoint)
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
-    record(directory, "cache", step, **tuning)
+    record(directory, EventName.CACHE, step, **tuning)
     for row in rows:
-        record(directory, "eval", step, **row)
+        record(directory, EventName.EVAL, step, **row)
     if arguments.json:
         print_json({"tuning": tuning, "without": rows[0], "with": rows[1]})
         return

@@ -42,6 +42,7 @@ from txl.commands.options import (
     progress_bar,
 )
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.evaluation.dynamic_tuning import DynamicTuning
@@ -171,9 +172,9 @@ def run(arguments: argparse.Namespace) -> None:
     cost = static.tokens_per_second / adapted.tokens_per_second
     tuning = tuned.to_dict() | {"split": arguments.tune_on}
     step = checkpoint_step(checkpoint)
-    record(directory, "dynamic", step, **tuning)
+    record(directory, EventName.DYNAMIC, step, **tuning)
     for row in rows:
-        record(directory, "eval", step, **row)
+        record(directory, EventName.EVAL, step, **row)
     if arguments.json:
         print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": cost})
         return

@@ -36,6 +36,7 @@ from txl.commands.options import (
     say,
 )
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.data.corpora import Corpus
@@ -176,10 +177,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     step = checkpoint_step(checkpoint)
     if arguments.mem_lens is None:
-        record(run_directory, "eval", step, **rows[0])
+        record(run_directory, EventName.EVAL, step, **rows[0])
         shown: dict[str, Any] = rows[0]
     else:
-        record(run_directory, "sweep", step, **described, rows=rows)
+        record(run_directory, EventName.SWEEP, step, **described, rows=rows)
         shown = described | {"rows": rows}
     if arguments.json:
         if hint is not None:
@@ -232,7 +233,8 @@ def open_run_corpus(
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
     # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
-    made_of_it = data.corpus == own.corpus and not started.get("init_from") and (bool(started) or is_named(own.corpus))
+    prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
+    made_of_it = data.corpus == own.corpus and prepared_it
     corpus = None
     if (made_of_it and not whole) or vocabulary == ByteVocabulary():
         corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json, whole=whole)
@@ -252,8 +254,7 @@ def open_run_corpus(
 
 def trained_unknown(run_directory: RunDirectory) -> float | None:
     """The share of the run's training text that is `<unk>`; None where its log does not say."""
-    started = [event for event in run_directory.events() if event["event"] == "start"]
-    train = started[-1].get("corpus", {}).get("splits", {}).get("train") if started else None
+    train = run_directory.trained_on().get("splits", {}).get("train")
     return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
 
 
@@ -325,7 +326,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def record(run_directory: RunDirectory, event: str, step: int, **fields: Any) -> None:
+def record(run_directory: RunDirectory, event: EventName, step: int, **fields: Any) -> None:
     """Add an event to the run's log; a run that cannot be written is only read, and that is said."""
     try:
         run_directory.append(event, step, **fields)

@@ -26,6 +26,7 @@ from txl.commands.options import (
     run_to_read,
 )
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.runs.directory import RunDirectory
@@ -141,7 +142,7 @@ def record_sample(
     names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
         run_directory,
-        "sample",
+        EventName.SAMPLE,
         checkpoint_step(checkpoint),
         prompt=prompt[-KEPT:],
         text=text[:KEPT],

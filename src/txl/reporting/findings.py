@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl.reporting.compression import SETTINGS
+from txl.runs.events import EventName
 
 Event = dict[str, Any]
 Row = dict[str, Any]
 """One evaluation: its figures and the settings under which they were measured."""
+_BEGINNINGS = {EventName.START, EventName.RESUME}
+_OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Findings:
 
 def findings(events: Sequence[Event]) -> Findings | None:
     """What a log says; None for one without a beginning."""
-    stretches = [event for event in events if event["event"] in ("start", "resume")]
+    stretches = [event for event in events if event["event"] in _BEGINNINGS]
     if not stretches:
         return None
     start = stretches[-1]
@@ -87,9 +90,9 @@ def findings(events: Sequence[Event]) -> Findings | None:
     if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
         curve = []
     shown = [row for row in (result, without, *curve) if row is not None]
-    train, valid = _kept(events, "train", "loss"), _kept(events, "valid", "nll")
-    samples = [event for event in events if event["event"] == "sample"]
-    last = [event for event in events if event["event"] in ("start", "resume", "train", "stop", "end")][-1]
+    train, valid = _kept(events, EventName.TRAIN, "loss"), _kept(events, EventName.VALID, "nll")
+    samples = [event for event in events if event["event"] == EventName.SAMPLE]
+    last = [event for event in events if event["event"] in _OF_TRAINING][-1]
     return Findings(
         stretches=stretches,
         train=train,
@@ -100,7 +103,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
         others=[row for row in reversed(rows) if row not in shown],
         samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
-        stopped=last if last["event"] == "stop" else None,
+        stopped=last if last["event"] == EventName.STOP else None,
         ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
         diverged=last.get("diverged"),
     )
@@ -129,12 +132,12 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list
     newest: dict[tuple[Any, ...], Row] = {}
     curves: list[list[Row]] = []
     for event in events:
-        rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
+        rows = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(event["event"], [])
         for row in rows:
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
-        if event["event"] == "sweep" and event["split"] == "test":
+        if event["event"] == EventName.SWEEP and event["split"] == "test":
             finite = [row for row in rows if math.isfinite(row["nll"]) and row.get("cache_size") is None]
             if len({row["mem_len"] for row in finite}) > 1:
                 curves.append(sorted(finite, key=lambda row: row["mem_len"]))
@@ -198,11 +201,11 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     return result, None if result["mem_len"] == 0 else without
 
 
-def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
+def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
     """One event a step: a run that went on from an earlier checkpoint has logged some steps twice, or in vain."""
     by_step: dict[int, Event] = {}
     for event in events:
-        if event["event"] in ("start", "resume"):
+        if event["event"] in _BEGINNINGS:
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
         elif event["event"] == kind and math.isfinite(event[loss]):
             by_step[event["step"]] = event
@@ -213,7 +216,7 @@ def _compression(events: Sequence[Event], result: Row) -> Event | None:
     """The newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):
-        if event["event"] != "compression":
+        if event["event"] != EventName.COMPRESSION:
             continue
         if (event["corpus"], event["split"], event["text"], event.get("settings")) == wanted:
             return event

@@ -27,6 +27,7 @@ from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
+from txl.runs.events import EventName, StartEvent, fields_of, select
 
 if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
     import torch
@@ -93,12 +94,9 @@ class RunDirectory:
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
-    def append(self, event: str, step: int, **fields: Any) -> None:
-        """Add an event to the log, as one line.
-
-        Raises:
-            UserError: if the log cannot be written.
-        """
+    def append(self, event: EventName, step: int, **fields: Any) -> None:
+        """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
+        assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
         path = self.path / "log.jsonl"
         try:
@@ -148,19 +146,19 @@ class RunDirectory:
         return found, torn
 
     def run_id(self) -> str | None:
-        """What tells this run from all others; None if its log does not say."""
-        for event in self.events():
-            if event["event"] == "start" and isinstance(event.get("run"), str):
-                return event["run"]
-        return None
+        """Return the identity that tells this run from all others; None if its log does not say."""
+        runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
+        return next((run for run in runs if isinstance(run, str)), None)
 
-    def started(self) -> dict[str, Any]:
-        """The event with which training began; empty for an imported model."""
-        return next((event for event in reversed(self.events()) if event["event"] == "start"), {})
+    def started(self) -> StartEvent | None:
+        """Return the newest event with which training began; None for an imported model."""
+        starts = select(self.events(), StartEvent, EventName.START)
+        return starts[-1] if starts else None
 
     def trained_on(self) -> dict[str, Any]:
-        """What the log says of the training text (`Corpus.info`); empty for an imported model."""
-        return self.started().get("corpus", {})
+        """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
+        started = self.started()
+        return {} if started is None else started.get("corpus", {})
 
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that `best` or `latest` names, if there is one."""

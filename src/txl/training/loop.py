@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 
 from txl.errors import RunInterrupted
+from txl.runs.events import EventName
 from txl.training.display import Pace, Reading
 from txl.training.optimisers import WeightAverage, average_begins, learning_rate, set_learning_rate
 from txl.training.recovery import check_end, report_spike, skip_update
@@ -49,7 +50,7 @@ class TrainingLoop:
             self._train()
             self.saver.wait()
         check_end(self.state, self.setup)
-        self.setup.log.record("end", self.state.counters.step, elapsed=self.state.counters.seconds)
+        self.setup.log.record(EventName.END, self.state.counters.step, elapsed=self.state.counters.seconds)
         self.setup.log.close()
 
     def _train(self) -> None:
@@ -111,7 +112,7 @@ class TrainingLoop:
         step = state.counters.step
         if state.average is None and average_begins(step, state.counters.validation_losses, train):
             state.average = WeightAverage(state.model, train.average_mu)
-            self.setup.log.record("average", step)
+            self.setup.log.record(EventName.AVERAGE, step)
             self.setup.display.message(f"step {step}: from here on the weights are averaged")
 
     def _step(self, rate: float) -> float:
@@ -216,7 +217,7 @@ class TrainingLoop:
         step = self.state.counters.step
         self.saver.save(self.state, required=True)
         name = signal.Signals(received).name
-        self.setup.log.record("stop", step, reason=name)
+        self.setup.log.record(EventName.STOP, step, reason=name)
         raise RunInterrupted(
             f"stopped by {name} at step {step} of {self.setup.run.train.steps}; everything is saved in "
             f"{self.setup.directory.path}: run the same command to go on",

@@ -11,6 +11,7 @@ from txl.data.streams import Segment
 from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
 from txl.runs.checkpoints import checkpoint_name, remove_later, verify_checkpoint
+from txl.runs.events import EventName
 from txl.training.saver import REMEDY, CheckpointSaver, is_lost, last_checkpoint, point_at_best
 from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
@@ -39,7 +40,7 @@ def skip_update(
         "offset": segment.position.offset,
         "tokens": list(segment.tokens.shape),
     }
-    setup.log.record("skipped", counters.step, in_a_row=counters.skipped_in_a_row, **fields)
+    setup.log.record(EventName.SKIPPED, counters.step, in_a_row=counters.skipped_in_a_row, **fields)
     what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
     # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
     lost = is_lost(setup, state.model)
@@ -47,7 +48,7 @@ def skip_update(
         setup.display.message(f"step {counters.step}: {what}; the update is skipped")
         return
     saver.finish(state)
-    setup.log.record("stop", counters.step, reason="not finite")
+    setup.log.record(EventName.STOP, counters.step, reason="not finite")
     path = setup.directory.path / "not-finite.json"
     if processes.is_first:
         details = fields | {"step": counters.step, "batch": segment.tokens.tolist()}
@@ -74,7 +75,7 @@ def check_end(state: TrainingState, setup: TrainingSetup) -> None:
     if reason is None:
         return
     reason = f"the last {name} is {reason}"
-    setup.log.record("end", counters.step, elapsed=counters.seconds, diverged=reason)
+    setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, diverged=reason)
     skipped = f" ({counters.skipped:,} updates were skipped)" if counters.skipped else ""
     raise TrainingDiverged(
         f"step {counters.step} of {setup.run.train.steps}: training diverged, the model in {setup.directory.path} is "
@@ -107,7 +108,7 @@ def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSa
     """Report a leap of the loss, and go back to the last checkpoint that was due, if that is configured."""
     counters, train = state.counters, setup.run.train
     mean = counters.watch.mean
-    setup.log.record("spike", counters.step, loss=result.loss, grad_norm=result.grad_norm, recent_mean=mean)
+    setup.log.record(EventName.SPIKE, counters.step, loss=result.loss, grad_norm=result.grad_norm, recent_mean=mean)
     goes_back = (
         train.on_spike == "rollback"
         and counters.scheduled_step is not None
@@ -142,7 +143,7 @@ def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver
     counters = state.counters
     counters.rollbacks = was.rollbacks + 1
     counters.skipped, counters.seconds = was.skipped, was.seconds
-    setup.log.record("rollback", counters.step, from_step=was.step)
+    setup.log.record(EventName.ROLLBACK, counters.step, from_step=was.step)
     if processes.is_first:
         point_at_best(setup.directory, counters.best_step)
         remove_later(setup.directory.checkpoints, target)

@@ -22,6 +22,7 @@ from txl.runs.checkpoints import (
 )
 from txl.runs.checkpoints import checkpoint_names as names_in
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 from txl.training.snapshot import capture
 from txl.training.state import TrainingSetup, TrainingState
 
@@ -107,12 +108,12 @@ class CheckpointSaver:
         if self._setup.run.train.on_save_error == "stop":
             raise error
         self._setup.display.message(f"note: {error}; training goes on")
-        self._setup.log.record("save failed", state.counters.step, reason=str(error))
+        self._setup.log.record(EventName.SAVE_FAILED, state.counters.step, reason=str(error))
 
     def _refuse_lost_weights(self, state: TrainingState) -> None:
         """Keep weights that are not finite out of checkpoints: an update by finite gradients may have made them so."""
         if is_lost(self._setup, state.best_model):
-            self._setup.log.record("stop", state.counters.step, reason="not finite")
+            self._setup.log.record(EventName.STOP, state.counters.step, reason="not finite")
             raise TrainingDiverged(
                 f"step {state.counters.step}: the weights are not finite and were not saved; "
                 f"{last_checkpoint(self._directory)}; {REMEDY}"
@@ -175,7 +176,7 @@ class CheckpointSaver:
         self._directory.set_pointer("latest", written.name)
         point_at_best(self._directory, best_step)
         seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
-        self._setup.log.record("checkpoint", step, directory=written.name, best=best_step == step, **seconds)
+        self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=best_step == step, **seconds)
         # The best that stands stays until a better one does: the save of that one may have failed.
         best = self._directory.pointer("best")
         kept = {checkpoint_name(each) for each in protected} | {written.name} | ({best.name} if best else set())

@@ -27,6 +27,7 @@ from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import belongs_to, read_state, remove_partial
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
+from txl.runs.events import EventName
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
@@ -190,8 +191,8 @@ class Trainer:
                 )
         elif not is_new:
             vocabulary = self.directory.vocabulary()
-            starts = [event for event in self.directory.events() if event["event"] == "start"]
-            inherited = vocabulary if starts and starts[-1].get("init_from") else None
+            started = self.directory.started()
+            inherited = vocabulary if started is not None and started.get("init_from") else None
 
         # Bytes are the same everywhere; a run's own vocabulary is found again by preparing the corpus anew.
         if vocabulary is None or vocabulary.kind == "byte" or inherited is None:
@@ -240,7 +241,7 @@ class Trainer:
         """Write what makes the directory a run; config.json comes last."""
         if self.processes.is_first:
             self.directory.write_vocabulary(loop.setup.corpus.vocabulary)
-        self._announce(loop, "start")
+        self._announce(loop, EventName.START)
         self._note_what_belongs(loop)
         if keep_weights:
             # The run no longer depends on where its weights came from.
@@ -252,12 +253,12 @@ class Trainer:
     def _go_on(self, loop: TrainingLoop) -> None:
         found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display))
         if found is None:
-            self._announce(loop, "start")  # it was stopped, the hard way, before its first checkpoint
+            self._announce(loop, EventName.START)  # it was stopped, the hard way, before its first checkpoint
         else:
             loop.resume(self.directory.checkpoints / found)
             before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
             self._note_changes(loop, RunConfig.from_dict(before))
-            self._announce(loop, "resume")
+            self._announce(loop, EventName.RESUME)
         self._note_what_belongs(loop)
         if self.processes.is_first and self.directory.config() != self.run:
             self.directory.write_config(self.run)
@@ -271,7 +272,7 @@ class Trainer:
         steps = before.train.steps, self.run.train.steps
         if steps[0] != steps[1]:
             changes = extension_changes(before, self.run, step)
-            loop.setup.log.record("extend", step, from_steps=steps[0], to_steps=steps[1], changes=changes)
+            loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
             display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
 
@@ -281,14 +282,14 @@ class Trainer:
         found, refused = newest_good(self.directory)
         for reason in refused:
             display.message(f"note: {reason}")
-            self.directory.append("refused", 0, reason=reason)
+            self.directory.append(EventName.REFUSED, 0, reason=reason)
         return None if found is None else found.name
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
         loop.saver.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
 
-    def _announce(self, loop: TrainingLoop, event: str) -> None:
+    def _announce(self, loop: TrainingLoop, event: EventName) -> None:
         """Show and log what is trained on what, if this is the process that writes."""
         if not self.processes.is_first:
             return
@@ -314,7 +315,7 @@ class Trainer:
             processes=self.processes.count,
             run=self.directory.run_id() or uuid.uuid4().hex,
         )
-        if event == "resume":
+        if event == EventName.RESUME:
             start = f", going on from step {step}"
         else:
             note = "" if self._init_note is None else f" ({self._init_note})"
@@ -328,7 +329,7 @@ class Trainer:
             f"{run.name}: {total:,} parameters, {corpus.name} in {corpus.unit} tokens, "
             f"{attention} on {self.device}{together}{start}"
         )
-        if event == "resume":
+        if event == EventName.RESUME:
             return
         for note in corpus.notes("test") if "test" in corpus.splits else ():
             display.message(f"note: {note}")
