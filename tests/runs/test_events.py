@@ -20,7 +20,7 @@ SPLITS = {"train", "valid", "test"}
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in NAMES}
+    return {str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in NAMES}
 
 
 def _is_event(node: ast.AST) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from txl.config.models import MODEL_FIELDS, ModelConfig, model_with
+from txl.config.families import MODEL_FIELDS, model_with
+from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
 from txl.config.values import hints_of, parse_value, shown
 from txl.errors import UserError

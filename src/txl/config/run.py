@@ -6,8 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from txl.config.models import ModelConfig, TransformerXLConfig, model_from_dict
+from txl.config.families import model_from_dict
+from txl.config.model import ModelConfig
 from txl.config.sections import DataConfig, EvalConfig, TrainConfig
+from txl.config.transformer_xl import TransformerXLConfig
 from txl.config.values import from_plain
 
 

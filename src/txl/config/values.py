@@ -169,8 +169,10 @@ def require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as it is said in a message: none for None."""
-    return "none" if value is None else str(value)
+    """Return a value as messages and the command line have it: none, true, [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def checked(hint: Any, value: Any, name: str) -> Any:

@@ -138,7 +138,7 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
         if event["event"] == EventName.SWEEP and event["split"] == "test":
-            finite = [row for row in rows if math.isfinite(row["nll"]) and row.get("cache_size") is None]
+            finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
             if len({row["mem_len"] for row in finite}) > 1:
                 curves.append(sorted(finite, key=lambda row: row["mem_len"]))
     curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
@@ -148,24 +148,9 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list
 def _targets(row: Row) -> tuple[Any, ...]:
     """What two evaluations must share for their difference to be the memory's."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
-    names += ("cache_size", "cache_theta", "cache_lambda")
+    names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
-    return (*(row.get(name) for name in names), adapting, temperature(row), is_sliding(row), is_exhaustive(row))
-
-
-def temperature(row: Row) -> float:
-    """Of the softmax. Logs from before there was one lack it, and what the next two say."""
-    return row.get("temperature", 1.0)
-
-
-def is_sliding(row: Row) -> bool:
-    """Whether each target was predicted from a window of its own, of `segment` tokens."""
-    return row.get("sliding", False)
-
-
-def is_exhaustive(row: Row) -> bool:
-    """Whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
-    return row.get("exhaustive", False)
+    return (*(row[name] for name in names), adapting)
 
 
 def _own_way(row: Row, start: Event) -> bool:
@@ -173,8 +158,8 @@ def _own_way(row: Row, start: Event) -> bool:
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
     """
-    own = start["config"]["eval"].get("temperature", 1.0)
-    return temperature(row) == own and not is_sliding(row) and not is_exhaustive(row)
+    own = start["config"]["eval"]["temperature"]
+    return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
 def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
@@ -186,7 +171,7 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     # Neither a cache nor weights that follow what they read are the model.
-    rows = [row for row in rows if row.get("cache_size") is None and row.get("dynamic") is None]
+    rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:
@@ -218,6 +203,6 @@ def _compression(events: Sequence[Event], result: Row) -> Event | None:
     for event in reversed(events):
         if event["event"] != EventName.COMPRESSION:
             continue
-        if (event["corpus"], event["split"], event["text"], event.get("settings")) == wanted:
+        if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
             return event
     return None

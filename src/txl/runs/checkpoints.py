@@ -34,8 +34,6 @@ STATE_SHARDS = "training_state"
 STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
-_READABLE = (1, 2)
-"""1 had each part of the lanes' memory apart; its weights are the same."""
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
 """Bytes compared at a time."""
@@ -247,11 +245,6 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     manifest = read_manifest(checkpoint)
     if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
         raise UserError(f"{checkpoint}: a checkpoint of another run; it was brought here from elsewhere")
-    if manifest["format"] != _FORMAT:
-        raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest['format']}, which can be evaluated but not gone on from; "
-            f"start from its weights with --init-from"
-        )
     for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
         verify_file(checkpoint, name)
     read_state(checkpoint)
@@ -267,15 +260,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
     manifest = _json_object(path)
-    if manifest.get("format") not in _READABLE:
+    if manifest.get("format") != _FORMAT:
         raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format "
-            f"{' and '.join(map(str, _READABLE))}"
+            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format {_FORMAT}"
         )
     for name, kind in (("step", int), ("files", dict)):
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
-    if manifest["format"] > 1 and manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest):
         raise UserError(f"{path}: altered: it does not have the sha256 that it says; {_OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
         raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")

@@ -68,7 +68,7 @@ class StartEvent(Event):
     """The words of the command line."""
     init_from: str | None
     """The directory that the first weights came from; None: drawn at random."""
-    init_note: NotRequired[str | None]
+    init_note: str | None
     """Classifiers of auxiliary losses that were left out or begun anew."""
     processes: int
     run: str
@@ -103,7 +103,7 @@ class TrainEvent(Event):
     tokens_per_second: float
     tokens: int
     """Targets trained on since the run began."""
-    tokens_read: NotRequired[int]
+    tokens_read: int
     """Tokens of all segments since the run began."""
     elapsed: float
     """Seconds of training since the run began."""
