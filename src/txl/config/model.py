@@ -39,7 +39,7 @@ def family_name(name: str) -> Any:
 
 @dataclass
 class ModelConfig(ABC):
-    """What the models of all families have. Lengths count tokens, widths features."""
+    """The configuration that models of all families have. Lengths count tokens, widths features."""
 
     family: str = family_name("")
     n_layer: int = shaping(12, "number of layers N", at_least=1, at_most=10_000)
@@ -130,12 +130,12 @@ class ModelConfig(ABC):
 
     @property
     def carries_state(self) -> bool:
-        """Whether anything goes from one segment to the next."""
+        """True if anything goes from one segment to the next."""
         return self.constant_state or self.mem_len > 0
 
     @property
     def has_dropout(self) -> bool:
-        """Whether layers have dropout, inside or behind them."""
+        """True if layers have dropout, inside or behind them."""
         return self.dropout > 0
 
     @property
@@ -165,16 +165,16 @@ class ModelConfig(ABC):
 
     @property
     def loss_depends_on_progress(self) -> bool:
-        """Whether the training loss is another one in the course of training."""
+        """True if the training loss changes in the course of training."""
         return False
 
     @property
     def first_weights(self) -> str:
-        """How the weights are drawn: "normal" or "xavier"."""
+        """The distribution of the first weights: "normal" or "xavier"."""
         return "normal"
 
     def weight_settings(self) -> dict[str, Any]:
-        """The settings without which the weights mean something else; lengths and dropout are not among them."""
+        """Return the settings without which the weights mean something else; lengths and dropout are not among them."""
         names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
         return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
 
@@ -203,7 +203,7 @@ class ModelConfig(ABC):
         """Count the parameters of the layers and of what belongs to the family alone."""
 
     def for_segment(self, segment: int, random_segments: bool = False) -> Self:
-        """A copy with as many positions, or at most as many distances, as segments of a length have.
+        """Return a copy with as many positions, or at most as many distances, as segments of a length have.
 
         Args:
             segment: tokens of a training segment.
@@ -212,7 +212,7 @@ class ModelConfig(ABC):
         return dataclasses.replace(self)
 
     def validate(self) -> None:
-        """The rules of the model's shape, whatever it is trained on and for how long.
+        """Check the rules of the model's shape, whatever it is trained on and for how long.
 
         Raises:
             UserError: naming the first field that breaks one.
@@ -249,7 +249,7 @@ class ModelConfig(ABC):
             )
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """The rules of how this model can be trained and tested.
+        """Check the rules of how this model can be trained and tested.
 
         Raises:
             UserError: naming the first field that breaks one.
@@ -298,7 +298,7 @@ class ModelConfig(ABC):
 
 @dataclass
 class TransformerConfig(ModelConfig):
-    """What Transformers have, with memory or without."""
+    """The configuration that Transformers have, with memory or without."""
 
     n_head: int = shaping(8, "attention heads", at_least=1, at_most=2**12)
     d_head: int = shaping(64, "width of one head; n_head * d_head may differ from d_model", at_least=1, at_most=2**16)

@@ -24,12 +24,12 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, ready for JSON."""
+        """Return plain dictionaries and lists, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of `to_dict`; missing fields take their defaults.
+        """Build a configuration from `to_dict` of it; missing fields take their defaults.
 
         Raises:
             UserError: for a field that this version does not know, or a value of the wrong type.
@@ -38,7 +38,7 @@ class RunConfig:
 
 
 def validate(run: RunConfig) -> None:
-    """The rules of a whole configuration, apart from those that depend on the data.
+    """Check the rules of a whole configuration, apart from those that depend on the data.
 
     Raises:
         UserError: naming the first field that breaks one.

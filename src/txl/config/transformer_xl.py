@@ -57,7 +57,7 @@ class TransformerXLConfig(TransformerConfig):
         return settings
 
     def longest_distance(self, segment: int) -> int:
-        """The largest distance between a query and a key that it sees, in segments of that many tokens."""
+        """Return the largest distance between a query and a key that it sees, in segments of that many tokens."""
         limits = [self.mem_len + segment - 1]
         limits += [] if self.window is None else [self.window - 1]
         return min(limits + ([] if self.clamp_len is None else [self.clamp_len]))
@@ -82,7 +82,8 @@ class TransformerXLConfig(TransformerConfig):
         return layers + self.n_layer * self.d_model * attention + biases
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """Every learned vector of a distance is met in training; another would be noise in a longer evaluation."""
+        """Check that training meets every learned vector of a distance; others would be noise in a longer
+        evaluation."""
         super().validate_use(train, evaluation)
         farthest = self.longest_distance(train.segment)
         if self.encoding == "shaw" and self.max_distance > farthest:

@@ -93,7 +93,7 @@ class VanillaConfig(TransformerConfig):
         return super()._layer_parameters(vocab_size) + learned + self.n_auxiliary * vocab_size * (self.d_model + 1)
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """No segment is longer than there are positions, and all targets of one are read."""
+        """Check that no segment is longer than there are positions, and that all targets of one are read."""
         super().validate_use(train, evaluation)
         if train.loss == "last" and self.n_target > 1:
             raise UserError(

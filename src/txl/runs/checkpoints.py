@@ -42,7 +42,7 @@ _OTHERWISE = "use another checkpoint or restore it from a copy"
 
 @dataclass
 class Contents:
-    """What a checkpoint holds."""
+    """Weights, training state and identity that a checkpoint holds."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
@@ -56,7 +56,7 @@ class Contents:
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory's name."""
+    """Return the name of a checkpoint's directory."""
     return f"step-{step:08d}"
 
 
@@ -71,7 +71,7 @@ def _step_of(name: str) -> int:
 
 
 def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
-    """What a checkpoint belongs to: the model's configuration, the hash of the vocabulary's file, and the run.
+    """Return the identity of a checkpoint: the model's configuration, the hash of the vocabulary's file, and the run.
 
     Raises:
         UserError: if the vocabulary cannot be read.
@@ -177,7 +177,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, after comparing it with the manifest.
+    """Read the tensors of one file of a checkpoint, after comparing it with the manifest.
 
     Raises:
         UserError: if something is missing, truncated or altered, or weights are not finite.
@@ -200,7 +200,7 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The numbers of a checkpoint's training state, after comparing the file with the manifest.
+    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest.
 
     Raises:
         UserError: if something is missing, truncated or altered.
@@ -251,7 +251,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's manifest.
+    """Read a checkpoint's manifest.
 
     Raises:
         UserError: if it is missing, damaged, of another version or of another checkpoint.
@@ -275,7 +275,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _own_sha256(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest without this line of it."""
+    """Return the sha256 of a manifest without this line of it."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -337,7 +337,7 @@ def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
 
 
 def _deleted(checkpoint: Path) -> bool:
-    """Delete a checkpoint; whether that went well."""
+    """Delete a checkpoint and return whether that succeeded."""
     # Under another name first: what is left of a deletion that was cut off must not look like a damaged checkpoint.
     doomed = checkpoint.with_name(f".{checkpoint.name}.deleted{_PARTIAL}")
     try:

@@ -55,7 +55,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def config(self) -> RunConfig:
-        """The run's configuration.
+        """Read the run's configuration.
 
         Raises:
             UserError: if it is missing or damaged.
@@ -88,7 +88,7 @@ class RunDirectory:
         write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
-        """The run's vocabulary; None for an imported model that came without one."""
+        """Read the run's vocabulary; None for an imported model that came without one."""
         from txl.data.vocabulary import Vocabulary
 
         path = self.path / "vocabulary.json"
@@ -112,7 +112,7 @@ class RunDirectory:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[dict[str, Any]]:
-        """All events of the log in order; lines that a crash has torn are left out.
+        """Read all events of the log in order; lines that a crash has torn are left out.
 
         Raises:
             UserError: if the log cannot be read.
@@ -120,7 +120,7 @@ class RunDirectory:
         return self.events_and_torn()[0]
 
     def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
-        """All events of the log in order, and how many lines are torn.
+        """Read all events of the log in order, and count the torn lines.
 
         Raises:
             UserError: if the log cannot be read.
@@ -161,7 +161,7 @@ class RunDirectory:
         return {} if started is None else started.get("corpus", {})
 
     def pointer(self, name: str) -> Path | None:
-        """The checkpoint that `best` or `latest` names, if there is one."""
+        """Return the checkpoint that `best` or `latest` names, if there is one."""
         try:
             target = (self.path / name).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -179,12 +179,12 @@ class RunDirectory:
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
-        """The newest checkpoint there is, named by `latest` or not: a crash may have come before that."""
+        """Return the newest checkpoint, named by `latest` or not: a crash may have come before that."""
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
     def checkpoint(self, which: str | None = None) -> Path:
-        """The directory of a checkpoint.
+        """Return the directory of a checkpoint.
 
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
@@ -206,7 +206,7 @@ class RunDirectory:
         return found
 
     def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[Decoder[Any], Vocabulary | None]:
-        """The model of a checkpoint, in evaluation mode, and the run's vocabulary.
+        """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
@@ -234,7 +234,7 @@ class RunDirectory:
         return model.to(device).eval(), vocabulary
 
     def is_locked(self) -> bool:
-        """Whether somebody trains here now, on this machine."""
+        """Return whether somebody trains here now, on this machine."""
         try:
             with open(self.path / ".lock") as file:
                 portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
@@ -246,7 +246,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains in this directory meanwhile.
+        """Keep others from training in this directory within the block.
 
         Raises:
             UserError: if somebody does, or the directory cannot be written.
@@ -283,7 +283,7 @@ class RunDirectory:
 
 @contextmanager
 def _opened_directory(path: Path) -> Iterator[int | None]:
-    """A descriptor of a directory; None where a system opens files alone (Windows)."""
+    """Open a directory and give its descriptor; None where a system opens files alone (Windows)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -314,7 +314,7 @@ def _of_today(config: Any) -> Any:
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> tuple[Decoder[Any], Vocabulary | None]:
-    """The model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
+    """Load the model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
 
     Args:
         path: a run directory.

@@ -1,4 +1,4 @@
-"""How a run fares, out of its log and its checkpoints; nothing is changed by looking."""
+"""The status of a run, from its log and its checkpoints; nothing is changed by looking."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TELL_STEP = (_TELL_STATE - {EventName.IMPORT}) | {EventName.CHECKPOINT, EventNa
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What `txl status` tells."""
+    """State, progress and troubles of a run, as `txl status` prints them."""
 
     directory: str
     state: str
@@ -48,11 +48,11 @@ class RunStatus:
     unit: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return everything, ready for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the lines that a person reads."""
         share = f"{self.step:,} of {self.steps:,} ({100 * self.step / self.steps:.1f}%)"
         lines = [f"{self.directory}: {self.state}", f"step             {share}"]
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
@@ -79,7 +79,7 @@ class RunStatus:
 
 
 def run_status(path: Path) -> RunStatus:
-    """The status of a run directory.
+    """Read the status of a run directory.
 
     Raises:
         UserError: if it is none.
@@ -130,7 +130,8 @@ def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
-    """The newest good checkpoint, and why newer ones are none. A run that trains may delete what is being looked at."""
+    """Return the newest intact checkpoint, and why newer ones cannot be used. A run that trains may delete one that is
+    being looked at."""
     refused: list[str] = []
     for _ in range(_LOOKS):
         refused, gone = [], False

@@ -94,7 +94,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
+    """Return the optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -160,14 +160,14 @@ class WeightAverage(Generic[ModelT]):
 
 
 def _mix(averages: Any, newest: Any, count: Any, mu: float | None) -> None:
-    """average + mu (newest - average) for each tensor, in place; `count` weights are in the averages."""
+    """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
     weight = 1 / (int(count) + 1) if mu is None else mu
     for average, new in zip(averages, newest, strict=True):
         average.lerp_(new, weight)
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
-    """Whether an average of the weights begins after this step.
+    """Return whether an average of the weights begins after this step.
 
     Args:
         step: steps made.

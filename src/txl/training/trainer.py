@@ -108,7 +108,7 @@ class Trainer:
             return self._fit_first()
 
     def _fit_first(self) -> dict[str, Any]:
-        """`fit` for the process that writes."""
+        """Do `fit` in the process that writes."""
         made = make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
         was_ours = (self.directory.path / ".lock").exists()
@@ -130,7 +130,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Whether the directory holds a run of this configuration and text.
+        """Return whether the directory holds a run of this configuration and text.
 
         Raises:
             UserError: if the directory or the corpus cannot be read.
@@ -175,7 +175,7 @@ class Trainer:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """The corpus, in the vocabulary that the run has or inherits.
+        """Open the corpus, in the vocabulary that the run has or inherits.
 
         Raises:
             UserError: if it cannot be read in that vocabulary.
