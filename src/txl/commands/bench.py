@@ -17,8 +17,8 @@ from txl.commands.options import (
     config_options,
     numbers,
     pick_device,
-    print_json,
 )
+from txl.commands.output import print_json
 from txl.config import validate, with_options
 from txl.errors import UserError
 

@@ -13,9 +13,8 @@ from txl.commands.options import (
     base_config,
     config_options,
     pick_device,
-    print_json,
-    say,
 )
+from txl.commands.output import print_json, say
 from txl.config import RunConfig, with_options
 from txl.errors import UserError
 

@@ -11,24 +11,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from txl.commands.evaluate import open_run_corpus, training_tokens
 from txl.commands.options import (
     add_checkpoint,
     add_data_dir,
     add_json,
     add_memory_options,
+    check_out,
     existing_run,
     memory_settings,
-    print_json,
-    progress_bar,
-    say,
 )
-from txl.commands.score import check_out, output
+from txl.commands.output import output, print_json, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.compression.files import CodingModel, DynamicRecipe, Sizes
-
+    from txl.data.prepared import Tokens
 
 _LEARNING_RATE = 0.03
 """Of sgd, where nothing was tuned."""
@@ -164,6 +161,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     """The model that a file is coded by; with the memory lengths that the options and the run say, or without."""
     from txl.compression.files import CodingModel
+    from txl.runs.corpus import open_run_corpus, training_tokens
     from txl.runs.directory import RunDirectory
 
     run_directory = RunDirectory(existing_run(arguments.model))
@@ -171,9 +169,9 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no file can be read; give one when importing")
 
-    def training() -> Any:
-        quiet = argparse.Namespace(data_dir=arguments.data_dir, json=True)
-        return training_tokens(run_directory, vocabulary, open_run_corpus(run_directory, vocabulary, quiet), quiet)
+    def training() -> Tokens:
+        corpus = open_run_corpus(run_directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
+        return training_tokens(run_directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=True)
 
     settings = memory_settings(arguments, run_directory.config()) if lengths else {}
     return CodingModel(model.eval(), vocabulary, settings, training)

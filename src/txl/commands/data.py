@@ -7,7 +7,8 @@ import dataclasses
 import typing
 from typing import Any
 
-from txl.commands.options import add_data_dir, add_json, print_json
+from txl.commands.options import add_data_dir, add_json
+from txl.commands.output import print_json
 from txl.config import DataConfig, RunConfig, parse_value, validate
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import add_config_options, add_data_dir, config_options, say
+from txl.commands.options import add_config_options, add_data_dir, config_options
+from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import add_checkpoint, add_json, print_json, run_to_read
+from txl.commands.options import add_checkpoint, add_json, run_to_read
+from txl.commands.output import print_json
 
 
 def add_parser(commands: Any) -> None:

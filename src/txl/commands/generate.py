@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluate import checkpoint_step, record
 from txl.commands.options import (
     add_checkpoint,
     add_detokenise,
@@ -22,9 +21,9 @@ from txl.commands.options import (
     memory_settings,
     note_lacking,
     pick_device,
-    print_json,
     run_to_read,
 )
+from txl.commands.output import print_json, record
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def record_sample(
     record(
         run_directory,
         "sample",
-        checkpoint_step(checkpoint),
+        checkpoint,
         prompt=prompt[-KEPT:],
         text=text[:KEPT],
         checkpoint=checkpoint.name,

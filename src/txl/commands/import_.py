@@ -7,7 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from txl.commands.options import add_config_options, add_json, config_options, print_json
+from txl.commands.options import add_config_options, add_json, config_options
+from txl.commands.output import print_json
 from txl.config import leaf_fields
 from txl.errors import UserError
 

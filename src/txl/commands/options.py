@@ -1,18 +1,15 @@
-"""Options that several commands share, and the values they take."""
+"""Options that several commands share, and what they name: configurations, devices, runs, corpora and files."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
-import sys
-from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from txl.commands.output import say
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
@@ -28,6 +25,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
+    from txl.data.prepared import Corpus
     from txl.data.vocabulary import Vocabulary
     from txl.runs.directory import RunDirectory
 
@@ -327,6 +325,32 @@ def writable_folder(path: str | Path) -> Path:
     return folder
 
 
+def check_out(out: str | None, source: Path | None) -> None:
+    """Refuse an output that cannot be, before anything is computed."""
+    if out is None:
+        return
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out}: {path.parent} is not a folder; make it first")
+    if path.is_dir():
+        raise UserError(f"--out {out} is a folder; expected the name of a file")
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError(f"--out {out} is the source itself; expected another file")
+
+
+def run_corpus(
+    run: RunDirectory, vocabulary: Vocabulary | None, arguments: argparse.Namespace, whole: bool = False
+) -> Corpus:
+    """Open the corpus that the run was trained on, or the one that the options name, in the run's own vocabulary."""
+    from txl.runs.corpus import is_trained_on, open_run_corpus
+
+    options = config_options(arguments)
+    corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
+    if not options and not whole and not is_trained_on(run, corpus):
+        say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+    return corpus
+
+
 def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
     """Say which words or characters of a prompt are read as `<unk>`."""
     lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
@@ -335,114 +359,3 @@ def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
         shown = [each if words else f"{each!r} (U+{ord(each):04X})" for each in lacking[:_NAMED]]
         more = f" and {len(lacking) - _NAMED:,} more" if len(lacking) > _NAMED else ""
         say(f"note: the vocabulary lacks {', '.join(shown)}{more}; read as <unk>")
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output; numbers that JSON has no name for become null."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(each) for key, each in item.items()}
-        if isinstance(item, (list, tuple)):
-            return [plain(each) for each in item]
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    print(json.dumps(plain(value), ensure_ascii=False))
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr)
-
-
-def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
-    """A table on standard output, below its title; nothing in it is read as markup.
-
-    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
-    a pipe, a row stays a line.
-
-    Args:
-        title: a line; it may be long.
-        headings: of the columns.
-        rows: what stands below them.
-        text: the columns that hold text, not numbers.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    rows, console = list(rows), Console()
-
-    def made(roomy: bool) -> Table:
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(headings):
-            if heading in text:
-                table.add_column(Text(heading), overflow="fold")
-            else:
-                words = [heading] if roomy else [word[:12] for word in heading.split()]
-                width = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
-                table.add_column(Text(heading), justify="right", overflow="fold", width=width)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        return table
-
-    def measured(table: Table) -> Measurement:
-        return Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
-
-    table, width = made(roomy=True), measured(made(roomy=True)).maximum
-    if console.is_terminal and width > console.width:
-        table = made(roomy=False)
-        width = max(console.width, measured(table).minimum)
-    print(title)
-    sys.stdout.flush()
-    Console(width=width).print(table)
-
-
-def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
-    """A progress display on standard error (only on a terminal), and the function that moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    )
-    task = progress.add_task(description, total=None)
-
-    def move(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total)
-
-    return progress, move
-
-
-class ProgressByPart:
-    """Shows a bar for each part of the work, named by its first argument; a context manager."""
-
-    def __init__(self, quiet: bool):
-        self._quiet, self._what = quiet, ""
-        self._bar: Any = None
-        self._move: Any = None
-
-    def __enter__(self) -> ProgressByPart:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Move the bar of a part, which ends the bar of the part before it."""
-        if what != self._what:
-            self.__exit__()
-            self._what = what
-            self._bar, self._move = progress_bar(what, self._quiet)
-            self._bar.start()
-        self._move(done, total)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from txl.commands.options import add_json, print_json, print_table
+from txl.commands.options import add_json
+from txl.commands.output import print_json, print_table
 
 
 def add_parser(commands: Any) -> None:

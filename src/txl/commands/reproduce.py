@@ -15,9 +15,8 @@ from txl.commands.options import (
     add_json,
     config_options,
     pick_device,
-    print_json,
-    say,
 )
+from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError
 

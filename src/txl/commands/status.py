@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from txl.commands.options import add_json, existing_run, print_json
+from txl.commands.options import add_json, existing_run
+from txl.commands.output import print_json
 
 
 def add_parser(commands: Any) -> None:

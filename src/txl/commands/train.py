@@ -16,9 +16,8 @@ from txl.commands.options import (
     check_corpus,
     config_options,
     pick_device,
-    print_json,
-    say,
 )
+from txl.commands.output import print_json, say
 from txl.config import RunConfig, leaf_fields, validate, with_options
 from txl.errors import UserError
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 from unicodedata import category
 
-from txl.data.sources import WHOLE
+from txl.data.corpora import Corpus, is_named
+from txl.data.sources import WHOLE, is_cut
 from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
 from txl.units import ppl_text
 
@@ -136,3 +137,31 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
         f"checkpoint {row['checkpoint']}",
     ]
     return "; ".join(words)
+
+
+def adaptation_text(dynamic: dict[str, Any]) -> str:
+    """Return the settings of a dynamic evaluation in words."""
+    words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
+    if "epsilon" in dynamic:
+        size = f"{dynamic['statistics']} of {dynamic['statistics_segments']:,} segments"
+        words += [f"epsilon {dynamic['epsilon']:g}", f"gradient statistics: {size}"]
+        if dynamic["statistics_batch_size"] > 1:
+            words[-1] += f" of {dynamic['statistics_batch_size']} lanes"
+    if dynamic["weights"] != "all":
+        words.append("feed-forward layers alone" if dynamic["weights"] == "feed-forward" else "biases and norms alone")
+    return f"dynamic evaluation by {dynamic['rule']} ({', '.join(words)})"
+
+
+def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
+    """Return in words which part of a corpus the first `n_read` tokens of a split are."""
+    sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
+    size = f"{sizes[split]:,} of its {sum(sizes.values()):,} bytes"
+    if split == WHOLE:
+        part = f"all of {corpus.name}, {sizes[split]:,} bytes"
+    elif not is_named(corpus.name) and is_cut(corpus.name):
+        cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
+        part = f"{cuts[split]} of {corpus.name}, {size}"
+    else:
+        part = f"the {split} split of {corpus.name}, {size}"
+    n_token = len(corpus.tokens(split))
+    return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"
