@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
     add_checkpoint,
@@ -23,8 +23,11 @@ from txl.commands.options import (
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("attention", help="show where the heads look, by distance and in the text")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

@@ -24,6 +24,7 @@ from txl.commands.output import output, print_json, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.compression.files import CodingModel, DynamicRecipe, Sizes
     from txl.data.prepared import Tokens
 
@@ -31,7 +32,7 @@ _LEARNING_RATE = 0.03
 """Of sgd, where nothing was tuned."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add both commands to the command line."""
     parser = commands.add_parser("compress", help="compress a file by a model's probabilities, without loss")
     parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")

@@ -37,10 +37,11 @@ from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.evaluation.dynamic_tuning import DynamicGain
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "dynamic",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.evaluations import (
     add_cache_options,
@@ -34,8 +34,11 @@ from txl.commands.options import (
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("eval", help="measure perplexity, bits per character and bits per byte")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

@@ -27,13 +27,14 @@ from txl.commands.output import print_json, record
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 KEPT = 2000
 """Characters of a text that the run's log keeps."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("generate", help="continue a prompt")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
     from txl.runs.directory import RunDirectory
 
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
 _NAMED = 8
 """Words or characters that a message names before it only counts them."""
 
@@ -226,21 +228,16 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
     ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
     read alone.
     """
-    mem_len = run.eval.mem_len if arguments.mem_len is None else arguments.mem_len
-    if arguments.window is not None:
-        window = arguments.window
-    elif arguments.mem_len is not None:
-        window = arguments.mem_len or "none"
-    else:
-        window = run.eval.window or "none"
-    return {"mem_len": mem_len, "window": window, "clamp_len": clamp_setting(arguments.clamp_len, run)}
+    lengths = run.eval.lengths()
+    if arguments.mem_len is not None:
+        lengths |= {"mem_len": arguments.mem_len, "window": arguments.mem_len or "none"}
+    given = {"window": arguments.window, "clamp_len": arguments.clamp_len}
+    return lengths | {name: value for name, value in given.items() if value is not None}
 
 
-def clamp_setting(given: int | str | None, run: RunConfig) -> Any:
-    """The clamp for an evaluation: what was given, else the run's test settings; a number or "none"."""
-    if given is not None:
-        return given
-    return "none" if run.eval.clamp_len is None else run.eval.clamp_len
+def clamp_setting(given: int | str | None, run: RunConfig) -> int | str:
+    """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
+    return run.eval.lengths()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:

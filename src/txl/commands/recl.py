@@ -23,10 +23,11 @@ from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("recl", help="measure how much context each model of a group still gains from")
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
     add_config_options,
@@ -20,8 +20,11 @@ from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "reproduce",

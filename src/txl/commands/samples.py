@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_checkpoint,
@@ -24,8 +24,11 @@ from txl.commands.options import (
 from txl.commands.output import ProgressByPart, print_json, print_table
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("samples", help="continue contexts of the test split, beside what follows there")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

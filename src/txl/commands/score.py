@@ -24,6 +24,7 @@ from txl.commands.output import output, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.evaluation.surprisal import TextTotals, TokenSurprisal
 
 _MARK = b"\xef\xbb\xbf"
@@ -31,7 +32,7 @@ _EVERY = 4096
 """Rows between two moves of the progress display."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("score", help="write the surprisal of every token of a text")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

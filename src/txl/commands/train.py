@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_config_options,
@@ -21,8 +21,11 @@ from txl.commands.output import print_json, say
 from txl.config import RunConfig, leaf_fields, validate, with_options
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "train",
@@ -128,21 +131,12 @@ def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Pa
     return candidate, out
 
 
-def vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Tokens in the vocabulary of a configuration's corpus; nothing is downloaded only to be counted."""
-    from txl.data.corpora import known_vocabulary_size, open_corpus
-
-    known = known_vocabulary_size(config.data)
-    if known is not None:
-        return known
-    return len(open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir).vocabulary)
-
-
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
+    from txl.data.corpora import vocabulary_size
     from txl.training.estimate import estimate, softmax_hint
 
-    vocab_size = vocabulary_size(config, arguments)
+    vocab_size = vocabulary_size(config.data, arguments.data_dir)
     costs = estimate(config, vocab_size)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})

@@ -26,12 +26,9 @@ def find_preset(name: str) -> Preset:
     """
     by_name = presets()
     if name not in by_name:
-        import difflib
+        from txl.errors import UserError, did_you_mean
 
-        from txl.errors import UserError
-
-        near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(by_name)}"
+        hint = did_you_mean(name, by_name, cutoff=0.4) or f"expected one of {', '.join(by_name)}"
         raise UserError(f"unknown preset {name!r}; {hint}")
     return by_name[name]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 from txl.reproduction import appendix, published_sentences
 from txl.reproduction import tables_1_to_5 as published
 from txl.reproduction import tables_6_to_10 as ablations
@@ -34,7 +32,6 @@ def find_definition(name: str) -> Definition:
     """
     every = definitions()
     if name not in every:
-        near = difflib.get_close_matches(name, every, n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(every)}"
+        hint = did_you_mean(name, every) or f"expected one of {', '.join(every)}"
         raise UserError(f"unknown table or figure {name!r}; {hint}")
     return every[name]

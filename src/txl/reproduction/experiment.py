@@ -223,10 +223,8 @@ class Experiment:
             corpus.tokens("valid"),
             corpus.tokens("test"),
             segment=run.eval.segment,
-            mem_len=run.eval.mem_len,
-            window=run.eval.window or "none",
-            clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
             temperature=run.eval.temperature,
+            **run.eval.lengths(),
             batch_size=1,  # a lane remembers nothing of the others
             max_tokens=self.scale.eval_tokens,
         )

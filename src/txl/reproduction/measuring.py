@@ -96,7 +96,7 @@ def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
         contexts=lengths,
         targets=targets,
         batch_size=WINDOWS,
-        clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
+        clamp_len=run.eval.lengths()["clamp_len"],
         begins=lambda context: say(f"test split, {context} tokens of context"),
     )
     return {

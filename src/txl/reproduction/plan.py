@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from txl.config import DataConfig
-from txl.data.corpora import known_vocabulary_size, open_corpus
+from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
@@ -43,7 +43,7 @@ def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str |
             for row in definition.rows
         ]
     published = scale.is_published and data.corpus == definition.corpus
-    size = None if published else _vocabulary_size(data, data_dir, quiet)
+    size = None if published else vocabulary_size(data, data_dir, quiet)
     return [_planned(definition, row, scale, data, size) for row in definition.rows]
 
 
@@ -69,13 +69,6 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
         steps=train.steps,
         tokens=train.steps * train.batch_size * train.segment,
     )
-
-
-def _vocabulary_size(data: DataConfig, data_dir: str | None, quiet: bool) -> int:
-    known = known_vocabulary_size(data)
-    if known is not None:
-        return known
-    return len(open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet).vocabulary)
 
 
 def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:

@@ -47,11 +47,7 @@ def make_product(
     Raises:
         UserError: if the split is too short, or a file cannot be written.
     """
-    lengths = {
-        "mem_len": run.eval.mem_len,
-        "window": run.eval.window or "none",
-        "clamp_len": "none" if run.eval.clamp_len is None else run.eval.clamp_len,
-    }
+    lengths = run.eval.lengths()
     if product == "attention":
         record = analyse_attention(
             model,
