@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, RecurrentConfig, RunConfig, TrainConfig, VanillaConfig
-from txl.presets.small import words
+from txl.presets.small import CUTOFFS, words
 
 WT103_SPLITS = (2800, 20_000, 76_000)
 """Where awd-lstm-lm cuts WikiText-103's vocabulary."""
@@ -186,22 +186,17 @@ SMALL_AWD: dict[str, float] = {
 """AWD-LSTM's regularisation, its rates scaled down with the model."""
 
 
-def small_recurrent(
-    name: str, corpus: str, cutoffs: tuple[int, ...], kind: Literal["lstm", "qrnn"], *, awd: bool = False
-) -> RunConfig:
-    """About as many parameters as ptb-small and wikitext-2-small have, with their training and their dropout.
+def small_recurrent(corpus: str, model: Literal["lstm", "awd-lstm", "qrnn"]) -> RunConfig:
+    """Return a recurrent network with about as many parameters, the training and the dropout of `small.words`.
 
     Args:
-        name: of the preset.
         corpus: ptb or wikitext-2.
-        cutoffs: of the adaptive softmax.
-        kind: lstm or qrnn.
-        awd: with `SMALL_AWD`.
+        model: "awd-lstm" is an LSTM with `SMALL_AWD`.
     """
-    run = words(name, corpus, cutoffs)
-    lstm = kind == "lstm"
+    cutoffs, lstm = CUTOFFS[corpus], model != "qrnn"
+    run = words(f"{corpus}-{model}-small", corpus, cutoffs)
     run.model = RecurrentConfig(
-        kind=kind,
+        kind="lstm" if lstm else "qrnn",
         n_layer=2 if lstm else 4,
         d_model=160,
         d_hidden=360 if lstm else 320,
@@ -214,22 +209,23 @@ def small_recurrent(
         cutoffs=cutoffs,
         init_std=0.0577,
     )
-    if awd:
+    if model == "awd-lstm":
         run.model = replace(run.model, **SMALL_AWD)
     run.eval = EvalConfig(segment=70, mem_len=0)
     return run
 
 
 def small_mos() -> RunConfig:
-    """ptb-awd-lstm-small with three softmaxes."""
-    run = small_recurrent("ptb-awd-lstm-mos-small", "ptb", (), "lstm", awd=True)
-    run.model = replace(run.model, n_softmax=3, d_last=240, d_hidden=280, d_model=140)
+    """Return ptb-awd-lstm-small with three softmaxes."""
+    run = small_recurrent("ptb", "awd-lstm")
+    run.name = "ptb-awd-lstm-mos-small"
+    run.model = replace(run.model, cutoffs=(), n_softmax=3, d_last=240, d_hidden=280, d_model=140)
     return run
 
 
 def small_adaptive() -> RunConfig:
     """WikiText-2 with the adaptive-input Transformer, about as large as wikitext-2-small."""
-    cutoffs = (2000, 10_000)
+    cutoffs = CUTOFFS["wikitext-2"]
     run = words("wikitext-2-adaptive-small", "wikitext-2", cutoffs)
     run.model = VanillaConfig(
         encoding="sinusoid",

@@ -15,14 +15,14 @@ WT103_CUTOFFS = (20_000, 40_000, 200_000)
 LM1B_CUTOFFS = (60_000, 100_000, 640_000)
 
 
-def characters_12l(corpus: str) -> RunConfig:
-    """enwik8 and text8, 12 layers."""
+def enwik8_12l() -> RunConfig:
+    """Return the model of enwik8 with 12 layers, 41M parameters."""
     return RunConfig(
-        name=f"{corpus}-12L",
+        name="enwik8-12L",
         model=TransformerXLConfig(
             n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048, mem_len=512, dropout=0.1, dropatt=0.0
         ),
-        data=_characters(corpus),
+        data=DataConfig(corpus="enwik8", unit="byte"),
         train=TrainConfig(steps=400_000, batch_size=22, segment=512, learning_rate=2.5e-4, warmup_steps=0),
         eval=EvalConfig(segment=80, mem_len=2100, window=2100, clamp_len=820),
     )
@@ -33,24 +33,38 @@ def enwik8_18l() -> RunConfig:
 
     It lies between the 12 and the 24 layers: 8 heads as both have, d_model 640, and the d_inner that gives 88.6M.
     """
-    run = characters_24l("enwik8")
+    run = enwik8_24l()
     run.name = "enwik8-18L"
     run.model = replace(run.model, n_layer=18, d_model=640, d_head=80, d_inner=2240, mem_len=784)
     run.train.segment = 784
     return run
 
 
-def characters_24l(corpus: str) -> RunConfig:
-    """enwik8 and text8, 24 layers."""
+def enwik8_24l() -> RunConfig:
+    """Return the model of enwik8 with 24 layers, 277M parameters."""
     return RunConfig(
-        name=f"{corpus}-24L",
+        name="enwik8-24L",
         model=TransformerXLConfig(
             n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072, mem_len=768, dropout=0.15, dropatt=0.15
         ),
-        data=_characters(corpus),
+        data=DataConfig(corpus="enwik8", unit="byte"),
         train=TrainConfig(steps=400_000, batch_size=64, segment=768, learning_rate=2.5e-4, warmup_steps=4000),
         eval=EvalConfig(segment=128, mem_len=3800, window=3800, clamp_len=1000),
     )
+
+
+def text8_12l() -> RunConfig:
+    """Return the model of enwik8 with 12 layers, for the characters of text8."""
+    run = enwik8_12l()
+    run.name, run.data = "text8-12L", DataConfig(corpus="text8", unit="char")
+    return run
+
+
+def text8_24l() -> RunConfig:
+    """Return the model of enwik8 with 24 layers, for the characters of text8."""
+    run = enwik8_24l()
+    run.name, run.data = "text8-24L", DataConfig(corpus="text8", unit="char")
+    return run
 
 
 def vanilla(corpus: str, n_layer: int) -> RunConfig:
@@ -269,7 +283,3 @@ def wikitext_2() -> RunConfig:
     run.data.corpus = "wikitext-2"
     run.train.steps, run.train.average_from, run.train.eval_every = 175 * epoch, 125 * epoch, epoch
     return run
-
-
-def _characters(corpus: str) -> DataConfig:
-    return DataConfig(corpus=corpus, unit="byte" if corpus == "enwik8" else "char")

@@ -164,7 +164,8 @@ def _small_words() -> RunConfig:
 
 
 def _small_characters() -> RunConfig:
-    run = small.characters("small-character", "enwik8", "byte")
+    run = small.enwik8_small()
+    run.name = "small-character"
     run.model, run.train.segment = replace(run.model, n_layer=4, mem_len=128), 128
     run.eval = EvalConfig(segment=128, mem_len=512, window=512)
     run.train.keep_checkpoints = 1

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from txl.benchmarking import TABLE_9
-from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10
-from txl.presets.ablation import Row as Ablation
+from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
 from txl.reproduction.definition import Definition, Row, Shape
 from txl.reproduction.tables_1_to_5 import LSTM, QRNN, SINUSOID, VANILLA, width_of
@@ -57,18 +56,8 @@ def _ablation(key: str, name: str, ablation: Ablation) -> Row:
     )
 
 
-_KEYS = {
-    "xl": "Transformer-XL (128M)",
-    "xl-shaw": "-",
-    "xl-half": "-",
-    "no-recurrence": "-",
-    "no-recurrence-half": "-",
-    "shaw": "-",
-    "shaw-half": "-",
-    "vaswani-half": "-",
-    "al-rfou-half": "Transformer (128M) †",
-}
-"""Names of Table 6's rows, in the order of `txl.presets.ablation.TABLE_6`."""
+_NAMES = {"xl": "Transformer-XL (128M)", "al-rfou-half": "Transformer (128M) †"}
+"""Names of Table 6's rows that have one."""
 
 TABLE6 = Definition(
     name="table6",
@@ -80,7 +69,7 @@ TABLE6 = Definition(
     kind="attention",
     columns=_COLUMNS,
     rows=(
-        *(_ablation(key, name, ablation) for (key, name), ablation in zip(_KEYS.items(), TABLE_6, strict=True)),
+        *(_ablation(key, _NAMES.get(key, "-"), ablation) for key, ablation in TABLE_6.items()),
         Row(
             "xl-standard",
             "Transformer-XL (151M)",
@@ -128,6 +117,20 @@ TABLE6 = Definition(
     ),
 )
 
+
+def _lm1b(key: str, name: str) -> Row:
+    """Return a row of Table 7."""
+    ablation = TABLE_7[key]
+    return Row(
+        key,
+        name,
+        {"PPL": f"{ablation.best:.1f}"},
+        _overrides(ablation),
+        preset=f"lm1b-ablation{ablation.suffix}",
+        as_published=True,
+    )
+
+
 TABLE7 = Definition(
     name="table7",
     title="Table 7: ablation study on One Billion Word",
@@ -139,25 +142,9 @@ TABLE7 = Definition(
     columns=("PPL",),
     separate_sentences=True,
     rows=(
-        *(
-            Row(
-                key,
-                name,
-                {"PPL": f"{ablation.best:.1f}"},
-                _overrides(ablation),
-                preset=f"lm1b-ablation{ablation.suffix}",
-                as_published=True,
-            )
-            for (key, name), ablation in zip(
-                {
-                    "xl": "Ours",
-                    "xl-shaw": "With Shaw et al. (2018) encodings",
-                    "no-recurrence": "Without recurrence",
-                }.items(),
-                TABLE_7,
-                strict=True,
-            )
-        ),
+        _lm1b("xl", "Ours"),
+        _lm1b("xl-shaw", "With Shaw et al. (2018) encodings"),
+        _lm1b("no-recurrence", "Without recurrence"),
     ),
     claims=(
         Claim(
@@ -315,10 +302,9 @@ TABLE10 = Definition(
     kind="attention",
     columns=_MEMORY_COLUMNS,
     rows=(
-        _budget("xl", TABLE_6[0]),
-        _budget("xl-half", TABLE_6[2]),
-        _budget("no-recurrence", TABLE_10[0], longer=True),
-        _budget("no-recurrence-half", TABLE_10[1], longer=True),
+        _budget("xl", TABLE_6["xl"]),
+        _budget("xl-half", TABLE_6["xl-half"]),
+        *(_budget(key, ablation, longer=True) for key, ablation in TABLE_10.items()),
     ),
     claims=(
         Claim(
