@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from txl.data.streams import splitmix64
+
 BLOCK = 1 << 20
 """Training tokens read at a time."""
 _SIEVE_BITS = 20
@@ -61,7 +63,7 @@ def copies(
     table = _Ngrams([np.asarray(text, dtype=np.int64) for text in texts])
     total, reach = len(training), max((len(text) for text in texts), default=0)
     for start in range(0, total, BLOCK):
-        symbols = _mixed(np.asarray(training[start : start + BLOCK + reach]))
+        symbols = _numbers_of(np.asarray(training[start : start + BLOCK + reach]))
         table.search(symbols, min(BLOCK, total - start), start)
         if progress is not None:
             progress(min(start + BLOCK, total), total)
@@ -73,7 +75,7 @@ class _Ngrams:
     """The n-grams of the texts, for every n, and how far each position has been found."""
 
     def __init__(self, texts: list[np.ndarray]):
-        self._symbols = _mixed(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
+        self._symbols = _numbers_of(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
         self._room = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(each), 0, -1) for each in texts)])
         self._levels: list[_Level] = []
         self.lengths = np.zeros(len(self._symbols), dtype=np.int64)
@@ -145,9 +147,6 @@ class _Level:
         return self._sieve
 
 
-def _mixed(ids: np.ndarray) -> np.ndarray:
-    """A number of 64 bits for each token id, the same for equal ones (SplitMix64): uint64 like `ids`."""
-    mixed = (ids.astype(np.uint64) + np.uint64(1)) * _FACTOR
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+def _numbers_of(ids: np.ndarray) -> np.ndarray:
+    """Return a number of 64 bits for each token id, the same for equal ones: uint64 like `ids`."""
+    return splitmix64(ids.astype(np.uint64) * _FACTOR)

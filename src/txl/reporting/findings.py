@@ -11,7 +11,7 @@ from typing import Any
 from txl.reporting.compression import SETTINGS
 
 Event = dict[str, Any]
-Row = dict[str, Any]
+Evaluation = dict[str, Any]
 """One evaluation: its figures and the settings under which they were measured."""
 
 
@@ -24,13 +24,13 @@ class Findings:
     train: list[Event]
     """One line a step, without those that a crash made the run repeat."""
     valid: list[Event]
-    result: Row | None
+    result: Evaluation | None
     """The evaluation that counts, see `_result`."""
-    without_memory: Row | None
+    without_memory: Evaluation | None
     """The same targets under the same settings, with memory 0."""
-    curve: list[Row]
+    curve: list[Evaluation]
     """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
-    others: list[Row]
+    others: list[Evaluation]
     """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
     samples: list[Event]
     """All of the checkpoint that was sampled last."""
@@ -63,14 +63,14 @@ class Findings:
         """Tokens a second while training: the median of the log's lines."""
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
-    def unknown_tokens(self, row: Row) -> int | None:
+    def unknown_tokens(self, row: Evaluation) -> int | None:
         """How many of the tokens that an evaluation read are <unk>; None if the log does not say."""
         if row.get("unknown") is not None:
             return row["unknown"]
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
-    def split_of(self, row: Row) -> dict[str, Any] | None:
+    def split_of(self, row: Evaluation) -> dict[str, Any] | None:
         """The counts and hashes of the split that was evaluated, if it is the training corpus's."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
@@ -106,7 +106,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
     )
 
 
-def scored_bytes(row: Row) -> int | None:
+def scored_bytes(row: Evaluation) -> int | None:
     """Bytes of the text that an evaluation read; None where the text is not known.
 
     Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
@@ -116,18 +116,18 @@ def scored_bytes(row: Row) -> int | None:
     return round(tokens_read(row) * row["bytes_per_token"])
 
 
-def tokens_read(row: Row) -> int:
+def tokens_read(row: Evaluation) -> int:
     """Tokens of the stream that an evaluation read: its targets, those not scored, and the stream's first token."""
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list[Row]]:
+def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation], list[Evaluation]]:
     """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split.
 
     The sweep is one without a cache, and made the run's own way if there is such a one.
     """
-    newest: dict[tuple[Any, ...], Row] = {}
-    curves: list[list[Row]] = []
+    newest: dict[tuple[Any, ...], Evaluation] = {}
+    curves: list[list[Evaluation]] = []
     for event in events:
         rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
         for row in rows:
@@ -142,7 +142,7 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list
     return list(newest.values()), curves[-1] if curves else []
 
 
-def _targets(row: Row) -> tuple[Any, ...]:
+def _targets(row: Evaluation) -> tuple[Any, ...]:
     """What two evaluations must share for their difference to be the memory's."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda")
@@ -150,22 +150,22 @@ def _targets(row: Row) -> tuple[Any, ...]:
     return (*(row.get(name) for name in names), adapting, temperature(row), is_sliding(row), is_exhaustive(row))
 
 
-def temperature(row: Row) -> float:
+def temperature(row: Evaluation) -> float:
     """Of the softmax. Logs from before there was one lack it, and what the next two say."""
     return row.get("temperature", 1.0)
 
 
-def is_sliding(row: Row) -> bool:
+def is_sliding(row: Evaluation) -> bool:
     """Whether each target was predicted from a window of its own, of `segment` tokens."""
     return row.get("sliding", False)
 
 
-def is_exhaustive(row: Row) -> bool:
+def is_exhaustive(row: Evaluation) -> bool:
     """Whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
     return row.get("exhaustive", False)
 
 
-def _own_way(row: Row, start: Event) -> bool:
+def _own_way(row: Evaluation, start: Event) -> bool:
     """Whether an evaluation was made as the run's configuration says, if nothing else is asked for.
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
@@ -174,7 +174,7 @@ def _own_way(row: Row, start: Event) -> bool:
     return temperature(row) == own and not is_sliding(row) and not is_exhaustive(row)
 
 
-def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
+def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
     """The result and its pair without memory.
 
     The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
@@ -209,7 +209,7 @@ def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _compression(events: Sequence[Event], result: Row) -> Event | None:
+def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
     """The newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):

@@ -25,14 +25,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
-from txl.reporting.wording import plain, quality, quality_label, quality_text, split_text
+from txl.reporting.style import LIGHT
+from txl.reporting.wording import plain, split_text
+from txl.units import quality, quality_label, quality_text
 
-COLORS = {
-    **{"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"},
-    "paper": "#ffffff",
-}
-"""By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
-INK, SOFT, LINE, ACCENT, SECOND, _ = COLORS.values()
+INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
 POINTS = 400
 """Of a curve at most: a longer log is averaged down to them."""
 
@@ -301,24 +298,30 @@ def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float,
         for axes in figure.axes:
             axes.set_facecolor("none")  # the ground is the page's
         FigureCanvasSVG(figure).print_figure(buffer, facecolor="none", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    body = text[text.index(">", text.index("<svg")) + 1 :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)  # it would hold for the whole page
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    body = re.sub(r'href="#', f'href="#{name}-', body)
-    body = re.sub(r"url\(#", f"url(#{name}-", body)
-    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
-    for variable, color in COLORS.items():
-        body = body.replace(color, f"var(--{variable}, {color})")
-    body = re.sub(r"\n\s*", "\n", body)
     width, height = (72 * length for length in size)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n{body}'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n'
+        f"{_embedded(buffer.getvalue(), name)}"
     )
+
+
+def _embedded(svg: str, name: str) -> str:
+    """Return the content of an SVG file, up to and with its closing tag, as a part of a page.
+
+    Args:
+        svg: as matplotlib writes it.
+        name: begins all ids.
+    """
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :].strip()
+    # A style would hold for the whole page.
+    body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
+    for variable in ("ink", "soft", "line", "accent", "second", "paper"):  # they follow the page's dark mode
+        body = body.replace(LIGHT[variable], f"var(--{variable}, {LIGHT[variable]})")
+    return re.sub(r"\n\s*", "\n", body)
 
 
 @contextmanager

@@ -25,17 +25,13 @@ from txl.reporting.wording import (
     arithmetic_words,
     change_text,
     counted,
-    duration_text,
-    is_character_unit,
     manner_words,
-    quality,
-    quality_text,
     settings_text,
     short_name,
-    token_name,
     window_text,
 )
 from txl.runs.directory import RunDirectory
+from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
 """How much of what the log holds is shown; what is left out is counted."""
@@ -133,8 +129,8 @@ def _training(config: RunConfig, found: Findings) -> str:
     best = ""
     if found.best is not None:
         best = (
-            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} "
-            f"({quality_text(found.best['nll'], found.unit)} {_measure(found.unit)}) at step {found.best['step']:,}."
+            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} ("
+            f"{quality_text(found.best['nll'], found.unit)} {measure_name(found.unit)}) at step {found.best['step']:,}."
         )
     lead = (
         f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.3g} times the training split, at {found.speed:,.0f} "
@@ -152,10 +148,6 @@ def _training(config: RunConfig, found: Findings) -> str:
         ),
         note("No validation in this run: `--train.eval-every K` adds it.") if not found.valid else "",
     )
-
-
-def _measure(unit: str) -> str:
-    return "bpc" if unit in ("byte", "char") else "ppl"
 
 
 def _memory(config: RunConfig, found: Findings, name: str) -> str:
@@ -245,7 +237,7 @@ def _other_evaluations(found: Findings) -> str:
             f"{row['tokens']:,}",
             _manner(row),
             f"{row['nll']:.4f}",
-            f"{quality_text(row['nll'], row['unit'])} {_measure(row['unit'])}",
+            f"{quality_text(row['nll'], row['unit'])} {measure_name(row['unit'])}",
         ]
         for row in shown
     ]
@@ -374,7 +366,7 @@ def _result_line(found: Findings) -> str:
             return f"{row['bits_per_byte']:.3f}"
         return quality_text(row["nll"], result["unit"])
 
-    measure = "bits per byte" if in_bytes else "bpc" if is_character_unit(result["unit"]) else "ppl"
+    measure = "bits per byte" if in_bytes else measure_name(result["unit"])
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
     line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
     if without is not None:

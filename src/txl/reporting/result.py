@@ -8,16 +8,8 @@ from typing import Any
 from txl.config import model_from_dict
 from txl.reporting.findings import Findings, is_sliding, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
-from txl.reporting.wording import (
-    change_text,
-    is_character_unit,
-    manner_words,
-    quality_label,
-    quality_text,
-    settings_text,
-    token_name,
-)
-from txl.units import ppl_text
+from txl.reporting.wording import change_text, manner_words, settings_text
+from txl.units import is_character_unit, ppl_text, quality_label, quality_text, token_name
 
 
 def result_section(found: Findings, name: str, problem: str | None) -> str:

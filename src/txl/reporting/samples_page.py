@@ -13,7 +13,8 @@ from txl.analysis.consistency import KINDS
 from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
 from txl.files import write_whole
 from txl.reporting.page import escape, note, page, section, table, visible
-from txl.reporting.wording import counted, short_name, token_name
+from txl.reporting.wording import counted, short_name
+from txl.units import token_name
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 from unicodedata import category
 
 from txl.data.corpora import Corpus, is_named
 from txl.data.sources import WHOLE, is_cut
 from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
-from txl.units import ppl_text
 
 
 def plain(text: str) -> str:
@@ -23,31 +21,6 @@ def plain(text: str) -> str:
     )
 
 
-def is_character_unit(unit: str) -> bool:
-    """Whether a unit is measured in bits per character (else in perplexity)."""
-    return unit in ("byte", "char")
-
-
-def quality(nll: float, unit: str) -> float:
-    """Bits per token for bytes and characters, perplexity for words and byte pairs, of a mean loss in nats."""
-    return nll / math.log(2) if is_character_unit(unit) else math.exp(min(nll, 700))
-
-
-def quality_label(unit: str) -> str:
-    """What `quality` is called, on an axis or beside a figure."""
-    return {"byte": "bits per byte", "char": "bits per character"}.get(unit, f"perplexity per {token_name(unit)}")
-
-
-def quality_text(nll: float, unit: str) -> str:
-    """The figure alone: 1.234, or 56.7."""
-    return f"{quality(nll, unit):.3f}" if is_character_unit(unit) else ppl_text(quality(nll, unit))
-
-
-def token_name(unit: str) -> str:
-    """What a token of a unit is called."""
-    return {"byte": "byte", "char": "character", "word": "word", "bpe": "BPE token"}.get(unit, "token")
-
-
 def short_name(corpus: str) -> str:
     """A corpus's name, or the last part of a path."""
     return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
@@ -56,15 +29,6 @@ def short_name(corpus: str) -> str:
 def counted(number: int, noun: str) -> str:
     """A number and its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def duration_text(seconds: float) -> str:
-    """A length of time in its two largest units: 4 min 5 s."""
-    whole = round(seconds)
-    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // part} {part_name}"
-    return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"
 
 
 def change_text(with_memory: float, without: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Outcome = Literal["holds", "does not hold", "undecided", "not judged"]
+Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
 Results = Mapping[str, Mapping[str, Sequence[float]]]
 """By row key and measure, one value a seed."""
 Grids = Mapping[str, Sequence[float]]
@@ -28,7 +28,7 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 class Verdict:
     """What came of a claim, and why."""
 
-    outcome: Outcome
+    outcome: Judgement
     reason: str
 
 
@@ -173,7 +173,7 @@ def _each(
     absent = _missing(results, (ours,), measure)
     if absent is not None:
         return absent
-    outcomes: list[Outcome] = []
+    outcomes: list[Judgement] = []
     reasons = []
     for other in others:
         missing = _missing(results, (other,), measure)
@@ -204,8 +204,8 @@ def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | N
     return Verdict("undecided", f"no result for {', '.join(absent)}") if absent else None
 
 
-def _weakest(outcomes: Sequence[Outcome]) -> Outcome:
-    order: tuple[Outcome, ...] = ("does not hold", "undecided", "holds")
+def _weakest(outcomes: Sequence[Judgement]) -> Judgement:
+    order: tuple[Judgement, ...] = ("does not hold", "undecided", "holds")
     for outcome in order:
         if outcome in outcomes:
             return outcome

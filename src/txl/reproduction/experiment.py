@@ -30,7 +30,6 @@ from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
 from txl.files import write_whole
-from txl.reporting.wording import quality
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
@@ -42,6 +41,7 @@ from txl.runs.environment import describe_hardware, describe_software
 from txl.training.budget import longest_segment, peak_bytes
 from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
+from txl.units import quality
 
 
 @dataclass

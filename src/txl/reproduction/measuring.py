@@ -17,10 +17,10 @@ from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
 from txl.presets import find_preset
-from txl.reporting.wording import is_character_unit, quality
 from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind, Row
 from txl.reproduction.scales import Scale
+from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
 Measured = dict[str, Any]

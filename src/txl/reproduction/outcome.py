@@ -14,11 +14,11 @@ import torch
 
 from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
-from txl.reporting.wording import is_character_unit
 from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.definition import Definition
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
+from txl.units import is_character_unit, measure_name
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
@@ -140,7 +140,7 @@ def _losses(measured: dict[str, Any]) -> dict[int, torch.Tensor]:
 
 def headings(outcome: Outcome) -> tuple[str, ...]:
     """Of `cells`."""
-    measure = "bpc" if is_character_unit(outcome.unit) else "ppl"
+    measure = measure_name(outcome.unit)
     if outcome.definition.kind == "attention":
         return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
     if outcome.definition.kind == "context":

@@ -21,10 +21,11 @@ from txl.config import model_from_dict
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
-from txl.reporting.wording import duration_text, quality, quality_label, short_name
+from txl.reporting.wording import short_name
 from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repeats_text
+from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
 """Of a table with the paper's numbers beside ours; with more, they come one below the other."""
