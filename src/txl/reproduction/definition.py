@@ -6,7 +6,9 @@ A definition is data. What is done with it lies in `txl.reproduction.experiment`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 from txl.reproduction.claims import Claim
@@ -22,6 +24,21 @@ made of one trained model.
 
 Product = Literal["attention", "samples"]
 """Files made of one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
+
+
+class Length(Enum):
+    """A length that depends on the scale, as the value of an override."""
+
+    SEGMENT = "segment"
+    """Tokens of a training segment."""
+    REACH = "reach"
+    """The largest distance that training sees: memory and segment, less one."""
+    LONGEST = "longest"
+    """The longest context that is evaluated."""
+
+
+Overrides = Mapping[str, "str | Length"]
+"""Fields of a configuration by their dotted names, with values as on the command line."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +59,8 @@ class Row:
     """As the table has it."""
     paper: dict[str, str]
     """The paper's figures by column, as printed."""
-    overrides: dict[str, str] | None = None
-    """Fields of the configuration that make the scale's model this one, as on the command line, but that {segment}
-    stands for the training segment, {reach} for the largest distance that training sees, and {longest} for the longest
-    context that is evaluated. None: a published result that this project does not train."""
+    overrides: Overrides | None = None
+    """Fields that make the scale's model this one. None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
@@ -70,7 +85,7 @@ class Row:
         return self.overrides is not None
 
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
-        """The overrides as options, with their lengths filled in.
+        """Return the overrides as options, with their lengths in numbers.
 
         Args:
             segment: tokens of a training segment.
@@ -78,9 +93,10 @@ class Row:
             longest: the longest context that is evaluated.
         """
         values = self.overrides or {}
-        memory = int(values.get("model.mem_len", mem_len))
-        lengths = {"segment": segment, "reach": memory + segment - 1, "longest": longest}
-        return {name: value.format(**lengths) for name, value in values.items()}
+        own = values.get("model.mem_len", mem_len)
+        assert not isinstance(own, Length)
+        lengths = {Length.SEGMENT: segment, Length.REACH: int(own) + segment - 1, Length.LONGEST: longest}
+        return {name: str(lengths[value]) if isinstance(value, Length) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import replace
 from txl.benchmarking import TABLE_9
 from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
-from txl.reproduction.definition import Definition, Row, Shape
+from txl.reproduction.definition import Definition, Length, Overrides, Row, Shape
 from txl.reproduction.tables_1_to_5 import LSTM, QRNN, SINUSOID, VANILLA, width_of
 
 _HALF = {"train.loss": "half"}
 _WITHOUT = {"model.mem_len": "0"}
-_SHAW = {"model.encoding": "shaw", "model.max_distance": "{reach}"}
-_ENCODINGS: dict[str, tuple[str, dict[str, str]]] = {
+_SHAW = {"model.encoding": "shaw", "model.max_distance": Length.REACH}
+_ENCODINGS: dict[str, tuple[str, Overrides]] = {
     "relative": ("Ours", {}),
     "shaw": ("Shaw et al. (2018)", _SHAW),
     "sinusoid": ("Vaswani et al. (2017)", SINUSOID),
@@ -32,9 +32,9 @@ _ATTENTION_CAPTION = (
 )
 
 
-def _overrides(ablation: Ablation) -> dict[str, str]:
+def _overrides(ablation: Ablation) -> Overrides:
     memory = {} if ablation.recurrence else _WITHOUT
-    return memory | _ENCODINGS[ablation.encoding][1] | (_HALF if ablation.loss == "half" else {})
+    return {**memory, **_ENCODINGS[ablation.encoding][1], **(_HALF if ablation.loss == "half" else {})}
 
 
 def _kept(ablation: Ablation) -> tuple[str, str]:
@@ -166,9 +166,7 @@ _RECL: tuple[str, ...] = ("r = 0.1", "r = 0.5", "r = 1.0")
 _FIRST, _SECOND = "151M", "128M"
 
 
-def _context(
-    key: str, name: str, paper: str, overrides: dict[str, str], group: str, preset: str, **more: object
-) -> Row:
+def _context(key: str, name: str, paper: str, overrides: Overrides, group: str, preset: str, **more: object) -> Row:
     figures = dict(zip(_RECL, paper.split(), strict=True))
     return Row(
         key,
