@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,21 @@ def add_data_dir(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Where the model runs."""
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--device", type=_device, metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
+    )
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+"""Kinds of devices of PyTorch."""
+
+
+def _device(text: str) -> str:
+    """Return the name of a device; one of an unknown kind is refused here, before PyTorch is imported."""
+    if text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends"):
+        reason = f"expected one of {', '.join(_DEVICES)}"
+        raise argparse.ArgumentError(None, f"--device {text} cannot be used here ({reason}); try --device cpu")
+    return text
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -69,15 +69,19 @@ def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":  # of several processes one says it
         check_corpus(config.data.corpus)
     _check_source(arguments)
-    from txl.allocator import keep_freed_memory
-    from txl.training.trainer import Trainer
-
-    keep_freed_memory()
-    out, init_from = Path(arguments.out), arguments.init_from
     if arguments.fork and arguments.extend:
         raise UserError(
             "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
         )
+    out, init_from = Path(arguments.out), arguments.init_from
+    if os.environ.get("RANK", "0") == "0" and not arguments.fork:
+        from txl.training.starting import check_out
+
+        check_out(out, config, arguments.extend)
+    from txl.allocator import keep_freed_memory
+    from txl.training.trainer import Trainer
+
+    keep_freed_memory()
     if arguments.fork:
         out, init_from = forked(config, out, arguments.data_dir)
     trainer = Trainer(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from txl.config import DataConfig, RunConfig
+from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
@@ -36,7 +36,7 @@ from txl.reproduction.measuring import is_finite, least_tokens, measure, measure
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
-from txl.runs.directory import RunDirectory
+from txl.runs.directory import RunDirectory, of_today
 from txl.runs.environment import describe_hardware, describe_software
 from txl.training.budget import longest_segment, peak_bytes
 from txl.training.trainer import Trainer
@@ -89,6 +89,7 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
+        self.data = self._as_stored()
         self._folder.check()
         if self.definition.kind == "speed":
             self._folder.claim({"hardware": _comparable_hardware(self.device)})
@@ -134,7 +135,7 @@ class Experiment:
             return
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
-        before = RunConfig.from_dict(stored["config"])
+        before = RunConfig.from_dict(of_today(stored["config"]))
         before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
@@ -274,6 +275,14 @@ class Experiment:
         data = dataclasses.replace(self.data, corpus=str(folder), source=None, like_original=False)
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
+    def _as_stored(self) -> DataConfig:
+        """Return the corpus, its text read as the folder's was where nothing else is asked for."""
+        stored = read_json(self.out / "experiment.json")
+        if not isinstance(stored, dict) or not isinstance(stored.get("data"), dict):
+            return self.data
+        before = RunConfig.from_dict(of_today({"data": stored["data"]}))
+        return with_unset_data(RunConfig(data=self.data), before).data
+
     @property
     def _folder(self) -> Folder:
         data = RunConfig(data=self.data).to_dict()["data"]
@@ -351,11 +360,12 @@ class Folder:
         return self.path / "experiment.json"
 
     def _agrees(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
-        """Whether the folder is of what is asked for; it may be of something else while nothing was trained in it.
+        """Return whether the folder is of what is asked for; with nothing trained in it, it may be of something else.
 
         Raises:
             UserError: if it is another's.
         """
+        there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
         if changed and any((self.path / name).exists() for name in ("runs", "results")):
             raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
