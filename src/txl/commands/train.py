@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> None:
 
         check_out(out, config, arguments.extend)
     from txl.allocator import keep_freed_memory
-    from txl.training.trainer import Trainer
+    from txl.training.trainer import Trainer, fork_of
 
     keep_freed_memory()
     if arguments.fork:
-        out, init_from = forked(config, out, arguments.data_dir)
+        out, init_from = fork_of(config, out, arguments.data_dir)
     trainer = Trainer(
         config,
         out,
@@ -115,24 +115,6 @@ def _check_source(arguments: argparse.Namespace) -> None:
         raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
     if arguments.init_from is not None and not out.config_path.exists():
         RunDirectory(arguments.init_from).config()
-
-
-def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Path | None]:
-    """Where a forked run is, and where its weights come from.
-
-    A directory whose configuration and text are these is gone on with; else it is the first free OUT-fork-N.
-
-    """
-    from txl.runs.directory import RunDirectory
-    from txl.training.trainer import Trainer
-
-    candidate, number = out, 0
-    while RunDirectory(candidate).config_path.exists():
-        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
-            return candidate, None if candidate == out else out
-        number += 1
-        candidate = out.with_name(f"{out.name}-fork-{number}")
-    return candidate, out
 
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
 from txl.files import write_whole
+from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
@@ -309,8 +310,16 @@ def _comparable_hardware(device: str) -> dict[str, Any]:
     return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
 
 
+def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Path:
+    """Return the folder of an experiment where none is named: runs/reproduce/EXPERIMENT-SCALE-CORPUS."""
+    name = short_name(data.corpus)
+    corpus = "".join(each if each.isalnum() or each in "-_." else "_" for each in name) or "text"
+    changed = [str(each) for each in (scale.steps, scale.dtype) if each is not None]
+    return Path("runs/reproduce") / "-".join([definition.experiment_name, scale.name, *changed, corpus])
+
+
 def circumstances(device: str) -> dict[str, Any]:
-    """Where an experiment was run."""
+    """Return the hardware and software that an experiment is run with."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
 
 
