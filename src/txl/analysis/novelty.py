@@ -1,4 +1,4 @@
-"""What of a text stands in the training text: the longest span copied from each position on, in one pass over it.
+"""Find what of a text stands in the training text: the longest copied span from each position, in one pass.
 
 The texts' n-grams are kept as hashes, sorted, one table for each n. The training tokens are read block by block. Where
 a 1-gram is found there its 2-gram is looked for, and so on: few positions survive the first lengths, so a pass costs a
@@ -26,7 +26,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Copies:
-    """What of one text stands in the training text, word for word."""
+    """Spans of one text that stand in the training text word for word."""
 
     lengths: np.ndarray
     """int64 [T]: how many tokens from each position on follow one another in the training text too."""
@@ -42,7 +42,7 @@ class Copies:
         return position, int(self.lengths[position])
 
     def novel_ngrams(self, n: int) -> tuple[int, int]:
-        """The n-grams of the text that the training text lacks, and all of its n-grams."""
+        """Return the n-grams of the text that the training text lacks, and all of its n-grams."""
         starts = max(len(self.lengths) - n + 1, 0)
         return int((self.lengths[:starts] < n).sum()), starts
 
@@ -50,7 +50,7 @@ class Copies:
 def copies(
     texts: Sequence[Sequence[int]], training: Any, progress: Callable[[int, int], None] | None = None
 ) -> list[Copies]:
-    """What of each text stands in the training text.
+    """Return which spans of each text stand in the training text.
 
     Hashes have 64 bits: among 10^8 training tokens and 10^4 tokens of texts, that two different n-grams are taken for
     one has a chance of about 10^-7 for each n.
@@ -130,7 +130,7 @@ class _Level:
         self._sieve: np.ndarray | None = None
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
+        """Return which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
         kept = np.arange(len(hashes))
         if len(hashes) > 1 << _SIEVE_BITS >> 2:
             # A look into a table of bits keeps most positions from being searched for.

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _say(speed: Speed, name: str, quiet: bool) -> None:
-    """One line about one measurement."""
+    """Print one line about one measurement."""
     if not quiet:
         compiled = ", compiled layers" if speed.compiled else ""
         print(
@@ -130,7 +130,7 @@ def _say(speed: Speed, name: str, quiet: bool) -> None:
 
 
 def _compare(results: list[Speed]) -> None:
-    """What compiling and bfloat16 gain, as ratios."""
+    """Print how much faster compiling and bfloat16 are."""
     eager = [each for each in results if not each.compiled]
     for compiled in (each for each in results if each.compiled):
         before = next(each for each in eager if each.dtype == compiled.dtype)

@@ -143,7 +143,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
-    """The file to read and its size, once source and destination have been looked at."""
+    """Open the file to read once source and destination are checked; give it and its size."""
     path = None if arguments.file == "-" else Path(arguments.file)
     check_out(None if arguments.out == "-" else arguments.out, path)
     if arguments.out == "-" and arguments.json:
@@ -160,7 +160,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
 
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
-    """The model that a file is coded by; with the memory lengths that the options and the run say, or without."""
+    """Return the model that codes a file, with the memory lengths of options and run if `lengths` says so."""
     from txl.compression.files import CodingModel
     from txl.runs.corpus import open_run_corpus, training_tokens
     from txl.runs.directory import RunDirectory
@@ -179,7 +179,7 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
 
 
 def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
-    """How the model adapts: as the options say, or as the run's newest dynamic evaluation did."""
+    """Return how the model adapts: as the options say, or as in the run's newest dynamic evaluation."""
     if arguments.dynamic is None:
         return None
     from txl.compression.files import DynamicRecipe
@@ -204,7 +204,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
 
 
 def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more: Any) -> None:
-    """Sizes and speed, on standard error or as one JSON object."""
+    """Print sizes and speed, on standard error or as one JSON object."""
     bits = 8 * sizes.file / sizes.text if sizes.text else None
     if arguments.json:
         print_json(

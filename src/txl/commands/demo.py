@@ -71,7 +71,7 @@ def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) 
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and doublings from a quarter of it up to the run's test memory."""
+    """Return memory lengths to test: 0, training's, and doublings from a quarter of it up to the run's test memory."""
     lengths = {0, config.model.mem_len, config.eval.mem_len}
     length = max(1, config.model.mem_len // 4)
     while length < config.eval.mem_len:

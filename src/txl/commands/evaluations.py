@@ -1,4 +1,4 @@
-"""What the commands share that evaluate a model: options of caches and dynamic evaluation, settings, and results.
+"""Shared by commands that evaluate a model: options of caches and dynamic evaluation, settings, results.
 
 They are `txl eval`, `txl cache`, `txl dynamic` and `txl score`.
 """

@@ -37,7 +37,7 @@ _NAMED = 8
 
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...], help_of: str = "") -> None:
-    """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``.
+    """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
     Args:
         parser: where they are added, those of each class of models as a group.
@@ -91,7 +91,7 @@ class _Help(argparse.Action):
 
 
 def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None:
-    """The family of the configuration that the words before --help name, if they do."""
+    """Return the family of models of the configuration named before --help; None if none is named."""
     name = getattr(namespace, "preset", None)
     if name is None:
         return None
@@ -102,7 +102,7 @@ def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None
 
 
 def base_config(name: str) -> RunConfig:
-    """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
+    """Return the configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
     from txl.presets import preset, presets
 
     if name in presets() or not (Path(name) / "config.json").is_file():
@@ -113,24 +113,24 @@ def base_config(name: str) -> RunConfig:
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """The options of `add_config_options` that were given."""
+    """Return those options of `add_config_options` that were given."""
     return {name: value for name, value in vars(arguments).items() if "." in name}
 
 
 def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
-    """A corpus's configuration with the given ``--data.*`` options set."""
+    """Return a corpus's configuration with the given ``--data.*`` options set."""
     from txl.data.corpora import with_absolute_paths
 
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
 def add_data_dir(parser: argparse.ArgumentParser) -> None:
-    """Where prepared corpora live."""
+    """Add the option for the folder of prepared corpora."""
     parser.add_argument("--data-dir", metavar="DIR", help="where prepared corpora live (default: TXL_DATA, or a cache)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Where the model runs."""
+    """Add the option for the device that the model runs on."""
     parser.add_argument(
         "--device", type=_device, metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
     )
@@ -149,19 +149,19 @@ def _device(text: str) -> str:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Which weights of a run are used."""
+    """Add the option for the checkpoint that is used."""
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, latest or a step (default: best, else latest)")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """Memory, window and clamp, with the run's test settings where they are unset."""
+    """Add the options of memory, window and clamp; unset, they are the run's test settings."""
     parser.add_argument("--mem-len", type=int, metavar="M", help="positions of memory; alone it also sets --window M")
     parser.add_argument("--window", type=limit, metavar="N", help="keys a query sees, itself included, or none")
     parser.add_argument("--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How tokens are drawn."""
+    """Add the options of drawing tokens."""
     parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
@@ -175,7 +175,7 @@ _top_k.__name__ = "number or none"
 
 
 def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
-    """Whether the words of a benchmark are put together again."""
+    """Add the option for putting the words of a benchmark together again."""
     parser.add_argument(
         "--detokenise",
         nargs="?",
@@ -187,11 +187,7 @@ def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
-    """What `--detokenise` names.
-
-    Raises:
-        UserError: if the vocabulary has no words, and a way of tokenising was named.
-    """
+    """Return the way of tokenising that `--detokenise` names; None for none."""
     from txl.data.detokenise import check_convention, convention_of
 
     if name == "none":
@@ -204,12 +200,12 @@ def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Machine-readable output."""
+    """Add the option for machine-readable output."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
 
 
 def bounded_int(text: str) -> int:
-    """A whole number that the arithmetic behind it can bear; every option of type `int` is read by this (`txl.cli`).
+    """Return a whole number of at most 64 bits; every option of type `int` is read by this (`txl.cli`).
 
     Raises:
         ValueError: if it is no whole number.
@@ -222,7 +218,7 @@ def bounded_int(text: str) -> int:
 
 
 def limit(text: str) -> int | str:
-    """A whole number, or "none"."""
+    """Return a whole number, or "none"."""
     return "none" if text.lower() == "none" else bounded_int(text)
 
 
@@ -230,7 +226,7 @@ limit.__name__ = "number or none"  # argparse names a type by its function when 
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers separated by commas."""
+    """Return whole numbers separated by commas."""
     return [bounded_int(part) for part in text.split(",")]
 
 
@@ -238,7 +234,7 @@ numbers.__name__ = "list of numbers"
 
 
 def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, Any]:
-    """`mem_len`, `window` and `clamp_len` for an evaluation: what was given, else the run's test settings.
+    """Return `mem_len`, `window` and `clamp_len` of an evaluation: as given, else the run's test settings.
 
     ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
     read alone.
@@ -256,11 +252,7 @@ def clamp_setting(given: int | str | None, run: RunConfig) -> int | str:
 
 
 def pick_device(name: str | None) -> str:
-    """The device to use: the one asked for, else a GPU if there is one.
-
-    Raises:
-        UserError: for a device that this machine does not have.
-    """
+    """Return the device to use: the one asked for, else a GPU if there is one."""
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -273,11 +265,7 @@ def pick_device(name: str | None) -> str:
 
 
 def existing_run(path: str) -> Path:
-    """The path of a run directory.
-
-    Raises:
-        UserError: if it is not one.
-    """
+    """Return the path of a run directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"{path}: no such directory; expected a run directory (made by txl train --out {path})")
@@ -287,11 +275,7 @@ def existing_run(path: str) -> Path:
 
 
 def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig, Path]:
-    """The run directory that a command names, its configuration and the checkpoint; nothing of it takes PyTorch.
-
-    Raises:
-        UserError: if one of them is missing or damaged, or --data.corpus names nothing.
-    """
+    """Return the run directory that a command names, its configuration and checkpoint, without importing PyTorch."""
     from txl.runs.directory import RunDirectory
 
     directory = RunDirectory(existing_run(arguments.directory))
@@ -302,11 +286,7 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
 
 
 def check_corpus(name: str) -> None:
-    """Refuse a corpus that is not there, before anything that takes long.
-
-    Raises:
-        UserError: if it is neither a known name nor a file, folder or glob.
-    """
+    """Refuse a corpus that is not there, before anything that takes long."""
     from txl.data.catalogue import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
 
@@ -315,11 +295,7 @@ def check_corpus(name: str) -> None:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """A folder that results will go to, tried before they are computed; what had to be made for that is gone again.
-
-    Raises:
-        UserError: if it is a file or below one, or nothing can be written there.
-    """
+    """Return a folder for results once a file could be written there; folders made to try are removed again."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {path} cannot be written into: it is a file; expected a folder")

@@ -1,4 +1,4 @@
-"""What commands print and write: lines, tables, JSON, progress, and events in a run's log."""
+"""Output of commands: lines, tables, JSON, progress, and events in a run's log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output; numbers that JSON has no name for become null."""
+    """Print one JSON object on standard output; numbers that JSON has no name for become null."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
@@ -34,12 +34,12 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(text, file=sys.stderr)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
-    """A table on standard output, below its title; nothing in it is read as markup.
+    """Print a table on standard output, below its title; nothing in it is read as markup.
 
     No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
     a pipe, a row stays a line.
@@ -84,7 +84,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
 
 
 def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
-    """A progress display on standard error (only on a terminal), and the function that moves it."""
+    """Return a progress display on standard error (only on a terminal), and the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -143,7 +143,7 @@ def record(run: RunDirectory, event: str, checkpoint: Path, /, **fields: Any) ->
 
 @contextmanager
 def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
-    """Standard output, or a file that appears under its name when it is whole."""
+    """Open standard output, or a file that appears under its name when it is complete."""
     if out is None:
         yield sys.stdout.buffer if binary else sys.stdout
         return

@@ -122,11 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[Any]:
-    """The clamp of each run: what was given, for models that tell distances; else its test settings.
-
-    Raises:
-        UserError: if one was given for models none of which tells distances.
-    """
+    """Return the clamp of each run: what was given, for models that tell distances; else its test settings."""
     configs = [directory.config() for directory in directories]
     tell_distances = [each.model.tells_distances for each in configs]
     if given not in (None, "none") and not any(tell_distances):
@@ -137,11 +133,7 @@ def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[An
 
 
 def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, Any]:
-    """A model's size and limits. Loading it finds a damaged one; its tensors are let go again.
-
-    Raises:
-        UserError: if it cannot be loaded, or not read with this clamp.
-    """
+    """Return a model's size and limits, after loading it once to find out whether it is damaged."""
     from txl.evaluation.perplexity import resolved_lengths
 
     model, _ = directory.load(device=device)
@@ -157,7 +149,7 @@ def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, An
 
 
 def _lengths(arguments: argparse.Namespace) -> range:
-    """step, 2 * step, ... up to the longest, once all numbers are in their ranges."""
+    """Return context lengths step, 2 * step, ... up to the longest, once all options are checked."""
     for name in ("step", "longest", "targets", "batch"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")

@@ -101,11 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """Refuse weights to start from that are not there, before PyTorch is imported.
-
-    Raises:
-        UserError: if --init-from is no run directory, or there is no run to fork, or both are asked for.
-    """
+    """Refuse weights to start from that are not there, before PyTorch is imported."""
     from txl.runs.directory import RunDirectory
 
     out = RunDirectory(arguments.out)

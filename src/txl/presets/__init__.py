@@ -12,18 +12,14 @@ if TYPE_CHECKING:
 
 
 def presets() -> dict[str, Preset]:
-    """All presets by name, the paper's first."""
+    """Return all presets by name, the paper's first."""
     from txl.presets.named import named_presets
 
     return {each.name: each for group in named_presets().values() for each in group}
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        UserError: with the nearest names, if there is none.
-    """
+    """Return the preset of a name."""
     by_name = presets()
     if name not in by_name:
         from txl.errors import UserError, did_you_mean
@@ -34,9 +30,5 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str) -> RunConfig:
-    """A new configuration of that name, yours to change.
-
-    Raises:
-        UserError: with the nearest names, if there is none.
-    """
+    """Return a new configuration of that name, yours to change."""
     return find_preset(name).make()

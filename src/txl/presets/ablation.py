@@ -14,7 +14,7 @@ from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
 
 @dataclass(frozen=True)
 class Ablation:
-    """One row of an ablation, as it differs from Transformer-XL: relative encoding, recurrence, full loss."""
+    """A row of an ablation, as it differs from Transformer-XL: relative encoding, recurrence, full loss."""
 
     encoding: Encoding = "relative"
     recurrence: bool = True

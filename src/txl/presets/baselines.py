@@ -18,7 +18,7 @@ WT103_SPLITS = (2800, 20_000, 76_000)
 
 
 def ptb_awd_lstm() -> RunConfig:
-    """Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs of 681 steps."""
+    """Return the AWD-LSTM of Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs."""
     return RunConfig(
         name="ptb-awd-lstm",
         model=RecurrentConfig(
@@ -55,7 +55,7 @@ def ptb_awd_lstm() -> RunConfig:
 
 
 def wikitext_2_awd_lstm() -> RunConfig:
-    """WikiText-2, 33M parameters: the same shape; 750 epochs of 383 steps."""
+    """Return the AWD-LSTM of WikiText-2, 33M parameters: the shape of `ptb_awd_lstm`; 750 epochs of 383 steps."""
     run = ptb_awd_lstm()
     run.name, run.data.corpus = "wikitext-2-awd-lstm", "wikitext-2"
     run.model.dropout, run.model.dropout_embed = 0.2, 0.65
@@ -64,7 +64,7 @@ def wikitext_2_awd_lstm() -> RunConfig:
 
 
 def ptb_awd_lstm_mos() -> RunConfig:
-    """Penn Treebank, 22M parameters: 15 softmaxes over 3 layers of 960, 960 and 620; 1,000 epochs of 1,135 steps."""
+    """Return AWD-LSTM-MoS, 22M parameters: 15 softmaxes over 3 layers of 960, 960, 620; 1,000 epochs of 1,135 steps."""
     run = ptb_awd_lstm()
     run.name = "ptb-awd-lstm-mos"
     run.model = replace(
@@ -76,7 +76,7 @@ def ptb_awd_lstm_mos() -> RunConfig:
 
 
 def ptb_qrnn() -> RunConfig:
-    """Penn Treebank, 24M parameters: 4 layers of 1,550, the first of which reads two tokens; 550 epochs."""
+    """Return the QRNN of Penn Treebank, 24M parameters: 4 layers of 1,550, the first reads two tokens; 550 epochs."""
     run = ptb_awd_lstm()
     run.name = "ptb-qrnn"
     run.model = replace(
@@ -87,7 +87,7 @@ def ptb_qrnn() -> RunConfig:
 
 
 def wt103_qrnn() -> RunConfig:
-    """WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
+    """Return the QRNN of WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
 
     By their code 153.9M parameters; the paper says 151M, which is what a first layer that reads one token would have.
     The learning rate is divided by ten after 12 epochs, as they do.
@@ -121,7 +121,7 @@ def wt103_qrnn() -> RunConfig:
 
 
 def wt103_lstm() -> RunConfig:
-    """The LSTM of Table 8, of which the paper says only that it has the others' budget: the shape is ours, to 151M.
+    """Return the LSTM of Table 8. The paper says only that it has the others' budget: the shape is ours, to 151M.
 
     Three layers as AWD-LSTM's, trained as the QRNN.
     """
@@ -132,7 +132,7 @@ def wt103_lstm() -> RunConfig:
 
 
 def wt103_adaptive() -> RunConfig:
-    """WikiText-103, 247M parameters, by Baevski and Auli's published training command.
+    """Return the model of WikiText-103 by Baevski and Auli's published training command, 247M parameters.
 
     16 pre-norm layers, sinusoids at the input, embeddings of 1024, 256 and 64 features tied with the softmax's tails;
     no LayerNorm at the end. Their attention has biases, ours none (0.07M); our softmax has biases, 267,737 with those
@@ -224,7 +224,7 @@ def small_mos() -> RunConfig:
 
 
 def small_adaptive() -> RunConfig:
-    """WikiText-2 with the adaptive-input Transformer, about as large as wikitext-2-small."""
+    """Return the adaptive-input Transformer for WikiText-2, about as large as wikitext-2-small."""
     cutoffs = CUTOFFS["wikitext-2"]
     run = words("wikitext-2-adaptive-small", "wikitext-2", cutoffs)
     run.model = VanillaConfig(

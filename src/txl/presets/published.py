@@ -29,7 +29,7 @@ def enwik8_12l() -> RunConfig:
 
 
 def enwik8_18l() -> RunConfig:
-    """The paper gives 88M parameters and attention lengths of 784 and 3,800; the shape is ours.
+    """Return the model of enwik8 with 18 layers: 88M parameters, attention lengths 784 and 3,800; the shape is ours.
 
     It lies between the 12 and the 24 layers: 8 heads as both have, d_model 640, and the d_inner that gives 88.6M.
     """
@@ -68,7 +68,7 @@ def text8_24l() -> RunConfig:
 
 
 def vanilla(corpus: str, n_layer: int) -> RunConfig:
-    """The Transformer of Al-Rfou et al. (2018), whose published results Tables 2 and 3 quote, with auxiliary losses.
+    """Return the Transformer of Al-Rfou et al. (2018), whose results Tables 2 and 3 quote, with auxiliary losses.
 
     From their Experimental Setup: hidden 512, filter 2048, two heads, segments of 512, dropout in the attention and
     after the ReLU alone (0.2 for 12 layers, 0.55 for 64), momentum 0.99 at a fixed rate of 0.003, 4M steps of 16
@@ -111,7 +111,7 @@ def vanilla(corpus: str, n_layer: int) -> RunConfig:
 
 
 def wt103_base() -> RunConfig:
-    """WikiText-103, 151M parameters."""
+    """Return the base model of WikiText-103, 151M parameters."""
     return RunConfig(
         name="wt103-base",
         model=TransformerXLConfig(
@@ -134,7 +134,7 @@ def wt103_base() -> RunConfig:
 
 
 def wt103_large() -> RunConfig:
-    """WikiText-103, 285M parameters (the paper says 257M)."""
+    """Return the large model of WikiText-103, 285M parameters (the paper says 257M)."""
     return RunConfig(
         name="wt103-large",
         model=TransformerXLConfig(
@@ -159,7 +159,7 @@ def wt103_large() -> RunConfig:
 
 
 def wt103_ablation() -> RunConfig:
-    """The slightly smaller model of Table 6. The paper gives 128M parameters and segments of 128; the shape is ours.
+    """Return the slightly smaller model of Table 6: 128M parameters, segments of 128; the shape is ours.
 
     It has the layers, heads and widths of the paper's Penn Treebank model, with the d_inner that gives 128M. Tested
     with the attention length of 500 that gave Table 6's 26.77.
@@ -173,14 +173,14 @@ def wt103_ablation() -> RunConfig:
 
 
 def wt103_ablation_151m() -> RunConfig:
-    """The last model of Table 6, which is wt103-base with the attention length of 640 in its test."""
+    """Return the last model of Table 6, which is wt103-base with the attention length of 640 in its test."""
     run = wt103_base()
     run.name = "wt103-ablation-151M"
     return run
 
 
 def lm1b_base() -> RunConfig:
-    """One Billion Word, 358M parameters as the authors' script has it (the paper says 0.46B)."""
+    """Return the base model of One Billion Word, 358M parameters by the authors' script (the paper says 0.46B)."""
     return RunConfig(
         name="lm1b-base",
         model=TransformerXLConfig(
@@ -203,7 +203,7 @@ def lm1b_base() -> RunConfig:
 
 
 def lm1b_large() -> RunConfig:
-    """One Billion Word, 0.8B parameters."""
+    """Return the large model of One Billion Word, 0.8B parameters."""
     run = lm1b_base()
     run.name = "lm1b-large"
     run.model = replace(
@@ -214,7 +214,7 @@ def lm1b_large() -> RunConfig:
 
 
 def lm1b_ablation() -> RunConfig:
-    """Table 7. The paper gives 20 layers, about 0.3B parameters and 400K steps; the shape is ours.
+    """Return the model of Table 7: 20 layers, about 0.3B parameters, 400K steps; the shape is ours.
 
     lm1b-base with two more layers and half the d_inner.
     """
@@ -226,7 +226,7 @@ def lm1b_ablation() -> RunConfig:
 
 
 def ptb() -> RunConfig:
-    """Penn Treebank, by the authors' later-published recipe, 24M parameters.
+    """Return the model of Penn Treebank, by the authors' later-published recipe, 24M parameters.
 
     Their code has a smaller attention than the paper's equations (R goes through the layer's own key projection, and
     u = v = W_q R_0) and d_inner 900. With the paper's attention those sizes come to 26.35M: d_inner 710 keeps the 24M.
@@ -276,7 +276,7 @@ def ptb() -> RunConfig:
 
 
 def wikitext_2() -> RunConfig:
-    """WikiText-2 with the Penn Treebank model and recipe: 33M parameters, the size usual on it."""
+    """Return the Penn Treebank model and recipe for WikiText-2: 33M parameters, the size usual on it."""
     epoch = 3060
     run = ptb()
     run.name = "wikitext-2"

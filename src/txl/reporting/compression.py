@@ -1,4 +1,4 @@
-"""What general compressors need for the same text: the simplest thing that a language model has to beat."""
+"""Sizes that general compressors give a text: the simplest thing that a language model has to beat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Compressed:
     """xz preset 9, the highest, as `xz -9` writes it."""
 
     def bits_per_byte(self, name: str) -> float:
-        """Bits that a compressor needs for a byte of text: "zlib" or "lzma"; its file's header is counted."""
+        """Return the bits that a compressor, "zlib" or "lzma", needs for a byte of text, its file's header included."""
         return 8 * getattr(self, name) / self.text
 
 

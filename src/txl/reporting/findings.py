@@ -1,4 +1,4 @@
-"""What a run's log says: which measurement is the result, what belongs beside it, and how far the run has come."""
+"""Parts of a run's log that reports are made of: the result, the evaluations beside it, the run's progress."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Findings:
 
     @property
     def unit(self) -> str:
-        """What one token of the training text is."""
+        """Unit of the training text's tokens."""
         return self.start["corpus"]["unit"]
 
     @property
@@ -64,20 +64,20 @@ class Findings:
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
     def unknown_tokens(self, row: Evaluation) -> int | None:
-        """How many of the tokens that an evaluation read are <unk>; None if the log does not say."""
+        """Return how many of the tokens that an evaluation read are <unk>; None if the log does not say."""
         if row.get("unknown") is not None:
             return row["unknown"]
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
     def split_of(self, row: Evaluation) -> dict[str, Any] | None:
-        """The counts and hashes of the split that was evaluated, if it is the training corpus's."""
+        """Return the counts and hashes of the split that was evaluated, if it is the training corpus's."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
 def findings(events: Sequence[Event]) -> Findings | None:
-    """What a log says; None for one without a beginning."""
+    """Return the parts of a log that reports are made of; None for a log without a `start` event."""
     stretches = [event for event in events if event["event"] in ("start", "resume")]
     if not stretches:
         return None
@@ -107,7 +107,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
 
 
 def scored_bytes(row: Evaluation) -> int | None:
-    """Bytes of the text that an evaluation read; None where the text is not known.
+    """Return the bytes of text that an evaluation read; None where the text is not known.
 
     Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
     """
@@ -117,12 +117,12 @@ def scored_bytes(row: Evaluation) -> int | None:
 
 
 def tokens_read(row: Evaluation) -> int:
-    """Tokens of the stream that an evaluation read: its targets, those not scored, and the stream's first token."""
+    """Return how many tokens an evaluation read: its targets, those not scored, and the stream's first token."""
     return row["tokens"] + row["dropped"] + 1
 
 
 def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation], list[Evaluation]]:
-    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split.
+    """Return all evaluations in order (of equal ones the newest), and the newest sweep on a test split.
 
     The sweep is one without a cache, and made the run's own way if there is such a one.
     """
@@ -143,7 +143,7 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation
 
 
 def _targets(row: Evaluation) -> tuple[Any, ...]:
-    """What two evaluations must share for their difference to be the memory's."""
+    """Return the settings that two evaluations must share to differ by memory alone."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda")
     adapting = tuple((row.get("dynamic") or {}).items())
@@ -151,22 +151,22 @@ def _targets(row: Evaluation) -> tuple[Any, ...]:
 
 
 def temperature(row: Evaluation) -> float:
-    """Of the softmax. Logs from before there was one lack it, and what the next two say."""
+    """Return the temperature of the softmax; older logs lack it, and the fields of the next two functions."""
     return row.get("temperature", 1.0)
 
 
 def is_sliding(row: Evaluation) -> bool:
-    """Whether each target was predicted from a window of its own, of `segment` tokens."""
+    """Return whether each target was predicted from a window of its own, of `segment` tokens."""
     return row.get("sliding", False)
 
 
 def is_exhaustive(row: Evaluation) -> bool:
-    """Whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
+    """Return whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
     return row.get("exhaustive", False)
 
 
 def _own_way(row: Evaluation, start: Event) -> bool:
-    """Whether an evaluation was made as the run's configuration says, if nothing else is asked for.
+    """Return whether an evaluation was made as the run's configuration says, if nothing else is asked for.
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
     """
@@ -175,7 +175,7 @@ def _own_way(row: Evaluation, start: Event) -> bool:
 
 
 def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
-    """The result and its pair without memory.
+    """Return the result and its pair without memory.
 
     The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
     such evaluations, and of the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the
@@ -199,7 +199,7 @@ def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Ev
 
 
 def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
-    """One event a step: a run that went on from an earlier checkpoint has logged some steps twice, or in vain."""
+    """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
     by_step: dict[int, Event] = {}
     for event in events:
         if event["event"] in ("start", "resume"):
@@ -210,7 +210,7 @@ def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
 
 
 def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
-    """The newest measurement of the compressors over the bytes of `result`."""
+    """Return the newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):
         if event["event"] != "compression":

@@ -69,7 +69,7 @@ class Drawing:
 
 
 def loss_figure(train: Sequence[dict[str, Any]], valid: Sequence[dict[str, Any]], unit: str) -> Drawing:
-    """Training and validation quality against the step.
+    """Draw training and validation quality against the step.
 
     Args:
         train: events with `step` and `loss`; at least one.
@@ -123,7 +123,7 @@ def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple
 
 
 def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
-    """Learning rate and gradient norm against the step, one above the other.
+    """Draw learning rate and gradient norm against the step, one above the other.
 
     Args:
         train: events with `step`, `learning_rate` and `grad_norm`; at least one.
@@ -157,7 +157,7 @@ def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
 
 
 def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None) -> Drawing:
-    """Quality against memory length.
+    """Draw quality against memory length.
 
     Args:
         rows: evaluations at two memory lengths or more.
@@ -179,7 +179,7 @@ def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: in
 def draw_memory_curve(
     axes: Axes, rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None
 ) -> None:
-    """Quality at each memory length, with the figures beside the points where there is room."""
+    """Draw quality at each memory length, with the figures beside the points where there is room."""
     rows = sorted(rows, key=lambda row: row["mem_len"])
     lengths, values = [row["mem_len"] for row in rows], [quality(row["nll"], unit) for row in rows]
     axes.plot(lengths, values, color=ACCENT, marker="o", markersize=5, linewidth=1.6)
@@ -206,7 +206,7 @@ def draw_memory_curve(
 
 
 def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequence[float]) -> None:
-    """A dotted line from the axis up to the curve, with a name on the side that has more room."""
+    """Draw a dotted line from the axis up to the curve, with a name on the side that has more room."""
 
     def places(positions: Sequence[float]) -> list[float]:
         return [float(axes.transScale.transform((position, 1.0))[0]) for position in positions]
@@ -276,7 +276,7 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
 def drawing(
     draw: Draw, name: str, title: str, description: str, *, wide: tuple[float, float], narrow: tuple[float, float]
 ) -> Drawing:
-    """A figure as two `<svg>` elements.
+    """Draw a figure as two `<svg>` elements.
 
     Args:
         draw: puts the content on an empty figure.
@@ -326,7 +326,7 @@ def _embedded(svg: str, name: str) -> str:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Our style over matplotlib's defaults, whatever the user's matplotlibrc says; all is as before afterwards."""
+    """Set our style over matplotlib's defaults, not the user's matplotlibrc; restore all settings afterwards."""
     with mpl.rc_context(), warnings.catch_warnings():
         # Text of every script comes in: an SVG leaves its letters to the viewer's fonts, a PNG shows boxes.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
@@ -354,7 +354,7 @@ def _step_axis(axes: Axes) -> None:
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """A curve of at most `POINTS` points: means of equal numbers of neighbours."""
+    """Return a curve of at most `POINTS` points: means of equal numbers of neighbours."""
     if len(steps) <= POINTS:
         return list(steps), list(values)
     parts = np.array_split(np.arange(len(steps)), POINTS)
@@ -365,7 +365,7 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
 
 
 def _smoothed(values: Sequence[float]) -> list[float] | None:
-    """Means over a thirtieth of the curve around each point; None for a short curve, which shows itself."""
+    """Return means over a thirtieth of the curve around each point; None for a curve too short to need them."""
     reach = len(values) // 60
     if reach < 1:
         return None
@@ -373,7 +373,7 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
 
 
 def _with_room(axes: Axes, lengths: Sequence[int]) -> list[int]:
-    """The memory lengths whose labels do not touch: the longest first, then from the shortest on.
+    """Return the memory lengths whose labels do not touch: the longest first, then from the shortest on.
 
     Args:
         axes: with its scale and margins set.

@@ -1,7 +1,4 @@
-"""report.html: one page that tells what a run was and what came of it, made from its log. It opens offline.
-
-The short answer: three lines on what a run came to, out of its log.
-"""
+"""report.html: a page about a run and its results, made from its log; it opens offline. And a summary in three lines."""
 
 from __future__ import annotations
 
@@ -183,7 +180,7 @@ def _window(row: dict[str, Any]) -> str:
 
 
 def _attention(run_directory: RunDirectory) -> str:
-    """What `txl attention` found, if it has been run."""
+    """Return the section about attention, if `txl attention` has been run."""
     path = run_directory.path / FOLDER / RECORD
     if not path.is_file():
         return ""
@@ -248,7 +245,7 @@ def _other_evaluations(found: Findings) -> str:
 
 
 def _manner(row: dict[str, Any]) -> str:
-    """How an evaluation was made: two that share this measured the same, but for the targets."""
+    """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
     return ", ".join([*([] if is_sliding(row) else [lanes]), *manner_words(row), *arithmetic_words(row)])
@@ -336,7 +333,7 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
-    """Three lines: the result with and without memory beside zlib's and lzma's; size and speed; where the report is.
+    """Return three lines: the result with and without memory beside zlib and lzma; size and speed; the report's path.
 
     Args:
         events: of a run's log.

@@ -1,4 +1,4 @@
-"""How the report looks: one column, one accent, light and dark, on screen and on paper."""
+"""Style of all pages: one column, one accent, light and dark, on screen and on paper."""
 
 LIGHT = {
     "ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "hair": "#e3e8ec", "wash": "#f4f6f7", "paper": "#ffffff",

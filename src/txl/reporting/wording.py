@@ -1,4 +1,4 @@
-"""How figures and the settings under which they were measured are said in words."""
+"""Results of evaluations, and the settings under which they were measured, in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txl.reporting.findings import is_exhaustive, is_sliding, temperature, token
 
 
 def plain(text: str) -> str:
-    """Text in which control, format and private characters, and what UTF-8 cannot hold, are backslash escapes.
+    """Return text with backslash escapes for control, format and private characters and what UTF-8 cannot hold.
 
     File names can hold all of them, and they could break a page or turn its text around. Line ends and tabs stay.
     """
@@ -22,31 +22,31 @@ def plain(text: str) -> str:
 
 
 def short_name(corpus: str) -> str:
-    """A corpus's name, or the last part of a path."""
+    """Return a corpus's name, or the last part of a path."""
     return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: 1 step, 2,000 steps."""
+    """Return a number and its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def change_text(with_memory: float, without: float) -> str:
-    """What memory changes in the loss: "6.0% fewer bits" or "0.3% more bits"."""
+    """Return in words how memory changes the loss: "6.0% fewer bits" or "0.3% more bits"."""
     change = with_memory / without - 1
     digits = 1 if abs(change) >= 0.01 else 2
     return f"{abs(change):.{digits}%} {'fewer' if change < 0 else 'more'} bits"
 
 
 def window_text(row: dict[str, Any]) -> str:
-    """The window of an evaluation."""
+    """Return the window of an evaluation."""
     if row["window"] is None:
         return "no window"
     return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
 def manner_words(row: dict[str, Any]) -> list[str]:
-    """What makes an evaluation another than the plain one: cache, adaptation, temperature, window, all targets.
+    """Return what distinguishes an evaluation from a plain one: cache, adaptation, temperature, window, targets.
 
     Nothing for a plain one.
     """
@@ -67,13 +67,13 @@ def manner_words(row: dict[str, Any]) -> list[str]:
 
 
 def arithmetic_words(row: dict[str, Any]) -> list[str]:
-    """The clamp and the precision of an evaluation, where they are not the usual ones."""
+    """Return the clamp and the precision of an evaluation, where they are not the usual ones."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
     return words if row.get("dtype", "float32") == "float32" else [*words, f"computed in {row['dtype']}"]
 
 
 def split_text(split: str) -> str:
-    """What a split is called: test split, or whole text."""
+    """Return the name of a split: test split, or whole text."""
     return "whole text" if split == WHOLE else f"{split} split"
 
 

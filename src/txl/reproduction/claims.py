@@ -1,4 +1,4 @@
-"""Whether a claim of the paper holds, as a function of results over seeds.
+"""Judge the paper's claims by results over seeds.
 
 A difference of two means counts where it is larger than its margin, half the width of a 95% confidence interval over
 the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided. Of
@@ -26,7 +26,7 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a claim, and why."""
+    """Judgement of a claim, and the reason."""
 
     outcome: Judgement
     reason: str
@@ -36,13 +36,13 @@ class Judge(Protocol):
     """A claim as a function of results, and of the grids that lengths among them lie on."""
 
     def __call__(self, results: Results, grids: Grids) -> Verdict:
-        """The verdict."""
+        """Return the verdict."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One of the paper's claims, as far as a table bears on it."""
+    """A claim of the paper, as far as a table bears on it."""
 
     key: str
     """C1 to C7, or the table's own."""
@@ -64,7 +64,7 @@ class Difference:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
-    """How much larger the second row's values are than the first's; None without a spread to judge by."""
+    """Return how much larger the second row's values are than the first's; None without a spread to judge by."""
     degrees = len(first) + len(second) - 2
     if min(len(first), len(second)) < 2:
         return None
@@ -75,7 +75,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
 
 def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
-    """Our row's measure is below that of each of the others."""
+    """Judge whether our row's measure is below that of each of the others."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=1)
@@ -84,7 +84,7 @@ def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
 
 
 def higher(ours: str, *others: str, measure: str) -> Judge:
-    """Our row's measure is above that of each of the others."""
+    """Judge whether our row's measure is above that of each of the others."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=-1)
@@ -93,7 +93,7 @@ def higher(ours: str, *others: str, measure: str) -> Judge:
 
 
 def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
-    """Our row's measure is at most the other's, but for a fraction `tolerance` of it."""
+    """Judge whether our row's measure exceeds the other's by at most a fraction `tolerance` of it."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         missing = _missing(results, (ours, other), measure)
@@ -113,12 +113,12 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
 
 
 def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
-    """A row's measure is above a number."""
+    """Judge whether a row's measure is above a number."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=1)
 
 
 def below(row: str, threshold: float, measure: str = "quality") -> Judge:
-    """A row's measure is below a number."""
+    """Judge whether a row's measure is below a number."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=-1)
 
 
@@ -148,13 +148,13 @@ def _beyond(
 
 
 def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
-    """Whether two means lie so near that no value that the measure can have is between them."""
+    """Return whether two means lie so near that no value that the measure can have is between them."""
     low, high = sorted((first, second))
     return grid is not None and not any(low < value < high for value in grid)
 
 
 def all_of(*judges: Judge) -> Judge:
-    """Every part holds; one that does not is enough for the whole not to."""
+    """Judge whether every part holds."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         verdicts = [each(results, grids) for each in judges]
@@ -195,7 +195,7 @@ def _each(
 
 
 def _shown(value: float, digits: int = 2, sign: str = "") -> str:
-    """A number to so many significant digits, of which more stand before the point: 0.043, 2.5, 215."""
+    """Return a number with so many significant digits, whole from 10 to that power on: 0.043, 2.5, 215."""
     return f"{value:{sign},.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:{sign}.{digits}g}"
 
 

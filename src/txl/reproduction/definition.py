@@ -1,6 +1,6 @@
-"""What a table or figure of the paper compares: rows, the paper's numbers, and the claims that rest on them.
+"""Definition of a table or figure: its rows, the paper's numbers, and the claims that rest on them.
 
-A definition is data. What is done with it lies in `txl.reproduction.experiment`, what a scale is in
+A definition is data; `txl.reproduction.experiment` runs it at a scale of
 `txl.reproduction.scales`.
 """
 
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a table, or one length of Table 9."""
+    """A model of a table, or a length of Table 9."""
 
     key: str
     """Unique in the table; names files."""
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def trained(self) -> bool:
-        """Whether this project trains the model of this row."""
+        """True if this project trains the model of this row."""
         return self.overrides is not None
 
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Definition:
-    """One table or figure."""
+    """A table or figure."""
 
     name: str
     """As the command line has it: table6."""
@@ -133,5 +133,5 @@ class Definition:
         return self.experiment or self.name
 
     def row(self, key: str) -> Row:
-        """The row of a key."""
+        """Return the row of a key."""
         return next(row for row in self.rows if row.key == key)

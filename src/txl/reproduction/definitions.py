@@ -1,4 +1,4 @@
-"""Everything that can be reproduced, by name."""
+"""All tables and figures that can be reproduced, by name, with Figures 5 to 7 and the samples of Appendix E."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table would take, before anything is trained: models, parameters, steps, tokens."""
+"""Plan of a table, before anything is trained: models, parameters, steps, tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from txl.reproduction.scales import Scale
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One row of a plan."""
+    """A row of a plan."""
 
     key: str
     name: str
@@ -31,12 +31,12 @@ class PlannedRow:
     """Of one seed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
 def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
-    """Every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
+    """Return every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
     if definition.kind == "speed":
         return [
             PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
@@ -72,7 +72,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
 
 
 def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
-    """The plan as a table in Markdown, with the sum below it."""
+    """Return the plan as a table in Markdown, with the sum below it."""
     lines = [
         "| row | model | preset | parameters | steps | tokens a seed | |",
         "|---|---|---|---:|---:|---:|---|",

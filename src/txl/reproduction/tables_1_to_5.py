@@ -34,18 +34,18 @@ the small scale's width and depth did not come below the perplexity of word freq
 
 
 def width_of(key: str) -> tuple[str, str]:
-    """The width of the layers is chosen so that a recurrent model has as many parameters as another row's."""
+    """Choose the width of a recurrent model so that it has as many parameters as another row's."""
     return ("model.d_hidden", key)
 
 
 def _published(name: str, parameters: str, figure: str, metric: str) -> Row:
-    """A result that is not reproduced."""
+    """Return a result that is not reproduced."""
     key = "".join(each if each.isalnum() else "-" for each in name.lower().replace("(", "").replace(")", ""))
     return Row("-".join(filter(None, key.split("-"))), name, {"#Param": parameters, metric: figure})
 
 
 def _al_rfou(corpus: str, n_layer: int, parameters: str, bpc: str) -> Row:
-    """A model of Al-Rfou et al., as deep beside the scale's as theirs beside 12 layers."""
+    """Return a model of Al-Rfou et al., as deep beside the scale's as theirs beside 12 layers."""
     return Row(
         f"vanilla-{n_layer}L",
         f"Al-Rfou et al. (2018) - {n_layer}L Transformer",
@@ -58,7 +58,7 @@ def _al_rfou(corpus: str, n_layer: int, parameters: str, bpc: str) -> Row:
 
 
 def _best(table: str, ours: str, others: tuple[str, ...], paper: str) -> Claim:
-    """The claim that every table of results makes."""
+    """Return the claim that every table of results makes."""
     return Claim(
         table,
         "Transformer-XL has the lowest loss of the models of this table that were trained",

@@ -38,12 +38,12 @@ def _overrides(ablation: Ablation) -> Overrides:
 
 
 def _kept(ablation: Ablation) -> tuple[str, str]:
-    """Whether there is recurrence, and the encoding, as the paper prints them."""
+    """Return recurrence and encoding as the paper prints them."""
     return "✓" if ablation.recurrence else "✗", _ENCODINGS[ablation.encoding][0]
 
 
 def _ablation(key: str, name: str, ablation: Ablation) -> Row:
-    """A row of Table 6; at the scale "paper" it is the preset of that ablation."""
+    """Return a row of Table 6; at the scale "paper" it is the preset of that ablation."""
     figures = (f"{ablation.initial:.2f}", f"{ablation.best:.2f}", str(ablation.attention_length))
     printed = (*_kept(ablation), ablation.loss.capitalize(), *figures)
     return Row(
@@ -275,7 +275,7 @@ _MEMORY_COLUMNS = ("Backprop Len", "Recurrence", "Encoding", "Loss", "pplx best"
 
 
 def _budget(key: str, ablation: Ablation, longer: bool = False) -> Row:
-    """A row of Table 10; one that may be longer is the preset of its ablation before its segment is found."""
+    """Return a row of Table 10; one with `longer` is the preset of its ablation before its segment is found."""
     figures = (f"{ablation.best:.2f}", f"{ablation.initial:.2f}", str(ablation.attention_length))
     loss = {"full": "Full", "half": "Partial"}[ablation.loss]
     printed = (str(ablation.segment or 128), *_kept(ablation), loss, *figures)
