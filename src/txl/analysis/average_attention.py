@@ -51,7 +51,7 @@ class AttentionAverages:
     even: np.ndarray
     """float64 [L]: what `weights` would be of a head that divides its attention evenly among all keys it sees."""
     even_keys: float
-    """What its `effective_keys` would be."""
+    """Its `effective_keys`."""
     terms: dict[str, np.ndarray]
     """The same as `weights`, the softmax taken of one term alone: "a", "b" and "d", those that the model has."""
     queries: int
@@ -244,7 +244,7 @@ class _Sums:
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
         self.queries = np.zeros(span + 1, dtype=np.int64)
-        """How many tokens see so many keys, of those that count."""
+        """Number of counted tokens by the keys that they see."""
         self.min_keys, self.close = min_keys, close
         self.starts: list[int] = []
         """Index in the stream of the first token of each lane's segment."""

@@ -40,7 +40,7 @@ class Date(NamedTuple):
 
     day: int | None
     month: int
-    """From 1."""
+    """1 to 12."""
     year: int | None
 
     def is_part_of(self, other: Date) -> bool:
@@ -71,9 +71,9 @@ class Shared:
     in_continuation: int
     """Different things that the continuation mentions."""
     taken_up: int
-    """Those of the context that stand in the continuation."""
+    """Things of the context that stand in the continuation."""
     known: int
-    """Those of the continuation that stand in the context."""
+    """Things of the continuation that stand in the context."""
 
 
 def mentions(text: str) -> Mentions:

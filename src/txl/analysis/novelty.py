@@ -124,7 +124,7 @@ class _Level:
 
     def __init__(self, positions: np.ndarray, hashes: np.ndarray):
         self.positions = positions
-        """Where each begins."""
+        """Position at which each begins."""
         self.hashes, self.rank_of = np.unique(hashes, return_inverse=True)
         """Sorted and distinct; and the place of each position's hash among them."""
         self._sieve: np.ndarray | None = None

@@ -100,7 +100,7 @@ class Text:
 
     ids: list[int]
     pieces: list[str]
-    """What each token adds to the text, and at the end what was left incomplete."""
+    """Text that each token adds, and at the end the rest that was left incomplete."""
 
     @property
     def text(self) -> str:
@@ -119,7 +119,7 @@ class Measures:
     longest_copy: tuple[int, int]
     """Position in the text and tokens of the longest span that stands in the training text."""
     copied_from: int
-    """Where in the training text that is; -1 if nothing is copied."""
+    """Its position in the training text; -1 if nothing is copied."""
     copies: list[int]
     """For each token, how many from it on stand in the training text."""
     mentions: dict[str, Shared]
@@ -131,7 +131,7 @@ class Sample:
     """A context, its continuation by a model, and its continuation in the corpus."""
 
     position: int
-    """Of the context's first token in the split."""
+    """Position of the context's first token in the split."""
     seed: int
     context: Text
     generation: Text
@@ -164,7 +164,7 @@ class Plan:
     max_tokens: int = 500
     """Tokens of a continuation; 500 in the paper."""
     seed: int = 0
-    """Of the contexts; sample i is drawn with seed + i."""
+    """Seed of the contexts; sample i is drawn with seed + i."""
     sampling: Sampling = field(default_factory=Sampling)
     lengths: dict[str, Any] = field(default_factory=dict)
     """`mem_len`, `window`, `clamp_len`, as in `LanguageModel.init_state`."""

@@ -37,7 +37,7 @@ class Speed:
     """Operations a second of a 2048 x 2048 matrix product in the same dtype, measured before and after: the mean."""
     attention: str
     compiled: bool = False
-    """Whether the layers went through `torch.compile`."""
+    """True if the layers went through `torch.compile`."""
 
     @property
     def fraction(self) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from txl.data.prepared import Tokens
 
 _LEARNING_RATE = 0.03
-"""Of sgd, where nothing was tuned."""
+"""Learning rate of sgd where nothing was tuned."""
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl.errors import CommandFailed
 
 TOTAL = 1 << 30
-"""What a lane's frequencies add up to, within the rounding of its probabilities."""
+"""Sum of a lane's frequencies, within the rounding of its probabilities."""
 _WIDTH = 64
 _TOP = 1 << _WIDTH
 _BOTTOM = 1 << (_WIDTH - 8)

@@ -19,7 +19,7 @@ DISTRIBUTIONS = ORDERS + 1
 MATCH = 6
 """Bytes that a match begins with."""
 _BITS = (0, 8, 16, 17, 18, 18)
-"""Of the number of rows; up to two bytes every context has its own."""
+"""Bits of the number of rows; up to two bytes every context has its own."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MATCH_BITS, _HISTORY = 20, 1 << 22
 _LONGEST = 31

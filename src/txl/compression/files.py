@@ -49,7 +49,7 @@ class CodingModel:
     lengths: dict[str, Any] = field(default_factory=dict)
     """`mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`; a decoder takes the file's."""
     training_tokens: Callable[[], Any] | None = None
-    """Gives the tokens of the training split, for adaptation by rms."""
+    """Function that gives the tokens of the training split, for adaptation by rms."""
 
     def identity(self) -> str:
         """Digest of weights, configuration and vocabulary."""

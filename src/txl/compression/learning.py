@@ -28,7 +28,7 @@ from txl.models import build_model
 from txl.models.language_model import LanguageModel
 
 _FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
-"""Of the distributions, in the order of `Counts.predict`, before anything is learnt."""
+"""Weights of the distributions, in the order of `Counts.predict`, before anything is learnt."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class OnlineRecipe:
     halved_after: int = 0
     """Updates after which the rate has fallen by the square root of two, and goes on so; 0: it stays."""
     counts: bool = True
-    """Whether counts take part; without, the model's own probabilities are coded."""
+    """True if counts take part; without, the model's own probabilities are coded."""
     weights_factor: float = 2.0
     """Learning rate of the counts' weights, relative to the model's."""
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))

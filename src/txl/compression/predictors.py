@@ -28,7 +28,7 @@ class Predictor(ABC):
     """Source of the probabilities that symbols are coded by. Every lane reads one token a step."""
 
     any_threads = False
-    """Whether its numbers are the same with any number of threads; otherwise it runs with one."""
+    """True if its numbers are the same with any number of threads; otherwise it runs with one."""
 
     @abstractmethod
     def predict(self) -> Tensor:

@@ -41,7 +41,7 @@ class Symbols:
         self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
         """The symbol behind which a byte is coded by itself; None: every byte is a token."""
         self.start = of_byte.get(ord("\n"), 0)
-        """What is read before the first token, and in the place of an escape that is no token: a line's end."""
+        """Token read before the first one, and in the place of an escape that is no token: a line's end."""
         if isinstance(vocabulary, CharVocabulary):
             first = 0 if vocabulary.unk_id is None else 1
             self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}

@@ -6,7 +6,7 @@ The authors' names (their PyTorch code; Hugging Face's and NVIDIA's are brought 
 `r_r_bias` (v), in every layer's `dec_attn` if they are not shared, `crit.cluster_{weight,bias}`,
 `crit.out_layers.i.{weight,bias}`, `crit.out_projs.i`.
 
-A checkpoint's path, or a model's name on the Hugging Face Hub, which is downloaded by its own client.
+`checkpoint_path` downloads a model named on the Hugging Face Hub with the Hub's own client.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source:
     kind: str
     """For people: which implementation wrote it."""
     tensors: dict[str, Tensor]
-    """By the authors' names, with cluster i's logit in row i-1."""
+    """Tensors by the authors' names, with cluster i's logit in row i-1."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `TransformerXLConfig` that the file states; the others are found from the tensors."""
     segment: int | None = None
@@ -58,7 +58,7 @@ class Source:
     vocabulary: Vocabulary | None = None
     """The vocabulary, if the file brings it."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know."""
+    """Notes for the user."""
 
 
 def window_of(same_length: Any, mem_len: Any, itself_extra: bool) -> int | None:

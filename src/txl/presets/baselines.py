@@ -14,7 +14,7 @@ from txl.config import DataConfig, EvalConfig, RecurrentConfig, RunConfig, Train
 from txl.presets.small import CUTOFFS, words
 
 WT103_SPLITS = (2800, 20_000, 76_000)
-"""Where awd-lstm-lm cuts WikiText-103's vocabulary."""
+"""Cuts of WikiText-103's vocabulary in awd-lstm-lm."""
 
 
 def ptb_awd_lstm() -> RunConfig:

@@ -20,9 +20,9 @@ from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
 
 FOLDER, RECORD = "attention", "attention.json"
-"""Where `txl attention` puts what it finds, in the run's directory."""
+"""Folder of `txl attention` in the run's directory, and its record in there."""
 _COLUMNS = 640
-"""Of a heat map at most: longer spans are averaged down to them."""
+"""Most columns of a heat map; longer spans are averaged down to them."""
 _ROWS = 48
 """Tokens of a close-up that have room for their text; of more, every second one has it, or every third."""
 _LISTED = 12

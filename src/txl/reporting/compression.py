@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SETTINGS = "zlib level 9, xz preset 9"
-"""How `compress` compresses; logged with its sizes, so that sizes of other settings are never taken for these."""
+"""Settings of `compress`, logged with its sizes, so that sizes of other settings are never taken for these."""
 
 _LARGEST_DICTIONARY = 64 * 2**20
-"""Of xz preset 9, in bytes: how far back lzma finds repetitions."""
+"""Dictionary of xz preset 9 in bytes: lzma finds repetitions so far back."""
 
 
 @dataclass(frozen=True)

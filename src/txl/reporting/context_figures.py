@@ -18,9 +18,9 @@ from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Draw, Drawing, drawin
 from txl.reporting.wording import plain
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
-"""By model, its value at each context length, the lengths rising."""
+"""Values by model, at rising context lengths."""
 Gains = Mapping[str, Mapping[tuple[int, int], float]]
-"""By model, exp f(c,c) - exp f(c,c') for each pair of a short and a long context length."""
+"""exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length."""
 
 _LINES = (
     (ACCENT, "-", "o"), (SECOND, "-", "s"), (SOFT, "-", "^"), (INK, "-", "D"), (SECOND, "--", "o"), (SOFT, "--", "s"),
@@ -40,7 +40,7 @@ class Plot:
     """Unique in a page."""
     title: str
     description: str
-    """What it shows, in words."""
+    """The figure's content in words."""
     wide: tuple[float, float]
     """Size in inches for a wide column, and of the file."""
     narrow: tuple[float, float]

@@ -35,11 +35,11 @@ class Findings:
     samples: list[Event]
     """All of the checkpoint that was sampled last."""
     compression: Event | None
-    """What compressors need for the bytes that `result` is about."""
+    """Sizes that compressors give the bytes that `result` is about."""
     stopped: Event | None
     """The `stop` event, if the last thing that training did was to stop before its end."""
     ended: bool
-    """Whether the last step has been taken."""
+    """True once the last step has been taken."""
     diverged: str | None
     """Why the model that came of it is of no use, if it is of none."""
 

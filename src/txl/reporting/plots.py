@@ -31,7 +31,7 @@ from txl.units import quality, quality_label, quality_text
 
 INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
 POINTS = 400
-"""Of a curve at most: a longer log is averaged down to them."""
+"""Most points of a curve; a longer log is averaged down to them."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",

@@ -1,4 +1,4 @@
-"""report.html: a page about a run and its results, made from its log; it opens offline. And a summary in three lines."""
+"""report.html: a page about a run, made from its log; it opens offline. And a summary in three lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txl.runs.directory import RunDirectory
 from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
-"""How much of what the log holds is shown; what is left out is counted."""
+"""Most samples, characters of each, and other evaluations that are shown; what is left out is counted."""
 
 
 def write_report(directory: str | Path, *, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:

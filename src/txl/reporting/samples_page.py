@@ -27,9 +27,9 @@ class About:
     split: str
     unit: str
     convention: str | None
-    """How the text was tokenised, if that has been undone."""
+    """The way of tokenising that has been undone, if any."""
     settings: str
-    """How they were drawn, in words."""
+    """Settings of drawing, in words."""
     training_tokens: int
 
 

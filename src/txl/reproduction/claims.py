@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 
 Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
 Results = Mapping[str, Mapping[str, Sequence[float]]]
-"""By row key and measure, one value a seed."""
+"""Values by row key and measure, one a seed."""
 Grids = Mapping[str, Sequence[float]]
-"""By measure, the values that it can have, where these are few."""
+"""Possible values of a measure, where these are few."""
 
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; more are taken as the last."""
@@ -47,12 +47,12 @@ class Claim:
     key: str
     """C1 to C7, or the table's own."""
     text: str
-    """What is judged here."""
+    """The claim as it is judged here."""
     paper: str
     """The paper's numbers for it."""
     judge: Judge
     at_full_size: bool = False
-    """Whether it is about the published model on the paper's corpus, and says nothing about a smaller one."""
+    """True if it is about the published model on the paper's corpus, and says nothing about a smaller one."""
 
 
 @dataclass(frozen=True)

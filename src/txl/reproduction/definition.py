@@ -1,7 +1,6 @@
 """Definition of a table or figure: its rows, the paper's numbers, and the claims that rest on them.
 
-A definition is data; `txl.reproduction.experiment` runs it at a scale of
-`txl.reproduction.scales`.
+A definition is data; `txl.reproduction.experiment` runs it at a scale of `txl.reproduction.scales`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal
 from txl.reproduction.claims import Claim
 
 Kind = Literal["quality", "attention", "context", "speed", "product"]
-"""What is measured of each model.
+"""Measurement of each model.
 
 quality: loss on the test split. attention: the same at many attention lengths, of which the validation split chooses
 one. context: loss at exact context lengths (Appendix C). speed: Table 9. product: nothing; files are
@@ -56,7 +55,7 @@ class Row:
     key: str
     """Unique in the table; names files."""
     name: str
-    """As the table has it."""
+    """The name in the paper's table."""
     paper: dict[str, str]
     """The paper's figures by column, as printed."""
     overrides: Overrides | None = None
@@ -65,13 +64,13 @@ class Row:
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
     as_published: bool = False
-    """Whether that configuration is this very model; else the overrides make it so."""
+    """True if that configuration is this very model; else the overrides make it so."""
     cache_over: str | None = None
     """The row whose trained model this one is, with a continuous cache tuned around it."""
     fit: tuple[str, str] | None = None
     """A field, and the row whose number of parameters it is chosen to come nearest to."""
     adaptive: bool = False
-    """Whether the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
+    """True if the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
     group: str = ""
     """Rows that are compared as one model group (Table 8)."""
     equal_memory_with: str | None = None
@@ -104,7 +103,7 @@ class Definition:
     """A table or figure."""
 
     name: str
-    """As the command line has it: table6."""
+    """The name on the command line: table6."""
     title: str
     caption: str
     corpus: str
@@ -114,17 +113,17 @@ class Definition:
     unit: Literal["word", "character"]
     kind: Kind
     columns: tuple[str, ...]
-    """Of the paper's figures."""
+    """Columns of the paper's figures."""
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...] = ()
     experiment: str = ""
     """Definitions of the same experiment share their runs and results; empty: the name."""
     separate_sentences: bool = False
-    """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
+    """True if the corpus is to be one of sentences in random order, as One Billion Word is."""
     product: Product | None = None
     """Kind "product": what is made; definitions of one product share its files."""
     pictures: str = ""
-    """Of the files that are made, the names of the figures that the page shows, as a pattern."""
+    """Pattern of the names of those files that the page shows as figures."""
     notes: tuple[str, ...] = ()
 
     @property

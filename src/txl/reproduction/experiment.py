@@ -54,7 +54,7 @@ class RowResult:
     config: dict[str, Any] | None = None
     parameters: int | None = None
     by_seed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What was measured, by seed."""
+    """Measurements by seed."""
 
 
 @dataclass
@@ -351,7 +351,7 @@ class Folder:
         return self.path / "experiment.json"
 
     def _agrees(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
-        """Return whether the folder holds what is asked for; refuse another experiment in which something is trained."""
+        """Return whether the folder holds what is asked for; refuse another experiment that has results."""
         there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
         if changed and any((self.path / name).exists() for name in ("runs", "results")):

@@ -44,12 +44,12 @@ class Outcome:
     unit: str
     rows: list[RowResult]
     values: dict[str, dict[str, list[float]]]
-    """By row and measure, one value a seed."""
+    """Values by row and measure, one a seed."""
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """Mean loss in nats by row and attention length or context, one value a seed."""
     gains: list[GroupGains] = field(default_factory=list)
     grids: dict[str, list[float]] = field(default_factory=dict)
-    """By measure, the lengths that it can be, of those that are lengths."""
+    """Possible values of those measures that are lengths."""
 
     @property
     def failed(self) -> list[RowResult]:

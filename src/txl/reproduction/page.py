@@ -25,7 +25,7 @@ from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repea
 from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
-"""Of a table with the paper's numbers beside ours; with more, they come one below the other."""
+"""Most columns of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
 def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> str:

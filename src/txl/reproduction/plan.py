@@ -28,7 +28,7 @@ class PlannedRow:
     parameters: int | None = None
     steps: int | None = None
     tokens: int | None = None
-    """Of one seed."""
+    """Tokens of one seed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""

@@ -27,7 +27,7 @@ class Scale:
     seeds: int
     """Runs of each model, if the command does not say otherwise."""
     judged: bool
-    """Whether claims are judged; a scale that only tests the machinery judges none."""
+    """True if claims are judged; a scale that only tests the machinery judges none."""
     corpora: dict[str, str]
     """The corpus that stands for each of the paper's; one that is not named stands for itself."""
     words: Callable[[], RunConfig] | None
@@ -41,7 +41,7 @@ class Scale:
     """Distance of two context lengths (Table 8, Figure 4), and the longest."""
     longest_context: int
     targets: int
-    """Of Table 8."""
+    """Targets of Table 8."""
     speed_lengths: float
     """Factor of the attention lengths of Table 9."""
     speed_steps: int = 5

@@ -22,7 +22,7 @@ _ENCODINGS: dict[str, tuple[str, Overrides]] = {
     "sinusoid": ("Vaswani et al. (2017)", SINUSOID),
     "learned": ("Al-Rfou et al. (2018)", VANILLA),
 }
-"""As the paper calls them, and what makes a Transformer-XL have them."""
+"""Names in the paper, and the overrides that give them to a Transformer-XL."""
 _COLUMNS = ("Recurrence", "Encoding", "Loss", "PPL init", "PPL best", "Attn Len")
 _STANDARD = Shape(depth=1.0, width=1.1)
 """The paper's standard model is wider than that of its ablations, 410 against some 380."""
