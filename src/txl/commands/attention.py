@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
     add_checkpoint,
@@ -17,16 +17,17 @@ from txl.commands.options import (
     memory_settings,
     numbers,
     pick_device,
-    print_json,
-    print_table,
-    progress_bar,
+    run_corpus,
     run_to_read,
-    say,
     writable_folder,
 )
+from txl.commands.output import print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("attention", help="show where the heads look, by distance and in the text")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
@@ -77,14 +78,13 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.observation import known_terms
-    from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.reporting.attention_page import write_attention
 
     keep_freed_memory()
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
-    corpus = open_run_corpus(run_directory, vocabulary, arguments)
-    split_tokens(corpus, arguments.split)
-    assert vocabulary is not None  # open_run_corpus has refused None
+    corpus = run_corpus(run_directory, vocabulary, arguments)
+    corpus.tokens(arguments.split)  # refuses one that is not there
+    assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(arguments.out or run_directory.path / "attention")
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:

@@ -6,18 +6,22 @@ import argparse
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_data_dir, config_options, say
+from txl.commands.options import add_config_options, add_data_dir, config_options
+from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
 TEST_TOKENS = 200_000
 """Tokens of the test split that are read at each memory length."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     about = "train, evaluate, generate and report in minutes, without a download"
     parser = commands.add_parser("demo", help=about, add_help=False)
@@ -67,7 +71,7 @@ def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) 
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and doublings from a quarter of it up to the run's test memory."""
+    """Return memory lengths to test: 0, training's, and doublings from a quarter of it up to the run's test memory."""
     lengths = {0, config.model.mem_len, config.eval.mem_len}
     length = max(1, config.model.mem_len // 4)
     while length < config.eval.mem_len:
@@ -91,9 +95,7 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "temperature": 0.8,
         "seed": seed,
         "max_tokens": max_tokens,
-        "mem_len": config.eval.mem_len,
-        "window": config.eval.window or "none",
-        "clamp_len": "none" if config.eval.clamp_len is None else config.eval.clamp_len,
+        **config.eval.lengths(),
     }
     for prompt in PROMPTS:
         try:

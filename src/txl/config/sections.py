@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from txl.config.values import LARGEST, check_ranges, require, setting
 from txl.errors import UserError
@@ -272,6 +272,11 @@ class EvalConfig:
     clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
     temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
+
+    def lengths(self) -> dict[str, Any]:
+        """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
+        clamp_len = "none" if self.clamp_len is None else self.clamp_len
+        return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
     def validate(self) -> None:
         """Check the rules of how a model is tested.

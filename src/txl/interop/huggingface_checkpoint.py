@@ -25,7 +25,7 @@ VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a directory holds a Transformer-XL of Hugging Face's."""
+    """Return whether a directory holds a Transformer-XL of Hugging Face's."""
     config = _config(folder)
     return config is not None and (
         config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
@@ -41,11 +41,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def read_huggingface(folder: Path) -> Source:
-    """The checkpoint in a directory.
-
-    Raises:
-        UserError: if something is missing or damaged, or is no model that can be imported.
-    """
+    """Read the checkpoint in a directory."""
     config = _config(folder)
     if config is None:
         raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
@@ -87,11 +83,7 @@ def _authors_name(name: str) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a directory that `save_pretrained` wrote, from one file or from several with an index.
-
-    Raises:
-        UserError: if a file is missing or damaged, or the index names one elsewhere.
-    """
+    """Read all tensors of a directory that `save_pretrained` wrote, from one file or from several with an index."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return _tensors_of(folder / name)

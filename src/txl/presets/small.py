@@ -9,7 +9,7 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_tiny() -> RunConfig:
-    """The demo's."""
+    """Return the configuration of the demo."""
     return RunConfig(
         name="stdlib-tiny",
         model=TransformerXLConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
@@ -29,12 +29,12 @@ def stdlib_tiny() -> RunConfig:
     )
 
 
-def characters(name: str, corpus: str, unit: str) -> RunConfig:
-    """Bytes and characters."""
+def stdlib_small() -> RunConfig:
+    """Return the configuration for bytes of the standard library; enwik8-small and text8-small have the same model."""
     return RunConfig(
-        name=name,
+        name="stdlib-small",
         model=TransformerXLConfig(n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=256, dropout=0.0),
-        data=DataConfig(corpus=corpus, unit="char" if unit == "char" else "byte"),
+        data=DataConfig(corpus="stdlib", unit="byte"),
         train=TrainConfig(
             steps=4000,
             batch_size=16,
@@ -50,17 +50,46 @@ def characters(name: str, corpus: str, unit: str) -> RunConfig:
     )
 
 
-def vanilla_characters(name: str, corpus: str, unit: str) -> RunConfig:
-    """Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and the training of `characters`."""
-    run = characters(name, corpus, unit)
+def enwik8_small() -> RunConfig:
+    """Return the configuration for bytes of enwik8."""
+    run = stdlib_small()
+    run.name, run.data = "enwik8-small", DataConfig(corpus="enwik8", unit="byte")
+    return run
+
+
+def text8_small() -> RunConfig:
+    """Return the configuration for characters of text8."""
+    run = stdlib_small()
+    run.name, run.data = "text8-small", DataConfig(corpus="text8", unit="char")
+    return run
+
+
+def enwik8_vanilla_small() -> RunConfig:
+    """Return Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and training of enwik8-small."""
+    run = enwik8_small()
+    run.name = "enwik8-vanilla-small"
     run.model = replace(as_family(run.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2)
     run.train.epoch_shift = 97
     run.eval = EvalConfig(segment=256, mem_len=0)
     return run
 
 
+CUTOFFS = {"ptb": (1000, 4000), "wikitext-2": (2000, 10_000)}
+"""Clusters of the adaptive softmax of the small models of words, by corpus."""
+
+
+def ptb_small() -> RunConfig:
+    """Return the configuration for Penn Treebank."""
+    return words("ptb-small", "ptb", CUTOFFS["ptb"])
+
+
+def wikitext_2_small() -> RunConfig:
+    """Return the configuration for WikiText-2."""
+    return words("wikitext-2-small", "wikitext-2", CUTOFFS["wikitext-2"])
+
+
 def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
-    """Penn Treebank and WikiText-2: the paper's Penn Treebank recipe, its rates scaled down with the model."""
+    """Return the paper's Penn Treebank recipe for another corpus, its rates scaled down with the model."""
     return RunConfig(
         name=name,
         model=TransformerXLConfig(
@@ -99,21 +128,21 @@ def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
 
 
 def wikitext_2_ablation() -> RunConfig:
-    """WikiText-2 for the rows of Table 6: wikitext-2-small in segments of one length, which absolute positions need."""
-    run = words("wikitext-2-ablation", "wikitext-2", (2000, 10_000))
+    """Return wikitext-2-small for the rows of Table 6: in segments of one length, which absolute positions need."""
+    run = words("wikitext-2-ablation", "wikitext-2", CUTOFFS["wikitext-2"])
     run.train.random_segments = False
     return run
 
 
 def stdlib_ablation() -> RunConfig:
-    """The standard library for the rows of Table 6: the demo's shape and steps, minutes each."""
+    """Return the demo's configuration for the rows of Table 6, minutes each."""
     run = stdlib_tiny()
     run.name = "stdlib-ablation"
     return run
 
 
-def wt103() -> RunConfig:
-    """WikiText-103 with adaptive embeddings and softmax."""
+def wt103_small() -> RunConfig:
+    """Return the configuration for WikiText-103, with adaptive embeddings and softmax."""
     return RunConfig(
         name="wt103-small",
         model=TransformerXLConfig(

@@ -1,4 +1,4 @@
-"""Measuring what compressors need for the very text that a run's result is about."""
+"""Measure how far zlib and lzma compress the text that a run's result is about."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure_compression(
 
 
 def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:
-    """By hash, the prepared texts that the result can be about.
+    """Return by hash the prepared texts that the result can be about.
 
     A text is known by the hash that training or the evaluation logged; older logs have only the name, unit and sizes of
     one that was not trained on.

@@ -1,4 +1,4 @@
-"""What general compressors need for the same text: the simplest thing that a language model has to beat."""
+"""Sizes that general compressors give a text: the simplest thing that a language model has to beat."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SETTINGS = "zlib level 9, xz preset 9"
-"""How `compress` compresses; logged with its sizes, so that sizes of other settings are never taken for these."""
+"""Settings of `compress`, logged with its sizes, so that sizes of other settings are never taken for these."""
 
 _LARGEST_DICTIONARY = 64 * 2**20
-"""Of xz preset 9, in bytes: how far back lzma finds repetitions."""
+"""Dictionary of xz preset 9 in bytes: lzma finds repetitions so far back."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Compressed:
     """xz preset 9, the highest, as `xz -9` writes it."""
 
     def bits_per_byte(self, name: str) -> float:
-        """Bits that a compressor needs for a byte of text: "zlib" or "lzma"; its file's header is counted."""
+        """Return the bits that a compressor, "zlib" or "lzma", needs for a byte of text, its file's header included."""
         return 8 * getattr(self, name) / self.text
 
 

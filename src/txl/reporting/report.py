@@ -1,7 +1,4 @@
-"""report.html: one page that tells what a run was and what came of it, made from its log. It opens offline.
-
-The short answer: three lines on what a run came to, out of its log.
-"""
+"""report.html: a page about a run, made from its log; it opens offline. And a summary in three lines."""
 
 from __future__ import annotations
 
@@ -25,20 +22,16 @@ from txl.reporting.wording import (
     arithmetic_words,
     change_text,
     counted,
-    duration_text,
-    is_character_unit,
     manner_words,
-    quality,
-    quality_text,
     settings_text,
     short_name,
-    token_name,
     window_text,
 )
 from txl.runs.directory import RunDirectory
+from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
-"""How much of what the log holds is shown; what is left out is counted."""
+"""Most samples, characters of each, and other evaluations that are shown; what is left out is counted."""
 
 
 def write_report(directory: str | Path, *, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:
@@ -133,8 +126,8 @@ def _training(config: RunConfig, found: Findings) -> str:
     best = ""
     if found.best is not None:
         best = (
-            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} "
-            f"({quality_text(found.best['nll'], found.unit)} {_measure(found.unit)}) at step {found.best['step']:,}."
+            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} ("
+            f"{quality_text(found.best['nll'], found.unit)} {measure_name(found.unit)}) at step {found.best['step']:,}."
         )
     lead = (
         f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.3g} times the training split, at {found.speed:,.0f} "
@@ -152,10 +145,6 @@ def _training(config: RunConfig, found: Findings) -> str:
         ),
         note("No validation in this run: `--train.eval-every K` adds it.") if not found.valid else "",
     )
-
-
-def _measure(unit: str) -> str:
-    return "bpc" if unit in ("byte", "char") else "ppl"
 
 
 def _memory(config: RunConfig, found: Findings, name: str) -> str:
@@ -191,7 +180,7 @@ def _window(row: dict[str, Any]) -> str:
 
 
 def _attention(run_directory: RunDirectory) -> str:
-    """What `txl attention` found, if it has been run."""
+    """Return the section about attention, if `txl attention` has been run."""
     path = run_directory.path / FOLDER / RECORD
     if not path.is_file():
         return ""
@@ -245,7 +234,7 @@ def _other_evaluations(found: Findings) -> str:
             f"{row['tokens']:,}",
             _manner(row),
             f"{row['nll']:.4f}",
-            f"{quality_text(row['nll'], row['unit'])} {_measure(row['unit'])}",
+            f"{quality_text(row['nll'], row['unit'])} {measure_name(row['unit'])}",
         ]
         for row in shown
     ]
@@ -256,7 +245,7 @@ def _other_evaluations(found: Findings) -> str:
 
 
 def _manner(row: dict[str, Any]) -> str:
-    """How an evaluation was made: two that share this measured the same, but for the targets."""
+    """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
     return ", ".join([*([] if row["sliding"] else [lanes]), *manner_words(row), *arithmetic_words(row)])
@@ -344,7 +333,7 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
-    """Three lines: the result with and without memory beside zlib's and lzma's; size and speed; where the report is.
+    """Return three lines: the result with and without memory beside zlib and lzma; size and speed; the report's path.
 
     Args:
         events: of a run's log.
@@ -374,7 +363,7 @@ def _result_line(found: Findings) -> str:
             return f"{row['bits_per_byte']:.3f}"
         return quality_text(row["nll"], result["unit"])
 
-    measure = "bits per byte" if in_bytes else "bpc" if is_character_unit(result["unit"]) else "ppl"
+    measure = "bits per byte" if in_bytes else measure_name(result["unit"])
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
     line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
     if without is not None:

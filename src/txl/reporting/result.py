@@ -1,4 +1,4 @@
-"""The first section of the report: what the run came to on the test split, beside what is simplest."""
+"""First section of the report: the result on the test split, beside that of general compressors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from typing import Any
 from txl.config import model_from_dict
 from txl.reporting.findings import Findings, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
-from txl.reporting.wording import (
-    change_text,
-    is_character_unit,
-    manner_words,
-    quality_label,
-    quality_text,
-    settings_text,
-    token_name,
-)
-from txl.units import ppl_text
+from txl.reporting.wording import change_text, manner_words, settings_text
+from txl.units import is_character_unit, ppl_text, quality_label, quality_text, token_name
 
 
 def result_section(found: Findings, name: str, problem: str | None) -> str:
-    """The result with and without memory, and the compressors.
+    """Return the result with and without memory, and the compressors.
 
     Args:
         found: what the log says.
@@ -58,18 +50,18 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
 
 
 def is_recurrent(found: Findings) -> bool:
-    """Whether the model carries a state instead of positions of memory."""
+    """Return whether the model carries a state instead of positions of memory."""
     return model_from_dict(found.start["config"]["model"]).constant_state
 
 
 def evaluation_headings(unit: str) -> tuple[str, ...]:
-    """Headings of `evaluation_cells`."""
+    """Return the headings of `evaluation_cells`."""
     bits = "bpc" if is_character_unit(unit) else "bits per token"
     return (bits, "ppl", "bits per byte", "nats per token", "tokens/s")
 
 
 def evaluation_cells(row: dict[str, Any]) -> list[str]:
-    """The figures of an evaluation."""
+    """Return the figures of an evaluation."""
     per_byte = row.get("bits_per_byte")
     return [
         f"{row['bpc']:.4f}",
@@ -93,7 +85,7 @@ def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | 
 
 
 def _memory_name(found: Findings, row: dict[str, Any]) -> str:
-    """What a model has of earlier text, and what makes the evaluation another than the plain one."""
+    """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
     if row["sliding"]:
         return ", ".join(manner_words(row))
     memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
@@ -120,7 +112,7 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
 
 
 def _caveat(found: Findings, result: dict[str, Any]) -> str:
-    """What <unk> hides from the figures."""
+    """Return a note on what <unk> hides from the figures."""
     unknown = found.unknown_tokens(result)
     if unknown == 0 or result["unit"] in ("byte", "bpe"):
         return ""

@@ -1,7 +1,4 @@
-"""One page for a table: the paper's numbers, ours, the scale, and what became of the paper's claims.
-
-Figures of a table's page.
-"""
+"""Page of a table and its figures: the paper's numbers, ours, the scale, and the claims."""
 
 from __future__ import annotations
 
@@ -21,17 +18,18 @@ from txl.config import model_from_dict
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
-from txl.reporting.wording import duration_text, quality, quality_label, short_name
+from txl.reporting.wording import short_name
 from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repeats_text
+from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
-"""Of a table with the paper's numbers beside ours; with more, they come one below the other."""
+"""Most columns of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
 def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         outcome: what came of the table.
@@ -173,7 +171,7 @@ def _figure(heading: str, drawn: Any, caption: str) -> str:
 
 
 def _pictures(outcome: Outcome, out: Path) -> list[str]:
-    """Figures made of each seed's model, within the page."""
+    """Return the figures made of each seed's model, for the page."""
     definition = outcome.definition
     parts = []
     for result in outcome.rows:
@@ -189,7 +187,7 @@ def _pictures(outcome: Outcome, out: Path) -> list[str]:
 
 
 def _made(outcome: Outcome) -> str:
-    """Links to the files that were made, beside the page."""
+    """Return links to the files that were made, beside the page."""
     links = [
         f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
         for result in outcome.rows
@@ -230,7 +228,7 @@ def _budget(outcome: Outcome) -> str:
 
 
 def _changed(result: RowResult, published: bool) -> str:
-    """What distinguishes a row's model from the scale's, or from its published preset."""
+    """Return in words how a row's model differs from the scale's, or from its published preset."""
     row = result.row
     if row.cache_over is not None:
         return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
@@ -264,7 +262,7 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict
 
 
 def quality_figure(outcome: Outcome) -> Drawing | None:
-    """Every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
+    """Draw every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
     rows = [row for row in outcome.rows if outcome.values[row.row.key].get("quality")]
     if not rows:
         return None
@@ -297,7 +295,7 @@ def quality_figure(outcome: Outcome) -> Drawing | None:
 
 
 def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:
-    """Quality against attention or context length, means over seeds, one line a row."""
+    """Draw quality against attention or context length, means over seeds, one line a row."""
     shown = [key for key in keys if outcome.curves.get(key)]
     if not shown:
         return None
@@ -310,7 +308,7 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
 
 
 def speed_figure(outcome: Outcome) -> Drawing | None:
-    """How much slower the vanilla Transformer is, measured and in the paper."""
+    """Draw how much slower the vanilla Transformer is, measured and in the paper."""
     measured = sorted(
         (next(iter(row.by_seed.values()))["attention_length"], statistics.fmean(outcome.values[row.row.key]["slower"]))
         for row in outcome.rows
@@ -338,7 +336,7 @@ def speed_figure(outcome: Outcome) -> Drawing | None:
 
 
 def gains_figure(gains: GroupGains, names: Sequence[str]) -> Drawing:
-    """Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
+    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
     shown = {name: gains.gains[name] for name in names if name in gains.gains}
     title = f"Relative perplexity gains, group {gains.group}"
     return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title).drawing()

@@ -1,4 +1,4 @@
-"""Writing what came of a table: the page, and the JSON that holds everything on it."""
+"""Write a table's page, and the JSON that holds everything on it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumsta
 
     Returns:
         What the JSON holds.
-
-    Raises:
-        UserError: if they cannot be written.
     """
     record = outcome_record(outcome, command, circumstances)
     name = outcome.definition.name
@@ -30,7 +27,7 @@ def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumsta
 
 
 def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the page says, ready for JSON."""
+    """Return the contents of the page, ready for JSON."""
     definition = outcome.definition
     return {
         "what": definition.name,
@@ -84,7 +81,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict
 
 
 def _without_losses(measured: dict[str, Any]) -> dict[str, Any]:
-    """A measurement without the loss of every target, which stays in results/."""
+    """Return a measurement without the loss of every target, which stays in results/."""
     kept = {name: value for name, value in measured.items() if name not in ("losses", "config")}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()

@@ -61,7 +61,7 @@ class RunDirectory:
             UserError: if it is missing or damaged.
         """
         try:
-            return RunConfig.from_dict(_of_today(json.loads(self.config_path.read_text(encoding="utf-8"))))
+            return RunConfig.from_dict(of_today(json.loads(self.config_path.read_text(encoding="utf-8"))))
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
         except OSError as error:
@@ -295,8 +295,8 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _of_today(config: Any) -> Any:
-    """A configuration from before `data.word_rule` and `data.normalise`, with those that its text was read with."""
+def of_today(config: Any) -> Any:
+    """Return a stored configuration; one without `data.word_rule` and `data.normalise` gets those it was made with."""
     data = config.get("data") if isinstance(config, dict) else None
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config

@@ -383,3 +383,25 @@ def _compiler_missing(device: str) -> str | None:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return lines[0].strip()
     return None
+
+
+def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) -> tuple[Path, Path | None]:
+    """Return the directory of a run that starts from another run's weights, and the directory of these weights.
+
+    The run is the first of OUT, OUT-fork-1, OUT-fork-2 ... that is free or has this configuration and text.
+
+    Args:
+        config: of the run.
+        out: a directory that holds a run.
+        data_dir: where prepared corpora live.
+
+    Returns:
+        Weights from None if the run is the one in `out`.
+    """
+    candidate, number = out, 0
+    while RunDirectory(candidate).config_path.exists():
+        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
+            return candidate, None if candidate == out else out
+        number += 1
+        candidate = out.with_name(f"{out.name}-fork-{number}")
+    return candidate, out
