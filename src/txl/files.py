@@ -34,11 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write a small file so that it is either the old or the new one, also after a crash."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -42,11 +42,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, total: int) -> range:
-        """Return the lanes of this process, of `total`.
-
-        Raises:
-            UserError: if they cannot be divided evenly.
-        """
+        """Return the lanes of this process, of `total`."""
         if total % self.count:
             raise UserError(f"{total} lanes cannot be divided over {self.count} processes; expected a multiple")
         each = total // self.count

@@ -67,11 +67,7 @@ def _limits_in_words(
 
 
 def check_ranges(section: Any, prefix: str) -> None:
-    """Refuse the first number of a section that is outside of its limits.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
         if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
@@ -99,9 +95,6 @@ def from_plain(
         values: as JSON gives them.
         prefix: of its fields' names in errors: "" or "train.".
         readers: for fields that are dataclasses with a reader of their own.
-
-    Raises:
-        UserError: for a field that it does not have, or a value of the wrong type.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
@@ -135,11 +128,7 @@ def whole_number(text: str) -> int:
 
 
 def parse_value(expected: Any, text: str, name: str) -> Any:
-    """Parse a value of type `expected`; "none" for None, commas in lists, true and false.
-
-    Raises:
-        UserError: naming the option, what came and what was expected.
-    """
+    """Parse a value of type `expected`; "none" for None, commas in lists, true and false."""
     if text.lower() == "none" and _allows_none(expected):
         return None
     expected = _without_none(expected)
@@ -159,11 +148,7 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
 
 
 def require(holds: bool, name: str, value: Any, expected: str) -> None:
-    """Refuse a value that breaks a rule.
-
-    Raises:
-        UserError: unless the rule holds.
-    """
+    """Refuse a value that breaks a rule."""
     if not holds:
         raise UserError(f"{name} is {value}; expected {expected}")
 
@@ -176,11 +161,7 @@ def shown(value: Any) -> str:
 
 
 def checked(hint: Any, value: Any, name: str) -> Any:
-    """Return a JSON value as the field's type.
-
-    Raises:
-        UserError: if it is none of that type.
-    """
+    """Return a JSON value as the field's type."""
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)

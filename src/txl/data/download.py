@@ -1,4 +1,4 @@
-"""Fetching public files, through pooch: whole and verified, or not at all.
+"""Downloads of public files, through pooch: whole and verified, or not at all.
 
 A file is downloaded under another name and takes its own only when its hash is right. A transfer that breaks off is
 tried again from the beginning.

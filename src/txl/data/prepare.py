@@ -1,4 +1,4 @@
-"""From pieces of text to token files, in streams: memory does not grow with the text.
+"""Preparation of token files from pieces of text, in streams: memory does not grow with the text.
 
 A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
 are plain bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed
@@ -42,16 +42,17 @@ class Recipe:
 
     unit: str
     vocab_size: int = 8192
-    """Of a bpe vocabulary."""
+    """Tokens of a bpe vocabulary."""
     min_count: int | None = 1
     """Words seen less often become `<unk>`; None: as `word_rule` None says."""
     max_words: int | None = None
     """Only this many of the most frequent words are kept."""
     word_rule: WordRule | None = "whitespace"
-    """How words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or WikiText's
-    `@-@` stands alone was cut into words before, so that only white space cuts it; with `<unk>`, all words are kept."""
+    """Rule by which words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or
+    WikiText's `@-@` stands alone is in words already, so that only white space cuts it; with `<unk>`, all words are
+    kept."""
     normalise: bool = False
-    """Whether it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
+    """True if it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
     vocabulary: Vocabulary | None = None
     """The one to encode with; None: one made from the text."""
     counted: tuple[str, ...] = ("train",)
@@ -61,7 +62,7 @@ class Recipe:
     rewrite: str | None = None
     """"drop newlines" or "lower case": done to the bytes before all else."""
     record: dict[str, Any] = field(default_factory=dict)
-    """What else the corpus's record shall say."""
+    """Further entries of the corpus's record."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the token files depend on, as JSON values; settings of other units are left out."""
@@ -285,11 +286,7 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
 
 
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
-    """Make the vocabulary of bytes, characters or byte pairs.
-
-    Raises:
-        UserError: if the text cannot be read in this unit.
-    """
+    """Make the vocabulary of bytes, characters or byte pairs."""
     counted = [piece for split in recipe.counted for piece in pieces[split]]
     reader = _Reader(counted, recipe)
     if recipe.unit == "byte":
@@ -317,11 +314,7 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Voca
 
 
 def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the token ids of a split, block by block, with the bytes that each block took.
-
-    Raises:
-        UserError: for text that this vocabulary cannot encode.
-    """
+    """Yield the token ids of a split, block by block, with the bytes that each block took."""
     blocks = (each for piece in reader.pieces for each in encode_piece(piece, reader.blocks(piece), vocabulary))
     if not isinstance(vocabulary, WordVocabulary) or vocabulary.boundary is None:
         yield from blocks

@@ -1,6 +1,6 @@
 """A prepared corpus on disk: its record, its vocabulary, its token files.
 
-Token files: a split's token ids as little-endian integers on disk, read through a memory map.
+A token file has the ids of a split as little-endian integers and is read through a memory map.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Tokens:
         self.n_bytes = n_bytes
         """Bytes of the text that the ids stand for."""
         self.sentences = sentences
-        """Of a corpus of separate sentences; None: running text."""
+        """Cuts of a corpus of separate sentences; None: running text."""
         self.unk_id = unk_id
-        """What stands for everything that the vocabulary lacks; None: it lacks nothing."""
+        """Id of everything that the vocabulary lacks; None: it lacks nothing."""
         self.bytes_of_first = bytes_of_first
         """Gives the bytes of text that so many tokens from the first on stand for; None where that is not known."""
 
@@ -112,17 +112,13 @@ class TokenWriter:
 
 
 class Corpus:
-    """A prepared corpus: token files, vocabulary and what is known of them.
-
-    Raises:
-        UserError: if a file is missing or damaged.
-    """
+    """A prepared corpus: token files, vocabulary and what is known of them."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
         self._bytes_of: dict[tuple[str, int], int | None] = {}
-        """What `_bytes_of_first` has found; training asks before every evaluation."""
+        """Results of `_bytes_of_first`; training asks before every evaluation."""
         self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
         if len(self.vocabulary) != self._meta["vocabulary_size"]:
             raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
@@ -143,11 +139,7 @@ class Corpus:
         return tuple(self._meta["splits"])
 
     def tokens(self, split: str) -> Tokens:
-        """Return the token ids of a split.
-
-        Raises:
-            UserError: naming the splits that there are.
-        """
+        """Return the token ids of a split."""
         record = self._record(split)
         sentences = None
         if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
@@ -182,11 +174,7 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of the validation or test split (of any split, if tokens are bytes), a block at a time.
-
-        Raises:
-            UserError: for the training split, whose text is not kept.
-        """
+        """Yield the text of the validation or test split (of any split, if tokens are bytes), a block at a time."""
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")
@@ -217,11 +205,7 @@ class Corpus:
         return [note for note in (kept, unknown) if note is not None]
 
     def verify(self) -> None:
-        """Compare the token files with their hashes.
-
-        Raises:
-            UserError: naming the file that was altered.
-        """
+        """Compare the token files with their hashes."""
         for split, record in self._meta["splits"].items():
             path = self._path(split, "tokens")
             if file_sha256(path) != record["sha256_tokens"]:
@@ -273,11 +257,7 @@ def _percent(share: float) -> str:
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Read the record of a prepared corpus, after checking that its files are whole.
-
-    Raises:
-        UserError: if something is missing or has the wrong size.
-    """
+    """Read the record of a prepared corpus, after checking that its files are whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != META_FORMAT:

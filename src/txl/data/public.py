@@ -1,4 +1,4 @@
-"""Opening a public corpus: from what is prepared, from a folder or archive, or from the web; verified on the way."""
+"""Public corpora: opened where they are prepared, else prepared from a folder, an archive or the web and verified."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class PublicCorpus:
         boundary: of sentences: "end" or "both".
         verify: refuse what is not the known corpus.
         quiet: say nothing.
-
-    Raises:
-        UserError: for settings that do not go with this corpus.
     """
 
     def __init__(
@@ -198,11 +195,7 @@ class PublicCorpus:
         )
 
     def _check(self, meta: dict[str, Any], wrong: dict[str, str]) -> None:
-        """Compare counts with the known ones, and say in the record what was found.
-
-        Raises:
-            UserError: saying by how much they differ.
-        """
+        """Compare counts with the known ones, and say in the record what was found."""
         benchmark = self.benchmark
         found = []
         if self._is_natural:
@@ -229,11 +222,7 @@ class PublicCorpus:
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
-    """Read One Billion Word's vocabulary file: a word a line (with its count, or without).
-
-    Raises:
-        UserError: if it is no such file.
-    """
+    """Read One Billion Word's vocabulary file: a word a line (with its count, or without)."""
     with open_file(path) as file:
         try:
             lines = file.read().decode("utf-8").splitlines()

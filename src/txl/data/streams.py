@@ -43,7 +43,7 @@ class Segment:
     """int64 [B,T]: the token after each."""
     next: StreamPosition
     position: StreamPosition
-    """Where it begins."""
+    """Its beginning."""
     starts_epoch: bool
     """True where the lanes begin anew: what was in memory belongs to the text's end."""
 
@@ -142,9 +142,6 @@ class SentenceStream(LaneStream):
         random_segments: as for `LaneStream`.
         seed: of the orders, and of these lengths.
         shift: as for `LaneStream`.
-
-    Raises:
-        UserError: if a lane is shorter than one segment and its last target.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Vocabularies: between text and token ids, for every unit, and back piece by piece.
+"""Vocabularies: text to token ids for every unit, and back piece by piece.
 
 Each is saved as plain JSON. Ids are int64 arrays in memory.
 """
@@ -33,11 +33,11 @@ class Vocabulary(ABC):
 
     kind: ClassVar[str]
     unk_id: int | None = None
-    """What stands for everything the vocabulary lacks, if anything does."""
+    """Id of everything that the vocabulary lacks; None: it refuses such text."""
     eos_id: int | None = None
     """The end of a line, if lines have one."""
     normalise: bool = False
-    """Whether texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
+    """True if texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -83,11 +83,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def from_json(values: Any) -> Vocabulary:
-        """Build a vocabulary from `to_json` of it.
-
-        Raises:
-            UserError: if it is no vocabulary, or one of a future version.
-        """
+        """Build a vocabulary from `to_json` of it."""
         try:
             if values["format"] not in _FORMATS:
                 known = " and ".join(map(str, _FORMATS))
@@ -128,11 +124,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def load(path: Path) -> Vocabulary:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: if the file is missing or no vocabulary.
-        """
+        """Read what `save` wrote."""
         try:
             return Vocabulary.from_json(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -172,11 +164,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode_bytes(utf8(text))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Return one id a byte: int64 [N].
-
-        Raises:
-            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
-        """
+        """Return one id a byte: int64 [N]."""
         values = np.frombuffer(data, dtype=np.uint8)
         ids = self._table[values]
         if not self.is_complete and (ids < 0).any():
@@ -378,11 +366,7 @@ class BpeVocabulary(Vocabulary):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
-        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges.
-
-        Raises:
-            UserError: if there is no room for merges.
-        """
+        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
         tokenizer = Tokenizer(models.BPE())

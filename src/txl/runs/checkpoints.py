@@ -2,8 +2,8 @@
 
 A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that training needs to
 go on (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder `training_state` of
-shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and what the
-weights belong to. Nothing in it needs pickle.
+shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and the
+configuration, vocabulary and run that the weights belong to. Nothing in it needs pickle.
 
 The libraries that write and read tensors notice a truncated file, but none notices a flipped bit: hence the manifest.
 """
@@ -48,7 +48,7 @@ class Contents:
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]
     belongs: dict[str, Any] = field(default_factory=dict)
-    """What the weights mean something with: `belongs_to`."""
+    """Configuration and vocabulary hash that the weights belong to (`belongs_to`)."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
     give_up: Callable[[], None] | None = None
@@ -71,11 +71,7 @@ def _step_of(name: str) -> int:
 
 
 def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
-    """Return the identity of a checkpoint: the model's configuration, the hash of the vocabulary's file, and the run.
-
-    Raises:
-        UserError: if the vocabulary cannot be read.
-    """
+    """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
     try:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
     except OSError as error:
@@ -200,21 +196,13 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest.
-
-    Raises:
-        UserError: if something is missing, truncated or altered.
-    """
+    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest."""
     verify_file(checkpoint, STATE_FILE)
     return _json_object(checkpoint / STATE_FILE)
 
 
 def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) -> None:
-    """Compare what the weights belong to with what is there now.
-
-    Raises:
-        UserError: naming what has changed since the checkpoint was written.
-    """
+    """Compare what the weights belong to with what is there now."""
     manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
     if known is not None and known != now["vocabulary_sha256"]:
@@ -251,11 +239,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        UserError: if it is missing, damaged, of another version or of another checkpoint.
-    """
+    """Read a checkpoint's manifest."""
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
@@ -281,11 +265,7 @@ def _own_sha256(manifest: dict[str, Any]) -> str:
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
-    """Compare a file with the manifest.
-
-    Raises:
-        UserError: saying how they differ.
-    """
+    """Compare a file with the manifest."""
     files = read_manifest(checkpoint)["files"]
     path = checkpoint / name
     try:
@@ -316,11 +296,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it.
-
-    Raises:
-        UserError: if it cannot be renamed.
-    """
+    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it."""
     number = 0
     while (target := checkpoint.with_name(f"refused-{checkpoint.name}{f'-{number}' if number else ''}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The events of a run's log: their names, and what each one's line in log.jsonl has.
+"""The events of a run's log: their names, and the fields of each one's line in log.jsonl.
 
 Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of both:
 `RunDirectory.append` writes no other event and no other field, and readers get typed lines from `select`.
@@ -61,7 +61,7 @@ class StartEvent(Event):
     attention: str
     """The attention backend in use."""
     compiled: bool
-    """Whether the layers are compiled by `torch.compile`."""
+    """True if `torch.compile` compiles the layers."""
     hardware: dict[str, Any]
     software: dict[str, str]
     command: list[str]
@@ -180,7 +180,7 @@ class CheckpointEvent(Event):
 
     directory: str
     best: bool
-    """Whether it is the best so far."""
+    """True if it is the best so far."""
     copy_seconds: float
     """Time that training waited for the copy of its state."""
     write_seconds: float
@@ -246,7 +246,7 @@ class CacheEvent(Event):
     thetas: list[float]
     lambdas: list[float]
     nll: list[list[float]]
-    """By theta and lambda."""
+    """Nats a token by theta and lambda."""
     plain_nll: float
     tokens: int
     theta: float
@@ -324,7 +324,7 @@ EVENTS: dict[EventName, type[Event]] = {
     EventName.SAMPLE: SampleEvent,
     EventName.COMPRESSION: CompressionEvent,
 }
-"""What the line of each event has."""
+"""The fields of the line of each event."""
 
 EventT = TypeVar("EventT", bound=Event)
 

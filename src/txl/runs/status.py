@@ -79,11 +79,7 @@ class RunStatus:
 
 
 def run_status(path: Path) -> RunStatus:
-    """Read the status of a run directory.
-
-    Raises:
-        UserError: if it is none.
-    """
+    """Read the status of a run directory."""
     directory = RunDirectory(path)
     steps = directory.config().train.steps
     events, torn = directory.events_and_torn()

@@ -1,4 +1,4 @@
-"""The most memory that training holds, measured, and the longest segment that fits into it (Table 10).
+"""Peak memory of training, measured, and the longest segment that fits into a budget (Table 10).
 
 Table 10 compares models not at one backpropagation length but at one budget of memory: without recurrence a segment may
 be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on made-up tokens behind a
@@ -69,9 +69,6 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
         run: the configuration; its corpus is not read.
         vocab_size: tokens of the vocabulary.
         device: where.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
     validate(run)
     devices = [device] if device.startswith("cuda") else []
@@ -128,7 +125,7 @@ class Fit:
 
     segment: int
     peak_bytes: int
-    """Of that segment."""
+    """Peak bytes of that segment."""
     budget_bytes: int
     measured: dict[int, int]
     """Peak bytes of every segment that was tried."""

@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: a live panel on a terminal, plain lines elsewhere; all on standard error."""
+"""Display of a run on standard error: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

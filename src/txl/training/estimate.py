@@ -1,4 +1,4 @@
-"""What a configuration costs before it is run: parameters by part, tokens a step, memory.
+"""Costs of a configuration, estimated before it is run: parameters by part, tokens a step, memory.
 
 Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
 `train.dtype float64` doubles.
@@ -30,7 +30,7 @@ class Costs:
     parameters: dict[str, int]
     tokens_per_step: int
     targets_per_step: int
-    """Of these tokens' targets, those that have a loss."""
+    """Targets of these tokens that have a loss."""
     memory_bytes: dict[str, int]
 
     @property

@@ -196,11 +196,7 @@ class TrainingLoop:
         self.saver.save(self.state, required=self.state.counters.step == self.setup.run.train.steps)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            UserError: if it is damaged, or the text is not the one the run was trained on.
-        """
+        """Go on from a checkpoint."""
         restore(self.state, self.setup, checkpoint)
         train, counters = self.setup.run.train, self.state.counters
         if train.average_patience is not None and counters.step < train.steps:

@@ -121,11 +121,7 @@ class TrainedModel:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded.
-
-        Raises:
-            UserError: if they do not hold what is wanted.
-        """
+        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load

@@ -18,9 +18,6 @@ class Scalars:
 
     Args:
         directory: the run's, in which the folder `tensorboard` is made; None: writes nothing.
-
-    Raises:
-        UserError: if TensorBoard is not installed.
     """
 
     def __init__(self, directory: Path | None):
@@ -57,9 +54,6 @@ class RunLog:
         needed: whether a line that cannot be written (a full disk) stops the run.
         tensorboard: whether TensorBoard gets the figures too.
         say: shows a line to the user.
-
-    Raises:
-        UserError: if TensorBoard is wanted and not installed.
     """
 
     def __init__(

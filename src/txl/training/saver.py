@@ -84,11 +84,7 @@ class CheckpointSaver:
         self.check(state)
 
     def check(self, state: TrainingState) -> None:
-        """Report a checkpoint that could not be written in the background, once.
-
-        Raises:
-            UserError: if the run does not go on without it.
-        """
+        """Report a checkpoint that could not be written in the background, once."""
         try:
             self._raise()
         except UserError as error:

@@ -122,11 +122,7 @@ class _ShardWriter:
 
 
 def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
-    """Give a state that was built from the same configuration the content of a checkpoint.
-
-    Raises:
-        UserError: if the checkpoint is damaged, or the run was trained on another text.
-    """
+    """Give a state that was built from the same configuration the content of a checkpoint."""
     numbers = read_state(checkpoint)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])

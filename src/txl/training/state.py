@@ -1,4 +1,4 @@
-"""What a run trains with, and the state that its steps change.
+"""The state that the steps of training change, and the setup that they leave as it is.
 
 `TrainingState` is everything that the next step depends on: `snapshot` copies it into a checkpoint and puts it back.
 `TrainingSetup` is what stays the same from the first step to the last.
@@ -80,7 +80,7 @@ class Counters:
     validation_losses: list[float] = field(default_factory=list)
     """Nats a token of all evaluations so far, oldest first."""
     validation_due: bool = False
-    """Whether the run was stopped in the middle of this step's evaluation."""
+    """True if the run was stopped in the middle of this step's evaluation."""
     skipped: int = 0
     """Updates skipped because the loss or the gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -97,11 +97,7 @@ class Counters:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Counters:
-        """Build the counters from `dataclasses.asdict` of them.
-
-        Raises:
-            UserError: for an unknown field or a value of the wrong type.
-        """
+        """Build the counters from `dataclasses.asdict` of them."""
         try:
             fields: dict[str, Any] = values | {"watch": LossWatch(**values["watch"])}
             counters = cls(**fields)

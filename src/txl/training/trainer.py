@@ -60,9 +60,6 @@ class Trainer:
         init_from: another run directory whose weights and vocabulary a new run starts from.
         extend: go on with a run beyond its end, to a larger `train.steps`.
         quiet: nothing on standard error.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
 
     def __init__(
@@ -130,11 +127,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text.
-
-        Raises:
-            UserError: if the directory or the corpus cannot be read.
-        """
+        """Return whether the directory holds a run of this configuration and text."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -175,11 +168,7 @@ class Trainer:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """Open the corpus, in the vocabulary that the run has or inherits.
-
-        Raises:
-            UserError: if it cannot be read in that vocabulary.
-        """
+        """Open the corpus, in the vocabulary that the run has or inherits."""
         data = self.run.data
         vocabulary = inherited = None
         if source is not None:

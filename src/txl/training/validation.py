@@ -17,11 +17,7 @@ class ValidationStopped(Exception):
 
 
 def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps.
-
-    Raises:
-        UserError: if it is too short.
-    """
+    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps."""
     if run.train.eval_every:
         tokens = corpus.tokens("valid")
         limit = run.train.eval_tokens
