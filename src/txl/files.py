@@ -9,8 +9,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from txl.errors import UserError
+
+JsonObject = dict[str, Any]
+"""An object of JSON; whoever reads one checks the values that it uses."""
 
 
 @contextmanager

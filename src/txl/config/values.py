@@ -8,9 +8,14 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -66,7 +71,7 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: Any, prefix: str) -> None:
+def check_ranges(section: DataclassInstance, prefix: str) -> None:
     """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
@@ -86,8 +91,8 @@ def hints_of(section: type[Any]) -> dict[str, Any]:
 
 
 def from_plain(
-    cls: type[Any], values: Any, prefix: str = "", readers: dict[type[Any], Callable[[Any], Any]] | None = None
-) -> Any:
+    cls: type[T], values: object, prefix: str = "", readers: dict[type, Callable[[object], object]] | None = None
+) -> T:
     """Build a dataclass from plain dictionaries and lists; missing fields take their defaults.
 
     Args:
@@ -147,13 +152,13 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
 
-def require(holds: bool, name: str, value: Any, expected: str) -> None:
+def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Refuse a value that breaks a rule."""
     if not holds:
         raise UserError(f"{name} is {value}; expected {expected}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as messages and the command line have it: none, true, [1, 2]."""
     if value is None or isinstance(value, bool):
         return str(value).lower()

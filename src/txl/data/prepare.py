@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.data.words import UNK, holds_word
 from txl.errors import UserError
-from txl.files import is_full, make_scratch
+from txl.files import JsonObject, is_full, make_scratch
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
@@ -61,12 +60,12 @@ class Recipe:
     """Bytes or characters: only those that occur, most frequent first, nothing unknown."""
     rewrite: str | None = None
     """"drop newlines" or "lower case": done to the bytes before all else."""
-    record: dict[str, Any] = field(default_factory=dict)
+    record: JsonObject = field(default_factory=dict)
     """Further entries of the corpus's record."""
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the settings that the token files depend on, as JSON values; settings of other units are left out."""
-        values: dict[str, Any] = {"unit": self.unit, "rewrite": self.rewrite}
+        values: JsonObject = {"unit": self.unit, "rewrite": self.rewrite}
         if self.normalise:
             values |= {"normalise": True}
         if self.vocabulary is not None:
@@ -97,7 +96,7 @@ def prepare(
     pieces: Callable[[], Pieces],
     recipe: Recipe,
     progress: Progress,
-    check: Callable[[dict[str, Any]], None] | None = None,
+    check: Callable[[JsonObject], None] | None = None,
 ) -> None:
     """Make the prepared corpus `directory`, or leave no trace.
 
@@ -144,7 +143,7 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> JsonObject:
     """Write token files, texts and the vocabulary; give the record of it all."""
     readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
     if recipe.unit == "word" and recipe.vocabulary is None:
@@ -188,7 +187,7 @@ class _Reader:
         self.size = None if None in sizes else sum(size for size in sizes if size is not None)
         self.n_bytes = 0
         self.hash = hashlib.sha256()
-        self.keep: Callable[[bytes], Any] | None = None
+        self.keep: Callable[[bytes], object] | None = None
 
     def blocks(self, piece: Piece) -> Iterator[bytes]:
         for block in piece.blocks() if self.normaliser is None else self.normaliser.blocks(piece):
@@ -208,7 +207,7 @@ class _Reader:
             yield from decoded(piece, self.blocks(piece))
 
 
-def _normalised(readers: dict[str, _Reader]) -> dict[str, Any]:
+def _normalised(readers: dict[str, _Reader]) -> JsonObject:
     """Return counts of what was left out of the text, for its record."""
     those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
     counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
@@ -220,10 +219,10 @@ def _write_split(
     split: str,
     reader: _Reader,
     encoded: Iterable[tuple[np.ndarray, int]],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.unsignedinteger],
     vocabulary: Vocabulary | None,
     progress: Progress,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write a split's token file, and its text where that is kept; give its record.
 
     Without a vocabulary, the tokens are the numbers of words whose ids are not yet known.
@@ -249,7 +248,7 @@ def _write_split(
 
 def _number_words(
     directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: Progress
-) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
+) -> tuple[Vocabulary, dict[str, JsonObject]]:
     """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
     counter, splits = WordCounter(), {}
     rule, min_count = _how_words_are_cut(recipe, readers["train"].pieces)

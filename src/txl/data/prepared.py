@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -19,12 +19,19 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import file_sha256
+from txl.files import JsonObject, file_sha256
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 META_FORMAT = 1
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+"""Token ids [N]."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """Return the narrowest unsigned integers that hold all ids."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
@@ -48,7 +55,7 @@ class Tokens:
 
     def __init__(
         self,
-        ids: np.ndarray,
+        ids: Ids,
         split: str,
         n_bytes: int | None,
         sentences: Sentences | None = None,
@@ -69,13 +76,19 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> np.integer: ...
+
+    @overload
+    def __getitem__(self, key: slice | np.ndarray) -> Ids: ...
+
+    def __getitem__(self, key: int | slice | np.ndarray) -> Ids | np.integer:
         return self._ids[key]
 
     def __iter__(self) -> Iterator[int]:
         return map(int, self._ids)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if dtype is not None and np.dtype(dtype) != self._ids.dtype:
             return np.asarray(self._ids).astype(dtype)
         return np.array(self._ids) if copy else np.asarray(self._ids)
@@ -84,7 +97,7 @@ class Tokens:
 class TokenWriter:
     """Writes a token file block by block, counting and hashing as it goes."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], unk_id: int | None):
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], unk_id: int | None):
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._dtype, self._unk_id = dtype, unk_id
         self._hash = hashlib.sha256()
@@ -184,7 +197,7 @@ class Corpus:
             while block := file.read(BLOCK):
                 yield block
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JsonObject:
         """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
@@ -211,7 +224,7 @@ class Corpus:
             if file_sha256(path) != record["sha256_tokens"]:
                 raise UserError(f"{path}: altered since it was prepared; delete {self.directory} to prepare it anew")
 
-    def _record(self, split: str) -> dict[str, Any]:
+    def _record(self, split: str) -> JsonObject:
         if split not in self._meta["splits"]:
             raise UserError(f"{self.name} has no split {split!r}; expected one of {', '.join(self.splits)}")
         return self._meta["splits"][split]
@@ -256,7 +269,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
+def read_meta(directory: Path) -> JsonObject:
     """Read the record of a prepared corpus, after checking that its files are whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))

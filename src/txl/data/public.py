@@ -7,7 +7,6 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from txl.config import DataConfig
 from txl.data.catalogue import Benchmark
@@ -19,7 +18,7 @@ from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import is_full
+from txl.files import JsonObject, is_full
 
 BOUNDARIES = ("end", "both")
 
@@ -93,7 +92,7 @@ class PublicCorpus:
         directory = self.folder / f"{prefix}-{stamp}"
         return self._ready(directory) or self._prepare(directory)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         """Return the settings that the token files depend on, beside the text."""
         recipe = self._recipe(None)
         values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
@@ -167,7 +166,7 @@ class PublicCorpus:
         """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""
         benchmark, config = self.benchmark, self.config
         vocabulary = self.vocabulary
-        record: dict[str, Any] = {"like_original": self.like_original}
+        record: JsonObject = {"like_original": self.like_original}
         sentences = benchmark.sentences and config.unit == "word"
         if sentences and vocabulary is None and parts is not None:
             vocabulary = read_words(parts["vocabulary"][0], self.boundary)
@@ -194,7 +193,7 @@ class PublicCorpus:
             record=record,
         )
 
-    def _check(self, meta: dict[str, Any], wrong: dict[str, str]) -> None:
+    def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
         """Compare counts with the known ones, and say in the record what was found."""
         benchmark = self.benchmark
         found = []

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import zstandard
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -103,7 +106,7 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         while not self._ready:
             data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
@@ -116,8 +119,9 @@ class _ZstdFile(io.RawIOBase):
                 return 0
             self._in_frame = True
             self._ready = self._frame.decompress(data)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        count = min(memoryview(buffer).nbytes, len(self._ready))
+        memoryview(buffer).cast("B")[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
-from txl.files import replacing
+from txl.files import JsonObject, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -68,7 +68,7 @@ class Vocabulary(ABC):
         """Return a decoder for tokens that follow the text `after`."""
 
     @abstractmethod
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return everything, as plain JSON values."""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -110,7 +110,7 @@ class Vocabulary(ABC):
             raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
-    def _as_json(self, **values: Any) -> dict[str, Any]:
+    def _as_json(self, **values: Any) -> JsonObject:
         """Return the values of one kind of vocabulary with what all kinds have, in the lowest format that holds
         them."""
         if self.normalise:
@@ -181,7 +181,7 @@ class ByteVocabulary(Vocabulary):
         """Return a decoder of UTF-8, with U+FFFD for what is none."""
         return BytesDecoder([bytes([value]) for value in self.values])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return its kind, and the bytes if they are not all."""
         return self._as_json(**({} if self.is_complete else {"values": self.values}))
 
@@ -252,7 +252,7 @@ class CharVocabulary(Vocabulary):
         """Return a decoder of one character a token."""
         return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the characters in the order of their ids."""
         return self._as_json(characters=self.characters, **({} if self.unk_id == 0 else {"unknown": False}))
 
@@ -340,9 +340,9 @@ class WordVocabulary(Vocabulary):
         """Return a decoder of words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
         return WordDecoder(self.words, self.eos, after, self.rule)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the words in the order of their ids."""
-        values: dict[str, Any] = {"words": self.words}
+        values: JsonObject = {"words": self.words}
         if (self.eos, self.unk, self.boundary) != (EOS, UNK, None):
             values |= {"eos": self.eos, "unk": self.unk, "boundary": self.boundary}
         if self.rule != "whitespace":
@@ -412,7 +412,7 @@ class BpeVocabulary(Vocabulary):
         """Return a decoder of UTF-8 across tokens."""
         return BytesDecoder(self.pieces)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the tokenizer, as the library writes it."""
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
 

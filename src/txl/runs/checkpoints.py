@@ -18,12 +18,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import file_sha256, follow_umask, is_full, sync
+from txl.files import JsonObject, file_sha256, follow_umask, is_full, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -46,8 +46,8 @@ class Contents:
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
-    belongs: dict[str, Any] = field(default_factory=dict)
+    numbers: JsonObject
+    belongs: JsonObject = field(default_factory=dict)
     """Configuration and vocabulary hash that the weights belong to (`belongs_to`)."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
@@ -70,7 +70,7 @@ def _step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
+def belongs_to(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
     """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
     try:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
@@ -195,13 +195,13 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> JsonObject:
     """Read the numbers of a checkpoint's training state, after comparing the file with the manifest."""
     verify_file(checkpoint, STATE_FILE)
     return _json_object(checkpoint / STATE_FILE)
 
 
-def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) -> None:
+def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
     """Compare what the weights belong to with what is there now."""
     manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
@@ -238,7 +238,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     read_state(checkpoint)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> JsonObject:
     """Read a checkpoint's manifest."""
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
@@ -258,7 +258,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _own_sha256(manifest: dict[str, Any]) -> str:
+def _own_sha256(manifest: JsonObject) -> str:
     """Return the sha256 of a manifest without this line of it."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -285,7 +285,7 @@ def verify_file(checkpoint: Path, name: str) -> None:
         raise UserError(f"{path}: cannot be read ({reason}); {_OTHERWISE}") from None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import write_whole
+from txl.files import JsonObject, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 from txl.runs.events import EventName, StartEvent, fields_of, select
 
@@ -99,11 +99,11 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[JsonObject]:
         """Read all events of the log in order; lines that a crash has torn are left out."""
         return self.events_and_torn()[0]
 
-    def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
+    def events_and_torn(self) -> tuple[list[JsonObject], int]:
         """Read all events of the log in order, and count the torn lines."""
         path = self.path / "log.jsonl"
         try:
@@ -135,7 +135,7 @@ class RunDirectory:
         starts = select(self.events(), StartEvent, EventName.START)
         return starts[-1] if starts else None
 
-    def trained_on(self) -> dict[str, Any]:
+    def trained_on(self) -> JsonObject:
         """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
         started = self.started()
         return {} if started is None else started.get("corpus", {})

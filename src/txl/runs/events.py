@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
+from txl.files import JsonObject
+
 
 class EventName(StrEnum):
     """The value of `event` in a line of the log."""
@@ -51,9 +53,9 @@ class Event(TypedDict):
 class StartEvent(Event):
     """Training begins (`start`), or goes on from a checkpoint (`resume`)."""
 
-    config: dict[str, Any]
+    config: JsonObject
     """The run's configuration (`RunConfig.to_dict`)."""
-    corpus: dict[str, Any]
+    corpus: JsonObject
     """Name, unit, identity and splits of the corpus (`Corpus.info`)."""
     parameters: dict[str, int]
     """Number of parameters by part of the model."""
@@ -62,7 +64,7 @@ class StartEvent(Event):
     """The attention backend in use."""
     compiled: bool
     """True if `torch.compile` compiles the layers."""
-    hardware: dict[str, Any]
+    hardware: JsonObject
     software: dict[str, str]
     command: list[str]
     """The words of the command line."""
@@ -138,7 +140,7 @@ class EvaluationEvent(Event):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: dict[str, Any] | None
+    dynamic: JsonObject | None
     """Rule and settings of dynamic evaluation."""
 
 
@@ -171,7 +173,7 @@ class SweepEvent(Event):
     sha256_text: NotRequired[str]
     checkpoint: str
     measured: NotRequired[str]
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     """One a memory length, with the fields of an `eval` event."""
 
 
@@ -232,7 +234,7 @@ class ImportEvent(Event):
 
     source: str
     """Kind of the foreign checkpoint."""
-    config: dict[str, Any]
+    config: JsonObject
     total_parameters: int
     command: list[str]
 
@@ -267,7 +269,7 @@ class DynamicEvent(Event):
     """Learning rate, decay and nll; None where the weights diverged."""
     static_nll: float
     tokens: int
-    adaptation: dict[str, Any]
+    adaptation: JsonObject
     best_nll: float
     at_edge: list[str]
 

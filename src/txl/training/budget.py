@@ -11,7 +11,7 @@ Shapes: B lanes, T tokens of a segment, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from txl.config import RunConfig, validate
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.memory import Memory
 from txl.training.optimisers import WeightAverage, build_optimizer
@@ -39,7 +40,13 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
@@ -130,7 +137,7 @@ class Fit:
     measured: dict[int, int]
     """Peak bytes of every segment that was tried."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON."""
         return asdict(self)
 

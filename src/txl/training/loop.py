@@ -174,17 +174,17 @@ class TrainingLoop:
         try:
             result = evaluate_in_training(
                 state.best_model, setup.run, setup.corpus, setup.trained, lambda: self._asked_to_stop() > 0
-            ).to_dict()
+            )
         except ValidationStopped:
             counters.validation_due = True
             self._interrupt(self._asked_to_stop() or signal.SIGINT)
         setup.log.validation(counters.step, result, None if state.average is None else state.average.count)
-        counters.validation_losses.append(result["nll"])
+        counters.validation_losses.append(result.nll)
         best = counters.best_nll
-        is_best = math.isfinite(result["nll"]) and (best is None or result["nll"] < best)
-        setup.display.valid(counters.step, result, is_best)
+        is_best = math.isfinite(result.nll) and (best is None or result.nll < best)
+        setup.display.valid(counters.step, result.nll, result.tokens, is_best)
         if is_best:
-            counters.best_nll, counters.best_step = result["nll"], counters.step
+            counters.best_nll, counters.best_step = result.nll, counters.step
             if counters.scheduled_step == counters.step:
                 counters.scheduled_best = counters.step
             self.saver.save(state)

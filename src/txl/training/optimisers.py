@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ class WeightAverage(Generic[ModelT]):
         self._averaged.update_parameters(model)
 
 
-def _mix(averages: Any, newest: Any, count: Any, mu: float | None) -> None:
+def _mix(averages: Sequence[Tensor], newest: Sequence[Tensor], count: Tensor | int, mu: float | None) -> None:
     """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
     weight = 1 / (int(count) + 1) if mu is None else mu
     for average, new in zip(averages, newest, strict=True):

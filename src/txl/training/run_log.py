@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
+from txl.evaluation.perplexity import EvaluationResult
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
 from txl.training.display import Reading
@@ -88,10 +89,10 @@ class RunLog:
         self.record(EventName.TRAIN, reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
-    def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
+    def validation(self, step: int, result: EvaluationResult, averaged: int | None) -> None:
         """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
-        self.record(EventName.VALID, step, averaged=averaged, **result)
-        self._scalars.add(step, {f"valid/{name}": result[name] for name in ("nll", "bpc", "ppl")})
+        self.record(EventName.VALID, step, averaged=averaged, **result.to_dict())
+        self._scalars.add(step, {f"valid/{name}": getattr(result, name) for name in ("nll", "bpc", "ppl")})
 
     def close(self) -> None:
         """Write what is still buffered."""

@@ -6,7 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
@@ -14,6 +14,9 @@ from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
 from txl.training.optimisers import learning_rate
+
+if TYPE_CHECKING:  # what is there is known without PyTorch, which takes seconds to import
+    from txl.models.language_model import LanguageModel
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
 """Files that a start which failed before its config.json was written may leave behind."""
@@ -151,7 +154,7 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         )
 
 
-def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> str | None:
+def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:
     """Load another run's best checkpoint, else its latest, as first weights.
 
     Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those

@@ -17,7 +17,9 @@ from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models.decoder import Decoder
+from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
 from txl.training.display import Display
 from txl.training.optimisers import WeightAverage
@@ -96,10 +98,10 @@ class Counters:
     last_loss: float | None = None
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Counters:
+    def from_dict(cls, values: JsonObject) -> Counters:
         """Build the counters from `dataclasses.asdict` of them."""
         try:
-            fields: dict[str, Any] = values | {"watch": LossWatch(**values["watch"])}
+            fields: JsonObject = values | {"watch": LossWatch(**values["watch"])}
             counters = cls(**fields)
         except (TypeError, KeyError) as error:
             raise UserError(f"training state: damaged ({error})") from None
@@ -120,7 +122,7 @@ class TrainingState:
     model: Decoder[Any]
     """The model that trains; its state of memory is of a type of its own in every family."""
     optimizer: torch.optim.Optimizer
-    memory: list[Any]
+    memory: list[State]
     """The memory of each part of this process's lanes: states of `model`."""
     position: StreamPosition
     """The next segment to read."""
@@ -152,7 +154,7 @@ class TrainingSetup:
         """Return the state at the beginning of the text."""
         return TrainingState(self.trained.model, optimizer, self.empty_memory(), self.stream.start())
 
-    def empty_memory(self) -> list[Any]:
+    def empty_memory(self) -> list[State]:
         """Return the memory of each part of the lanes at the beginning of a text."""
         train = self.run.train
         lanes = len(self.trained.processes.share(train.batch_size)) // train.micro_batches

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
+from txl.models.language_model import LanguageModel
 from txl.training.parallel import TrainedModel
 
 
@@ -28,7 +28,7 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
 
 
 def evaluate_in_training(
-    model: Any, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
+    model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
 ) -> EvaluationResult:
     """Evaluate with memory that makes the attention as long as in training: memory and segment have the same sum.
 
