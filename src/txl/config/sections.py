@@ -17,7 +17,7 @@ Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
 RANDOM_LENGTHS = 40
-"""By how much segments of random length may be longer than their mean: eight standard deviations."""
+"""Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
 
 
@@ -40,11 +40,7 @@ def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, pr
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
-    """Check that a softmax's temperature is a number above 0.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Check that a softmax's temperature is a number above 0."""
     require(0 < temperature < math.inf, name, temperature, "a number above 0 (1 leaves the distribution as it is)")
 
 
@@ -85,11 +81,7 @@ class DataConfig:
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:
-        """Check the rules of how a text is prepared.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a text is prepared."""
         check_ranges(self, "data.")
 
 
@@ -201,11 +193,7 @@ class TrainConfig:
     )
 
     def validate(self) -> None:
-        """Check the rules of how a model is trained.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a model is trained."""
         check_ranges(self, "train.")
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
         require(
@@ -279,11 +267,7 @@ class EvalConfig:
         return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
     def validate(self) -> None:
-        """Check the rules of how a model is tested.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a model is tested."""
         check_ranges(self, "eval.")
         validate_lengths(self.mem_len, self.window, self.clamp_len, "eval.")
         validate_temperature(self.temperature, "eval.temperature")

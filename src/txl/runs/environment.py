@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import txl
+from txl.files import JsonObject
 
 
-def describe_hardware(device: str) -> dict[str, Any]:
+def describe_hardware(device: str) -> JsonObject:
     """Describe processor, cores, memory and the device that computes."""
-    described: dict[str, Any] = {
+    described: JsonObject = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -1,4 +1,4 @@
-"""What a configuration costs before it is run: parameters by part, tokens a step, memory.
+"""Costs of a configuration, estimated before it is run: parameters by part, tokens a step, memory.
 
 Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
 `train.dtype float64` doubles.
@@ -7,13 +7,13 @@ Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softma
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from txl.config import RunConfig, TrainConfig
 from txl.data.catalogue import BENCHMARKS
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
@@ -30,7 +30,7 @@ class Costs:
     parameters: dict[str, int]
     tokens_per_step: int
     targets_per_step: int
-    """Of these tokens' targets, those that have a loss."""
+    """Targets of these tokens that have a loss."""
     memory_bytes: dict[str, int]
 
     @property
@@ -43,7 +43,7 @@ class Costs:
         """Bytes of all parts."""
         return sum(self.memory_bytes.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON."""
         return asdict(self) | {"total_parameters": self.total_parameters, "total_bytes": self.total_bytes}
 

@@ -1,12 +1,9 @@
-"""Optimisers, all PyTorch's own, and their state as named tensors.
+"""Updates of the weights: learning rate by step, optimisers and their state as named tensors, averages of weights.
 
-The learning rate as a function of the step, with nothing to save.
-
-An average of the weights over the later part of training, which evaluation uses and checkpoints restore.
-
-The average is PyTorch's `AveragedModel`. With the plain mean it is averaged SGD's (Polyak and Juditsky 1992), begun at
-a step of the user's or, as AWD-LSTM begins it, when the validation stops improving (Merity et al. 2017, Section 4).
-The authors' moving average for Penn Treebank, mu = 1/step counted from its beginning, is that same mean.
+The average over the later part of training, which evaluation uses, is PyTorch's `AveragedModel`. With the plain mean it
+is averaged SGD's (Polyak and Juditsky 1992), begun at a step of the user's or, as AWD-LSTM begins it, when the
+validation stops improving (Merity et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step
+counted from its beginning, is that same mean.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +100,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put the state back.
-
-    Raises:
-        UserError: if it belongs to another model.
-    """
+    """Put the state back."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, what = key.rpartition("/")
@@ -159,7 +152,7 @@ class WeightAverage(Generic[ModelT]):
         self._averaged.update_parameters(model)
 
 
-def _mix(averages: Any, newest: Any, count: Any, mu: float | None) -> None:
+def _mix(averages: Sequence[Tensor], newest: Sequence[Tensor], count: Tensor | int, mu: float | None) -> None:
     """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
     weight = 1 / (int(count) + 1) if mu is None else mu
     for average, new in zip(averages, newest, strict=True):

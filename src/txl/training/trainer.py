@@ -20,6 +20,7 @@ from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
 from txl.models.decoder import Decoder
 from txl.models.language_model import Objective
@@ -60,9 +61,6 @@ class Trainer:
         init_from: another run directory whose weights and vocabulary a new run starts from.
         extend: go on with a run beyond its end, to a larger `train.steps`.
         quiet: nothing on standard error.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Trainer:
         self._init_note: str | None = None
         self.processes = Processes()
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> JsonObject:
         """Train to the last step, or go on to it.
 
         Returns:
@@ -104,10 +102,10 @@ class Trainer:
             self.quiet = self.quiet or not self.processes.is_first
             _check_lanes(self.run, self.processes)
             if not self.processes.is_first:
-                return self._fit(self.processes.first_does("directory", lambda: None))
+                return self._fit(self.processes.first_does("directory", lambda: False))
             return self._fit_first()
 
-    def _fit_first(self) -> dict[str, Any]:
+    def _fit_first(self) -> JsonObject:
         """Do `fit` in the process that writes."""
         made = make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
@@ -130,11 +128,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text.
-
-        Raises:
-            UserError: if the directory or the corpus cannot be read.
-        """
+        """Return whether the directory holds a run of this configuration and text."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -142,7 +136,7 @@ class Trainer:
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
 
-    def _fit(self, is_new: bool) -> dict[str, Any]:
+    def _fit(self, is_new: bool) -> JsonObject:
         source = None
         if not is_new:
             self.run = with_unset_data(self.run, self.directory.config())
@@ -175,11 +169,7 @@ class Trainer:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """Open the corpus, in the vocabulary that the run has or inherits.
-
-        Raises:
-            UserError: if it cannot be read in that vocabulary.
-        """
+        """Open the corpus, in the vocabulary that the run has or inherits."""
         data = self.run.data
         vocabulary = inherited = None
         if source is not None:
