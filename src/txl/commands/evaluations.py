@@ -49,7 +49,7 @@ def segments(text: str) -> int | None:
 segments.__name__ = "number or all"  # argparse names a type by its function when it refuses a value
 
 
-def add_rule_options(parser: Any, prefix: str) -> None:
+def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
     """Add the options of dynamic evaluation that `txl eval` and `txl dynamic` share."""
     parser.add_argument(f"--{prefix}epsilon", type=float, metavar="X", help="added to a gradient's size (2e-5)")
     parser.add_argument(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from txl.commands.output import say
 from txl.config import (
@@ -217,7 +217,7 @@ def bounded_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text}: expected {error}") from None
 
 
-def limit(text: str) -> int | str:
+def limit(text: str) -> int | Literal["none"]:
     """Return a whole number, or "none"."""
     return "none" if text.lower() == "none" else bounded_int(text)
 
@@ -246,7 +246,7 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
     return lengths | {name: value for name, value in given.items() if value is not None}
 
 
-def clamp_setting(given: int | str | None, run: RunConfig) -> int | str:
+def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
     """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
     return run.eval.lengths()["clamp_len"] if given is None else given
 

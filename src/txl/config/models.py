@@ -314,6 +314,10 @@ class TransformerConfig(ModelConfig):
         return self.n_layer * (4 * width * attention + 2 * width * inner + inner + width + 2 * 2 * width)
 
 
+HUGGINGFACE_TYPE = "txl-transformer-xl"
+"""Name of this Transformer-XL among the model types of transformers."""
+
+
 @dataclass
 class TransformerXLConfig(TransformerConfig):
     """A Transformer-XL (Section 3 of the paper), or the same with the encoding of Shaw et al."""

@@ -26,13 +26,14 @@ VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
 
 def is_huggingface(folder: Path) -> bool:
     """Return whether a directory holds a Transformer-XL of Hugging Face's."""
-    config = _config(folder)
+    config = stated_config(folder)
     return config is not None and (
         config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
     )
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+def stated_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of config.json; None if there is none, or it is no JSON object."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -42,7 +43,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 def read_huggingface(folder: Path) -> Source:
     """Read the checkpoint in a directory."""
-    config = _config(folder)
+    config = stated_config(folder)
     if config is None:
         raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
     refuse_encoding(config.get("attn_type"), str(folder))

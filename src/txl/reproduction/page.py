@@ -166,7 +166,7 @@ def _context_figures(outcome: Outcome) -> list[str]:
     return parts
 
 
-def _figure(heading: str, drawn: Any, caption: str) -> str:
+def _figure(heading: str, drawn: Drawing, caption: str) -> str:
     return section(heading, figure(drawn, caption))
 
 
