@@ -77,11 +77,12 @@ def make_scratch(folder: Path, name: str) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's content, in hexadecimal digits."""
+    """Return the sha256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_full(error: Exception) -> bool:
-    """Whether something could not be written for want of room; the safetensors library says so in words alone."""
+    """Return whether something could not be written for want of room; the safetensors library says so in words
+    alone."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)

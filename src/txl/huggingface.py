@@ -25,7 +25,7 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 from txl.config import TransformerXLConfig as ModelFields
-from txl.config.models import HUGGINGFACE_TYPE as MODEL_TYPE
+from txl.config.transformer_xl import HUGGINGFACE_TYPE as MODEL_TYPE
 from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 

@@ -38,11 +38,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and talks."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def share(self, total: int) -> range:
-        """The lanes of this process, of `total`.
+        """Return the lanes of this process, of `total`.
 
         Raises:
             UserError: if they cannot be divided evenly.
@@ -53,7 +53,7 @@ class Processes:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all processes, in float64."""
+        """Return the sums over all processes, in float64."""
         if self.count == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -61,11 +61,11 @@ class Processes:
         return total.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set anywhere."""
+        """Return whether the flag is set in any process."""
         return self.sum(float(flag))[0] > 0
 
     def most(self, value: int) -> int:
-        """The largest of all processes' values."""
+        """Return the largest of all processes' values."""
         if self.count == 1:
             return value
         largest = torch.tensor([value])
@@ -73,7 +73,7 @@ class Processes:
         return int(largest)
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
-        """The tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
+        """Return the tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
         tensor = tensor.detach().cpu().contiguous()
         if self.count == 1:
             return [tensor]
@@ -82,7 +82,7 @@ class Processes:
         return parts
 
     def first_does(self, name: str, action: Callable[[], Any]) -> Any:
-        """Process 0 acts while the others wait, however long; what it returns, a JSON value, is known to all.
+        """Let process 0 act while the others wait, however long; all get what it returns, a JSON value.
 
         Args:
             name: of the action, used once.
@@ -112,7 +112,8 @@ class Processes:
 
 @contextmanager
 def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
-    """The processes that torchrun started, connected, and this one's device; a single one if it started none.
+    """Connect the processes that torchrun started and give them with this one's device; a single one if it started
+    none.
 
     Args:
         device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
@@ -140,7 +141,7 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
 
 @contextmanager
 def _lost_peers_named() -> Iterator[None]:
-    """An exchange that fails because another process has died ends this one too, in one line."""
+    """End this process in one line if an exchange fails because another process has died."""
     try:
         yield
     except RuntimeError as error:

@@ -14,6 +14,7 @@ from txl.evaluation.perplexity import evaluate
 from txl.reporting.compression import compress
 from txl.reporting.report import write_report
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 
 VOID = {"meta", "path", "rect", "use", "line", "br"}
 
@@ -428,7 +429,7 @@ def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
     for mem_len in (0, 16):
         row = evaluate(model, corpus.tokens("test"), segment=8, mem_len=mem_len, batch_size=4).to_dict()
         about = {"split": "test", "corpus": corpus.name, "unit": corpus.unit, "checkpoint": "step-00000012"}
-        directory.append("eval", 12, **about, **row)
+        directory.append(EventName.EVAL, 12, **about, **row)
     return directory
 
 

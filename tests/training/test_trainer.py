@@ -141,7 +141,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
             os.kill(os.getpid(), signal.SIGINT)
             progress(done, total)
 
-        mine = first if loop.progress.step == step else progress
+        mine = first if loop.state.counters.step == step else progress
         return real(model, tokens, progress=mine, **settings)
 
     with monkeypatch.context() as patch:

@@ -27,6 +27,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -100,9 +101,9 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
     rows = [described | result.to_dict() for result in results]
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
-    record(directory, "cache", checkpoint, **tuning)
+    record(directory, EventName.CACHE, checkpoint, **tuning)
     for row in rows:
-        record(directory, "eval", checkpoint, **row)
+        record(directory, EventName.EVAL, checkpoint, **row)
     if arguments.json:
         print_json({"tuning": tuning, "without": rows[0], "with": rows[1]})
         return

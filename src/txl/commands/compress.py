@@ -22,6 +22,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import output, print_json, progress_bar, say
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -188,7 +189,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
 
     if arguments.dynamic == "run":
         events = RunDirectory(Path(arguments.model)).events()
-        measured = [event for event in events if event["event"] == "eval" and event.get("dynamic")]
+        measured = [event for event in events if event["event"] == EventName.EVAL and event.get("dynamic")]
         if not measured:
             say(f"note: txl dynamic has tuned nothing for this run; sgd at learning rate {_LEARNING_RATE} is used")
             return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))

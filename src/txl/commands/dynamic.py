@@ -35,6 +35,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -127,9 +128,9 @@ def run(arguments: argparse.Namespace) -> None:
     }
     rows = [described | result.to_dict() for result in (found.static, found.adapted)]
     tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
-    record(directory, "dynamic", checkpoint, **tuning)
+    record(directory, EventName.DYNAMIC, checkpoint, **tuning)
     for row in rows:
-        record(directory, "eval", checkpoint, **row)
+        record(directory, EventName.EVAL, checkpoint, **row)
     if arguments.json:
         print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": found.times_static})
         return

@@ -33,6 +33,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -144,10 +145,10 @@ def run(arguments: argparse.Namespace) -> None:
     }
     rows = [described | result.to_dict() for result in results]
     if arguments.mem_lens is None:
-        record(directory, "eval", checkpoint, **rows[0])
+        record(directory, EventName.EVAL, checkpoint, **rows[0])
         shown: dict[str, Any] = rows[0]
     else:
-        record(directory, "sweep", checkpoint, **described, rows=rows)
+        record(directory, EventName.SWEEP, checkpoint, **described, rows=rows)
         shown = described | {"rows": rows}
     if arguments.json:
         if hint is not None:

@@ -25,6 +25,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -141,7 +142,7 @@ def record_sample(
     names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
         run_directory,
-        "sample",
+        EventName.SAMPLE,
         checkpoint,
         prompt=prompt[-KEPT:],
         text=text[:KEPT],

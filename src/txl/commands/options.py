@@ -239,7 +239,7 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
     ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
     read alone.
     """
-    lengths = run.eval.lengths()
+    lengths = run.eval.length_options()
     if arguments.mem_len is not None:
         lengths |= {"mem_len": arguments.mem_len, "window": arguments.mem_len or "none"}
     given = {"window": arguments.window, "clamp_len": arguments.clamp_len}
@@ -248,7 +248,7 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
 
 def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
     """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
-    return run.eval.lengths()["clamp_len"] if given is None else given
+    return run.eval.length_options()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:

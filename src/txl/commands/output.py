@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from txl.runs.directory import RunDirectory
+    from txl.runs.events import EventName
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -133,7 +134,7 @@ class ProgressByPart:
             self._bar.stop()
 
 
-def record(run: RunDirectory, event: str, checkpoint: Path, /, **fields: Any) -> None:
+def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: Any) -> None:
     """Add an event to the run's log; a run that cannot be written is only read, and a note says so."""
     from txl.runs.checkpoints import checkpoint_step
 

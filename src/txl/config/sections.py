@@ -40,7 +40,7 @@ def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, pr
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
-    """A softmax's temperature is a number above 0.
+    """Check that a softmax's temperature is a number above 0.
 
     Raises:
         UserError: if it is not.
@@ -85,7 +85,7 @@ class DataConfig:
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:
-        """The rules of how a text is prepared.
+        """Check the rules of how a text is prepared.
 
         Raises:
             UserError: naming the first field that breaks one.
@@ -95,7 +95,7 @@ class DataConfig:
 
 @dataclass
 class TrainConfig:
-    """How a model is trained."""
+    """The settings of training."""
 
     steps: int = setting(400_000, "updates of the weights", at_least=1)
     batch_size: int = setting(22, "lanes B read in parallel", at_least=1)
@@ -201,7 +201,7 @@ class TrainConfig:
     )
 
     def validate(self) -> None:
-        """The rules of how a model is trained.
+        """Check the rules of how a model is trained.
 
         Raises:
             UserError: naming the first field that breaks one.
@@ -232,7 +232,8 @@ class TrainConfig:
             )
 
     def _validate_decay(self) -> None:
-        """The rules of a learning rate that is divided at given steps; those that training does not reach are none."""
+        """Check the rules of a learning rate that is divided at given steps; steps that training does not reach are
+        allowed."""
         if self.schedule != "steps" and self.decay_at:
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "
@@ -246,7 +247,7 @@ class TrainConfig:
             )
 
     def _validate_averaging(self) -> None:
-        """The rules of the average of the weights."""
+        """Check the rules of the average of the weights."""
         begin, patience = self.average_from, self.average_patience
         if begin is not None and patience is not None:
             raise UserError(
@@ -263,7 +264,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """How a trained model is evaluated, if the command does not say otherwise."""
+    """The settings of an evaluation, if the command does not say otherwise."""
 
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)
     mem_len: int = setting(512, "positions of memory")
@@ -272,13 +273,13 @@ class EvalConfig:
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
     temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
 
-    def lengths(self) -> dict[str, Any]:
+    def length_options(self) -> dict[str, Any]:
         """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
         clamp_len = "none" if self.clamp_len is None else self.clamp_len
         return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
     def validate(self) -> None:
-        """The rules of how a model is tested.
+        """Check the rules of how a model is tested.
 
         Raises:
             UserError: naming the first field that breaks one.

@@ -1,4 +1,4 @@
-"""Values of fields: from JSON and from text, and what is said of one that is not allowed."""
+"""Values of fields: how they are read from JSON and from text, and the messages that refuse them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def setting(
     none: str = "",
     **marks: Any,
 ) -> Any:
-    """A field of a configuration, with what is known about it in its metadata.
+    """Declare a field of a configuration, with everything known about it in its metadata.
 
     Args:
         default: its value if nothing is said.
@@ -85,14 +85,14 @@ def check_ranges(section: Any, prefix: str) -> None:
 
 @functools.cache
 def hints_of(section: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name."""
+    """Return the types of a dataclass's fields by name."""
     return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
 
 
 def from_plain(
     cls: type[Any], values: Any, prefix: str = "", readers: dict[type[Any], Callable[[Any], Any]] | None = None
 ) -> Any:
-    """A dataclass from plain dictionaries and lists; missing fields take their defaults.
+    """Build a dataclass from plain dictionaries and lists; missing fields take their defaults.
 
     Args:
         cls: the dataclass; its fields may be dataclasses themselves.
@@ -122,7 +122,7 @@ def from_plain(
 
 
 def whole_number(text: str) -> int:
-    """A whole number from its text.
+    """Parse a whole number.
 
     Raises:
         ValueError: if it is none.
@@ -135,7 +135,7 @@ def whole_number(text: str) -> int:
 
 
 def parse_value(expected: Any, text: str, name: str) -> Any:
-    """A value of type `expected` from its text; "none" for None, commas in lists, true and false.
+    """Parse a value of type `expected`; "none" for None, commas in lists, true and false.
 
     Raises:
         UserError: naming the option, what came and what was expected.
@@ -169,12 +169,14 @@ def require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as it is said in a message: none for None."""
-    return "none" if value is None else str(value)
+    """Return a value as messages and the command line have it: none, true, [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def checked(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the field's type.
+    """Return a JSON value as the field's type.
 
     Raises:
         UserError: if it is none of that type.

@@ -63,7 +63,7 @@ _VALID = ("valid", "validation", "val", "dev")
 
 
 def _splits(train: str, valid: str, test: str) -> Layout:
-    """A layout of three files, under the upstream names or the common ones."""
+    """Return a layout of three files, under the upstream names or the common ones."""
     return {
         "train": (train, "train.txt", "train.tokens"),
         "valid": (valid, *(f"{name}.{end}" for end in ("txt", "tokens") for name in _VALID)),

@@ -51,7 +51,7 @@ STDLIB = "stdlib"
 
 
 def list_corpora() -> list[dict[str, str]]:
-    """Name, description and natural unit of every named corpus."""
+    """Return name, description and natural unit of every named corpus."""
     about = "the Python standard library's own .py files; on every machine, no download"
     stdlib = {"name": STDLIB, "description": about, "unit": "byte"}
     public = [{"name": each.name, "description": each.description, "unit": each.unit} for each in BENCHMARKS.values()]
@@ -59,12 +59,12 @@ def list_corpora() -> list[dict[str, str]]:
 
 
 def natural_unit(name: str) -> str:
-    """The unit in which a corpus is read if nothing else is said: a public one's results are stated in it."""
+    """Return the unit in which a corpus is read by default: a public one's results are stated in it."""
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
 
 def known_vocabulary_size(config: DataConfig) -> int | None:
-    """The size of a corpus's vocabulary where it is known without opening it, else None."""
+    """Return the size of a corpus's vocabulary where it is known without opening it, else None."""
     if config.unit == "byte" and not config.like_original:
         return 256
     public = BENCHMARKS.get(config.corpus)
@@ -170,13 +170,13 @@ def open_corpus(
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """A copy whose corpus and source are the same from every working directory."""
+    """Return a copy whose corpus and source are the same from every working directory."""
     source = None if data.source is None else os.path.abspath(Path(data.source).expanduser())
     return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
 
 
 def absolute_path(corpus: str) -> str:
-    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
+    """Return a user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
 
     A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
     """
@@ -191,12 +191,12 @@ def absolute_path(corpus: str) -> str:
 
 
 def is_named(corpus: str) -> bool:
-    """Whether this is one of the corpora that have a name, rather than a text of the user's."""
+    """Return whether this is one of the corpora that have a name, rather than a text of the user's."""
     return corpus == STDLIB or corpus in BENCHMARKS
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
-    """Where prepared corpora live."""
+    """Return the folder of prepared corpora."""
     chosen = data_dir or os.environ.get("TXL_DATA")
     if chosen:
         return Path(os.path.expanduser(chosen))
@@ -245,7 +245,7 @@ def _open(
 
 
 def own_files(name: str) -> list[Path]:
-    """The files of a user's own text.
+    """Return the files of a user's own text.
 
     Raises:
         UserError: if there is none, naming the corpora that may have been meant.

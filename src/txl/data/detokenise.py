@@ -31,7 +31,7 @@ _CURRENCIES = frozenset(["US", "NZ", "HK", "AU"])
 
 
 def check_convention(name: str) -> Convention:
-    """The convention of this name.
+    """Return the convention of this name.
 
     Raises:
         UserError: if there is none.
@@ -42,7 +42,7 @@ def check_convention(name: str) -> Convention:
 
 
 def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
-    """How the text of a word vocabulary was tokenised, as its words show; None where it was not.
+    """Return the convention that a word vocabulary was tokenised by, as its words show; None where it was not.
 
     `@-@` is WikiText's alone. `n't` as a word of its own is Penn Treebank's, where nothing is a comma. One Billion Word
     has commas as words of their own, and hardly any word that ends in one.
@@ -61,7 +61,7 @@ def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def detokenise(text: str, convention: Convention = "wikitext") -> str:
-    """A tokenised text as people write it; each line by itself.
+    """Return a tokenised text as people write it; each line by itself.
 
     Args:
         text: words between spaces.
@@ -85,7 +85,7 @@ class Detokeniser:
         self.end_line()
 
     def end_line(self) -> str:
-        """Forget the line; nothing is left to be written."""
+        """Forget the line."""
         self._before: list[str] = []  # the last two words
         self._glue = True
         self._quotes: set[str] = set()  # those that are open
@@ -93,7 +93,7 @@ class Detokeniser:
         return ""
 
     def push(self, word: str) -> str:
-        """The word as it is written, after a space if one belongs there."""
+        """Return the word as it is written, after a space if one belongs there."""
         left, right = self._attached(word)
         space = "" if self._glue or left else " "
         self._glue = right
@@ -106,7 +106,7 @@ class Detokeniser:
         return word.replace("\\/", "/").replace("\\*", "*") if self.convention == "ptb" else word
 
     def _attached(self, word: str) -> tuple[bool, bool]:
-        """Whether nothing stands between a word and the one before it, and the one after it."""
+        """Return whether a word touches the one before it, and the one after it."""
         last = self._before[-1] if self._before else ""
         if self.convention == "wikitext" and (word in _JOINED or self._in_heading(word)):
             return True, word in _JOINED
@@ -123,7 +123,8 @@ class Detokeniser:
         return word in _CLOSING or _is_clitic(word, last) or self._continues(word, last), word in _OPENING
 
     def _continues(self, word: str, last: str) -> bool:
-        """The letter behind 50 °, the minutes behind 10 :, the s behind women ’, the $ behind US."""
+        """Return whether a word continues the one before: the letter behind 50 °, the minutes behind 10 :, the s behind
+        women ’, the $ behind US."""
         if last == "°":
             return word in _DEGREES
         if last == "’":
@@ -134,7 +135,7 @@ class Detokeniser:
         return last == ":" and hour.isdecimal() and len(hour) <= 2 and word.isdecimal() and len(word) == 2
 
     def _in_heading(self, word: str) -> bool:
-        """Whether a word is an `=` of a heading, other than the first on its side."""
+        """Return whether a word is an `=` of a heading, other than the first on its side."""
         if word == "=":
             if not self._before:
                 self._heading = "opening"
@@ -148,7 +149,8 @@ class Detokeniser:
 
 
 def _is_clitic(word: str, last: str) -> bool:
-    """What follows an apostrophe within a word: 's, 't, 're after anything, and the rest of O'Neill."""
+    """Return whether a word follows an apostrophe within a word: 's, 't, 're after anything, and the rest of
+    O'Neill."""
     if word[:1] != "'" or not last:
         return False
     inside = word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
@@ -165,19 +167,19 @@ class DetokenisingDecoder:
             self._detokeniser.push(word)
 
     def push(self, token: int) -> str:
-        """The token's word, after a space if one belongs there; a line's end for the end of a line."""
+        """Return the token's word, after a space if one belongs there; a line's end for the end of a line."""
         word = self._words[token]
         if word == self._eos:
             return self._detokeniser.end_line() + "\n"
         return self._detokeniser.push(word)
 
     def flush(self) -> str:
-        """Nothing: every token is complete."""
+        """Return nothing: every token is complete."""
         return ""
 
 
 def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: str = "") -> Decoder:
-    """A decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
+    """Return a decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
 
     Raises:
         UserError: if a convention is given for a vocabulary that is not made of words, or whose words say themselves

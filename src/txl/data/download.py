@@ -60,7 +60,7 @@ class _Unavailable(Exception):
 
 
 def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -> None:
-    """One file; if no hash of it is known, that of the first download is recorded beside it.
+    """Download one file; if no hash of it is known, the first download's is recorded beside it.
 
     Raises:
         _Unavailable: if it could not be had.
@@ -112,14 +112,14 @@ def forget(folder: Path) -> None:
 
 
 def file_hash(path: Path, like: str) -> str:
-    """The hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
+    """Return the hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
     algorithm = like.split(":")[0]
     with open(path, "rb") as file:
         return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
 
 
 def _reason(error: Exception) -> str:
-    """The innermost reason of a failure, in one line."""
+    """Return the innermost reason of a failure, in one line."""
     inner: Any = error
     while getattr(inner, "args", None) and isinstance(inner.args[-1], Exception):
         inner = inner.args[-1]
@@ -131,7 +131,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _silent_pooch() -> Iterator[None]:
-    """Without pooch's own messages: ours say the same."""
+    """Silence pooch's own messages within the block: ours say the same."""
     import pooch
 
     logger = pooch.get_logger()

@@ -38,7 +38,7 @@ STALE_AFTER = 86_400.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text becomes tokens: all settings that the token files depend on, beside the text."""
+    """The settings that token files depend on, beside the text."""
 
     unit: str
     vocab_size: int = 8192
@@ -64,7 +64,7 @@ class Recipe:
     """What else the corpus's record shall say."""
 
     def settings(self) -> dict[str, Any]:
-        """What the token files depend on, as JSON values; settings of other units are left out."""
+        """Return the settings that the token files depend on, as JSON values; settings of other units are left out."""
         values: dict[str, Any] = {"unit": self.unit, "rewrite": self.rewrite}
         if self.normalise:
             values |= {"normalise": True}
@@ -81,7 +81,8 @@ class Recipe:
 
 
 def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default: bool) -> bool:
-    """Whether a text is normalised: what is configured, else as the vocabulary to encode with says, else by default."""
+    """Return whether a text is normalised: as configured, else as the vocabulary to encode with says, else by
+    default."""
     if config.unit == "byte":
         return False
     if config.normalise is not None:
@@ -201,13 +202,13 @@ class _Reader:
             yield block
 
     def texts(self) -> Iterator[tuple[str, int]]:
-        """The text of all pieces, block by block, with the bytes that each took."""
+        """Yield the text of all pieces, block by block, with the bytes that each took."""
         for piece in self.pieces:
             yield from decoded(piece, self.blocks(piece))
 
 
 def _normalised(readers: dict[str, _Reader]) -> dict[str, Any]:
-    """What was left out of the text, for its record."""
+    """Return counts of what was left out of the text, for its record."""
     those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
     counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
     return {"normalised": counts} if any(counts.values()) else {}
@@ -273,7 +274,7 @@ def _number_words(
 
 
 def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
-    """The rule of words and their `min_count`, as configured or as the training text asks for."""
+    """Return the rule of words and their `min_count`, as configured or as the training text asks for."""
     if recipe.word_rule is not None and recipe.min_count is not None:
         return recipe.word_rule, recipe.min_count
     has_unknown, has_hyphen = (
@@ -284,7 +285,7 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
 
 
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
-    """The vocabulary of bytes, characters or byte pairs.
+    """Make the vocabulary of bytes, characters or byte pairs.
 
     Raises:
         UserError: if the text cannot be read in this unit.
@@ -316,7 +317,7 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Voca
 
 
 def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Token ids of a split, block by block, with the bytes that each block took.
+    """Yield the token ids of a split, block by block, with the bytes that each block took.
 
     Raises:
         UserError: for text that this vocabulary cannot encode.
@@ -341,7 +342,7 @@ def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarr
 
 
 def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Token ids of a piece of text, block by block, with the bytes that each block took.
+    """Yield the token ids of a piece of text, block by block, with the bytes that each block took.
 
     Normalising is the reader's (see `Normaliser`). A character that a character vocabulary lacks becomes `<unk>`; a
     piece's last line has an `<eos>` even if nothing ends it.

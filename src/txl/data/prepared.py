@@ -25,7 +25,7 @@ META_FORMAT = 1
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest unsigned integers that hold all ids."""
+    """Return the narrowest unsigned integers that hold all ids."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
         if vocab_size - 1 <= np.iinfo(dtype).max:
@@ -35,7 +35,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Sentences:
-    """How a stream of separate sentences is cut: training shuffles them."""
+    """The cuts of a stream of separate sentences, which training shuffles."""
 
     boundary_id: int
     """The token at a sentence's ends."""
@@ -101,7 +101,7 @@ class TokenWriter:
 
     @property
     def sha256(self) -> str:
-        """Of what has been written."""
+        """Hash of the tokens that have been written."""
         return self._hash.hexdigest()
 
     def __enter__(self) -> TokenWriter:
@@ -134,7 +134,7 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """What one token is."""
+        """Unit of text that one token is."""
         return self._meta["unit"]
 
     @property
@@ -143,7 +143,7 @@ class Corpus:
         return tuple(self._meta["splits"])
 
     def tokens(self, split: str) -> Tokens:
-        """The token ids of a split.
+        """Return the token ids of a split.
 
         Raises:
             UserError: naming the splits that there are.
@@ -165,7 +165,7 @@ class Corpus:
         return np.memmap(self._path(split, "tokens"), dtype=np.dtype(self._meta["dtype"]), mode="r")
 
     def _bytes_of_first(self, split: str, n_token: int) -> int | None:
-        """Bytes of text that the first tokens of a split stand for.
+        """Return the bytes of text that the first tokens of a split stand for.
 
         None where the tokens do not spell the text and it is not kept (words of the training split), or is that of
         several files that no line's end separates.
@@ -182,7 +182,7 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """The text of the validation or test split (of any split, if tokens are bytes), a block at a time.
+        """Yield the text of the validation or test split (of any split, if tokens are bytes), a block at a time.
 
         Raises:
             UserError: for the training split, whose text is not kept.
@@ -197,11 +197,11 @@ class Corpus:
                 yield block
 
     def info(self) -> dict[str, Any]:
-        """Name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
+        """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
     def notes(self, split: str, trained: float | None = None) -> list[str]:
-        """What a reader of a split's numbers should know of how its text was read.
+        """Return remarks for a reader of a split's numbers on how its text was read.
 
         Args:
             split: whose `<unk>` are told.
@@ -237,7 +237,7 @@ class Corpus:
 
 
 def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | None:
-    """What was left out of a text when it was normalised; None for nothing."""
+    """Return a remark on what was left out of a text when it was normalised; None for nothing."""
     marks = "a byte order mark" if byte_order_marks == 1 else f"{byte_order_marks:,} byte order marks"
     parts = [f"without {marks}"] * (byte_order_marks > 0)
     parts += [f"with \\n for {line_ends:,} line ends \\r\\n"] * (line_ends > 0)
@@ -245,7 +245,7 @@ def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | N
 
 
 def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
-    """How much of a text is `<unk>`, and what that does to its numbers; None for nothing.
+    """Return a remark on how much of a text is `<unk>`, and what that does to its numbers; None for nothing.
 
     Args:
         unit: of the tokens.
@@ -273,7 +273,7 @@ def _percent(share: float) -> str:
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """The record of a prepared corpus, after a look at whether its files are whole.
+    """Read the record of a prepared corpus, after checking that its files are whole.
 
     Raises:
         UserError: if something is missing or has the wrong size.

@@ -74,7 +74,7 @@ class PublicCorpus:
             raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
 
     def open(self) -> Corpus:
-        """The corpus, prepared first if need be.
+        """Open the corpus, prepared first if need be.
 
         Raises:
             UserError: if it cannot be had, or is not what it should be.
@@ -97,7 +97,7 @@ class PublicCorpus:
         return self._ready(directory) or self._prepare(directory)
 
     def _settings(self) -> dict[str, Any]:
-        """What the token files depend on, beside the text."""
+        """Return the settings that the token files depend on, beside the text."""
         recipe = self._recipe(None)
         values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
         return values | ({"boundary": self.boundary} if self.benchmark.sentences else {})
@@ -167,7 +167,7 @@ class PublicCorpus:
         )
 
     def _recipe(self, parts: Parts | None) -> Recipe:
-        """How the text becomes tokens; without parts, lacking only a vocabulary that is read from one."""
+        """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""
         benchmark, config = self.benchmark, self.config
         vocabulary = self.vocabulary
         record: dict[str, Any] = {"like_original": self.like_original}
@@ -229,7 +229,7 @@ class PublicCorpus:
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
-    """One Billion Word's vocabulary file: a word a line (with its count, or without).
+    """Read One Billion Word's vocabulary file: a word a line (with its count, or without).
 
     Raises:
         UserError: if it is no such file.

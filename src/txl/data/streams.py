@@ -18,18 +18,18 @@ from txl.errors import UserError
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where the next segment begins: the pass over the text, and the offset in every lane."""
+    """Beginning of the next segment: the pass over the text, and the offset in every lane."""
 
     epoch: int = 0
     offset: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StreamPosition:
-        """The inverse of `to_dict`."""
+        """Build a position from `to_dict` of it."""
         return cls(epoch=int(values["epoch"]), offset=int(values["offset"]))
 
 
@@ -91,11 +91,11 @@ class LaneStream:
             )
 
     def start(self) -> StreamPosition:
-        """The beginning of the first epoch."""
+        """Return the beginning of the first epoch."""
         return StreamPosition()
 
     def read(self, position: StreamPosition) -> Segment:
-        """The segment at a position."""
+        """Read the segment at a position."""
         width = min(self._width(position), self.lane_length - 1 - position.offset)
         first = position.offset
         tokens = self._tokens_of(position.epoch)
@@ -114,11 +114,11 @@ class LaneStream:
         )
 
     def _begin(self, epoch: int) -> int:
-        """Where an epoch's first segment begins in every lane."""
+        """Return the offset at which an epoch's first segment begins in every lane."""
         return epoch * self.shift % self.segment
 
     def _tokens_of(self, epoch: int) -> Any:
-        """The token stream of an epoch."""
+        """Return the token stream of an epoch."""
         return self._tokens
 
     def _width(self, position: StreamPosition) -> int:
@@ -171,13 +171,13 @@ class SentenceStream(LaneStream):
 def training_stream(
     tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0, shift: int = 0
 ) -> LaneStream:
-    """The stream that a training split is read in: sentences shuffled where a corpus is made of them, else as it is."""
+    """Return the stream that a training split is read in: sentences shuffled where a corpus has them, else as it is."""
     kind = SentenceStream if getattr(tokens, "sentences", None) is not None else LaneStream
     return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
 
 
 def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
-    """Where each sentence begins, and where the last one ends: int64 [sentences + 1].
+    """Return the beginning of each sentence, and the end of the last one: int64 [sentences + 1].
 
     With one boundary between two sentences it belongs to the one that follows it, and the stream's last boundary to
     none; with two, each sentence has one at either end.
@@ -192,7 +192,7 @@ def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers below `count` in an order drawn from seed and epoch: int32 [count].
+    """Return the numbers below `count` in an order drawn from seed and epoch: int32 [count].
 
     They are sorted by a hash (SplitMix64), not drawn by a library's generator, so that every version of every library
     gives the same order, and a run can be continued anywhere.

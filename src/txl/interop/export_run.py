@@ -24,7 +24,7 @@ from torch import Tensor
 
 import txl
 from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
-from txl.config.models import HUGGINGFACE_TYPE
+from txl.config.transformer_xl import HUGGINGFACE_TYPE
 from txl.data.vocabulary import (
     BYTE_ORDER_MARK,
     BpeVocabulary,

@@ -24,6 +24,7 @@ from txl.interop.torch_files import is_torch_file, read_torch_file
 from txl.models import build_model
 from txl.runs.checkpoints import Contents, belongs_to, write_checkpoint
 from txl.runs.directory import RunDirectory, load_weights
+from txl.runs.events import EventName
 
 
 def read_source(path: Path) -> Source:
@@ -133,7 +134,7 @@ def _write(
         written = write_checkpoint(directory.checkpoints, 0, contents)
         directory.set_pointer("latest", written.name)
         directory.append(
-            "import",
+            EventName.IMPORT,
             0,
             source=source.kind,
             config=run.to_dict(),

@@ -12,6 +12,7 @@ from txl.errors import UserError
 from txl.reporting.compression import SETTINGS, compress
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 
 
 def measure_compression(
@@ -43,8 +44,8 @@ def measure_compression(
     fields = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
     fields |= {"text": sizes.text, "zlib": sizes.zlib, "lzma": sizes.lzma}
     with suppress(UserError):  # a run that can only be read still has its report, with --out
-        run_directory.append("compression", found.train[-1]["step"], **fields)
-    return {"event": "compression", **fields}, None
+        run_directory.append(EventName.COMPRESSION, found.train[-1]["step"], **fields)
+    return {"event": EventName.COMPRESSION, **fields}, None
 
 
 def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl.reporting.compression import SETTINGS
+from txl.runs.events import EventName
 
 Event = dict[str, Any]
 Evaluation = dict[str, Any]
 """One evaluation: its figures and the settings under which they were measured."""
+_BEGINNINGS = {EventName.START, EventName.RESUME}
+_OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Findings:
 
 def findings(events: Sequence[Event]) -> Findings | None:
     """Return the parts of a log that reports are made of; None for a log without a `start` event."""
-    stretches = [event for event in events if event["event"] in ("start", "resume")]
+    stretches = [event for event in events if event["event"] in _BEGINNINGS]
     if not stretches:
         return None
     start = stretches[-1]
@@ -87,9 +90,9 @@ def findings(events: Sequence[Event]) -> Findings | None:
     if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
         curve = []
     shown = [row for row in (result, without, *curve) if row is not None]
-    train, valid = _kept(events, "train", "loss"), _kept(events, "valid", "nll")
-    samples = [event for event in events if event["event"] == "sample"]
-    last = [event for event in events if event["event"] in ("start", "resume", "train", "stop", "end")][-1]
+    train, valid = _kept(events, EventName.TRAIN, "loss"), _kept(events, EventName.VALID, "nll")
+    samples = [event for event in events if event["event"] == EventName.SAMPLE]
+    last = [event for event in events if event["event"] in _OF_TRAINING][-1]
     return Findings(
         stretches=stretches,
         train=train,
@@ -100,7 +103,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
         others=[row for row in reversed(rows) if row not in shown],
         samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
-        stopped=last if last["event"] == "stop" else None,
+        stopped=last if last["event"] == EventName.STOP else None,
         ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
         diverged=last.get("diverged"),
     )
@@ -129,13 +132,13 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation
     newest: dict[tuple[Any, ...], Evaluation] = {}
     curves: list[list[Evaluation]] = []
     for event in events:
-        rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
+        rows = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(event["event"], [])
         for row in rows:
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
-        if event["event"] == "sweep" and event["split"] == "test":
-            finite = [row for row in rows if math.isfinite(row["nll"]) and row.get("cache_size") is None]
+        if event["event"] == EventName.SWEEP and event["split"] == "test":
+            finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
             if len({row["mem_len"] for row in finite}) > 1:
                 curves.append(sorted(finite, key=lambda row: row["mem_len"]))
     curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
@@ -145,24 +148,9 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation
 def _targets(row: Evaluation) -> tuple[Any, ...]:
     """Return the settings that two evaluations must share to differ by memory alone."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
-    names += ("cache_size", "cache_theta", "cache_lambda")
+    names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
-    return (*(row.get(name) for name in names), adapting, temperature(row), is_sliding(row), is_exhaustive(row))
-
-
-def temperature(row: Evaluation) -> float:
-    """Return the temperature of the softmax; older logs lack it, and the fields of the next two functions."""
-    return row.get("temperature", 1.0)
-
-
-def is_sliding(row: Evaluation) -> bool:
-    """Return whether each target was predicted from a window of its own, of `segment` tokens."""
-    return row.get("sliding", False)
-
-
-def is_exhaustive(row: Evaluation) -> bool:
-    """Return whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
-    return row.get("exhaustive", False)
+    return (*(row[name] for name in names), adapting)
 
 
 def _own_way(row: Evaluation, start: Event) -> bool:
@@ -170,8 +158,8 @@ def _own_way(row: Evaluation, start: Event) -> bool:
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
     """
-    own = start["config"]["eval"].get("temperature", 1.0)
-    return temperature(row) == own and not is_sliding(row) and not is_exhaustive(row)
+    own = start["config"]["eval"]["temperature"]
+    return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
 def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
@@ -183,7 +171,7 @@ def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Ev
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     # Neither a cache nor weights that follow what they read are the model.
-    rows = [row for row in rows if row.get("cache_size") is None and row.get("dynamic") is None]
+    rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:
@@ -198,11 +186,11 @@ def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Ev
     return result, None if result["mem_len"] == 0 else without
 
 
-def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
+def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
     """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
     by_step: dict[int, Event] = {}
     for event in events:
-        if event["event"] in ("start", "resume"):
+        if event["event"] in _BEGINNINGS:
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
         elif event["event"] == kind and math.isfinite(event[loss]):
             by_step[event["step"]] = event
@@ -213,8 +201,8 @@ def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
     """Return the newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):
-        if event["event"] != "compression":
+        if event["event"] != EventName.COMPRESSION:
             continue
-        if (event["corpus"], event["split"], event["text"], event.get("settings")) == wanted:
+        if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
             return event
     return None

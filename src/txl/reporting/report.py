@@ -14,7 +14,7 @@ from txl.files import write_whole
 from txl.presets import preset, presets
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import measure_compression
-from txl.reporting.findings import Findings, findings, is_sliding
+from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
 from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, result_section
@@ -248,7 +248,7 @@ def _manner(row: dict[str, Any]) -> str:
     """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
-    return ", ".join([*([] if is_sliding(row) else [lanes]), *manner_words(row), *arithmetic_words(row)])
+    return ", ".join([*([] if row["sliding"] else [lanes]), *manner_words(row), *arithmetic_words(row)])
 
 
 def _corpus(found: Findings) -> str:

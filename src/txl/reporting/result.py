@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from txl.config import model_from_dict
-from txl.reporting.findings import Findings, is_sliding, tokens_read
+from txl.reporting.findings import Findings, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
 from txl.reporting.wording import change_text, manner_words, settings_text
 from txl.units import is_character_unit, ppl_text, quality_label, quality_text, token_name
@@ -86,7 +86,7 @@ def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | 
 
 def _memory_name(found: Findings, row: dict[str, Any]) -> str:
     """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
-    if is_sliding(row):
+    if row["sliding"]:
         return ", ".join(manner_words(row))
     memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
     return ", ".join(["its state carried" if is_recurrent(found) else memory, *manner_words(row)])

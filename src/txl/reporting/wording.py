@@ -7,7 +7,7 @@ from unicodedata import category
 
 from txl.data.corpora import Corpus, is_named
 from txl.data.sources import WHOLE, is_cut
-from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
+from txl.reporting.findings import tokens_read
 
 
 def plain(text: str) -> str:
@@ -51,13 +51,13 @@ def manner_words(row: dict[str, Any]) -> list[str]:
     Nothing for a plain one.
     """
     words = []
-    if is_sliding(row):
+    if row["sliding"]:
         words.append(f"sliding window of {counted(row['segment'], 'token')}")
-    elif is_exhaustive(row):
+    elif row["exhaustive"]:
         words.append("exhaustive")
-    if temperature(row) != 1:
-        words.append(f"temperature {temperature(row):g}")
-    if row.get("cache_size") is not None:
+    if row["temperature"] != 1:
+        words.append(f"temperature {row['temperature']:g}")
+    if row["cache_size"] is not None:
         shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
         words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
     if (dynamic := row.get("dynamic")) is not None:
@@ -69,7 +69,7 @@ def manner_words(row: dict[str, Any]) -> list[str]:
 def arithmetic_words(row: dict[str, Any]) -> list[str]:
     """Return the clamp and the precision of an evaluation, where they are not the usual ones."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
-    return words if row.get("dtype", "float32") == "float32" else [*words, f"computed in {row['dtype']}"]
+    return words if row["dtype"] == "float32" else [*words, f"computed in {row['dtype']}"]
 
 
 def split_text(split: str) -> str:
@@ -95,7 +95,7 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
     words = [
         f"{part}the {split_text(row['split'])} of {row['corpus']}",
         f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
-        *([] if is_sliding(row) else lanes),
+        *([] if row["sliding"] else lanes),
         *manner_words(row),
         *arithmetic_words(row),
         f"checkpoint {row['checkpoint']}",

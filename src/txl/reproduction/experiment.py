@@ -219,7 +219,7 @@ class Experiment:
             corpus.tokens("test"),
             segment=run.eval.segment,
             temperature=run.eval.temperature,
-            **run.eval.lengths(),
+            **run.eval.length_options(),
             batch_size=1,  # a lane remembers nothing of the others
             max_tokens=self.scale.eval_tokens,
         )

@@ -95,7 +95,7 @@ def measure_context(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: 
         contexts=lengths,
         targets=targets,
         batch_size=WINDOWS,
-        clamp_len=run.eval.lengths()["clamp_len"],
+        clamp_len=run.eval.length_options()["clamp_len"],
         begins=lambda context: say(f"test split, {context} tokens of context"),
     )
     return {

@@ -34,8 +34,6 @@ STATE_SHARDS = "training_state"
 STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
-_READABLE = (1, 2)
-"""1 had each part of the lanes' memory apart; its weights are the same."""
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
 """Bytes compared at a time."""
@@ -44,7 +42,7 @@ _OTHERWISE = "use another checkpoint or restore it from a copy"
 
 @dataclass
 class Contents:
-    """What a checkpoint holds."""
+    """Weights, training state and identity that a checkpoint holds."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
@@ -58,7 +56,7 @@ class Contents:
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory's name."""
+    """Return the name of a checkpoint's directory."""
     return f"step-{step:08d}"
 
 
@@ -74,7 +72,7 @@ def checkpoint_step(name: str) -> int:
 
 
 def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
-    """What a checkpoint belongs to: the model's configuration, the hash of the vocabulary's file, and the run.
+    """Return the identity of a checkpoint: the model's configuration, the hash of the vocabulary's file, and the run.
 
     Raises:
         UserError: if the vocabulary cannot be read.
@@ -180,7 +178,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, after comparing it with the manifest.
+    """Read the tensors of one file of a checkpoint, after comparing it with the manifest.
 
     Raises:
         UserError: if something is missing, truncated or altered, or weights are not finite.
@@ -203,7 +201,7 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The numbers of a checkpoint's training state, after comparing the file with the manifest.
+    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest.
 
     Raises:
         UserError: if something is missing, truncated or altered.
@@ -248,18 +246,13 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     manifest = read_manifest(checkpoint)
     if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
         raise UserError(f"{checkpoint}: a checkpoint of another run; it was brought here from elsewhere")
-    if manifest["format"] != _FORMAT:
-        raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest['format']}, which can be evaluated but not gone on from; "
-            f"start from its weights with --init-from"
-        )
     for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
         verify_file(checkpoint, name)
     read_state(checkpoint)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's manifest.
+    """Read a checkpoint's manifest.
 
     Raises:
         UserError: if it is missing, damaged, of another version or of another checkpoint.
@@ -268,15 +261,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
     manifest = _json_object(path)
-    if manifest.get("format") not in _READABLE:
+    if manifest.get("format") != _FORMAT:
         raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format "
-            f"{' and '.join(map(str, _READABLE))}"
+            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format {_FORMAT}"
         )
     for name, kind in (("step", int), ("files", dict)):
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
-    if manifest["format"] > 1 and manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest):
         raise UserError(f"{path}: altered: it does not have the sha256 that it says; {_OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
         raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")
@@ -284,7 +276,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _own_sha256(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest without this line of it."""
+    """Return the sha256 of a manifest without this line of it."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -346,7 +338,7 @@ def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
 
 
 def _deleted(checkpoint: Path) -> bool:
-    """Delete a checkpoint; whether that went well."""
+    """Delete a checkpoint and return whether that succeeded."""
     # Under another name first: what is left of a deletion that was cut off must not look like a damaged checkpoint.
     doomed = checkpoint.with_name(f".{checkpoint.name}.deleted{_PARTIAL}")
     try:

@@ -42,7 +42,8 @@ def open_run_corpus(
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
     # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
-    made_of_it = data.corpus == own.corpus and not started.get("init_from") and (bool(started) or is_named(own.corpus))
+    prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
+    made_of_it = data.corpus == own.corpus and prepared_it
     if (made_of_it and not whole) or vocabulary == ByteVocabulary():
         corpus = open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet, whole=whole)
         if corpus.vocabulary == vocabulary:

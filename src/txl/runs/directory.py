@@ -27,6 +27,7 @@ from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
+from txl.runs.events import EventName, StartEvent, fields_of, select
 
 if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
     import torch
@@ -54,7 +55,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def config(self) -> RunConfig:
-        """The run's configuration.
+        """Read the run's configuration.
 
         Raises:
             UserError: if it is missing or damaged.
@@ -87,18 +88,15 @@ class RunDirectory:
         write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
-        """The run's vocabulary; None for an imported model that came without one."""
+        """Read the run's vocabulary; None for an imported model that came without one."""
         from txl.data.vocabulary import Vocabulary
 
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
-    def append(self, event: str, step: int, **fields: Any) -> None:
-        """Add an event to the log, as one line.
-
-        Raises:
-            UserError: if the log cannot be written.
-        """
+    def append(self, event: EventName, step: int, **fields: Any) -> None:
+        """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
+        assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
         path = self.path / "log.jsonl"
         try:
@@ -114,7 +112,7 @@ class RunDirectory:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[dict[str, Any]]:
-        """All events of the log in order; lines that a crash has torn are left out.
+        """Read all events of the log in order; lines that a crash has torn are left out.
 
         Raises:
             UserError: if the log cannot be read.
@@ -122,7 +120,7 @@ class RunDirectory:
         return self.events_and_torn()[0]
 
     def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
-        """All events of the log in order, and how many lines are torn.
+        """Read all events of the log in order, and count the torn lines.
 
         Raises:
             UserError: if the log cannot be read.
@@ -148,22 +146,22 @@ class RunDirectory:
         return found, torn
 
     def run_id(self) -> str | None:
-        """What tells this run from all others; None if its log does not say."""
-        for event in self.events():
-            if event["event"] == "start" and isinstance(event.get("run"), str):
-                return event["run"]
-        return None
+        """Return the identity that tells this run from all others; None if its log does not say."""
+        runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
+        return next((run for run in runs if isinstance(run, str)), None)
 
-    def started(self) -> dict[str, Any]:
-        """The event with which training began; empty for an imported model."""
-        return next((event for event in reversed(self.events()) if event["event"] == "start"), {})
+    def started(self) -> StartEvent | None:
+        """Return the newest event with which training began; None for an imported model."""
+        starts = select(self.events(), StartEvent, EventName.START)
+        return starts[-1] if starts else None
 
     def trained_on(self) -> dict[str, Any]:
-        """What the log says of the training text (`Corpus.info`); empty for an imported model."""
-        return self.started().get("corpus", {})
+        """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
+        started = self.started()
+        return {} if started is None else started.get("corpus", {})
 
     def pointer(self, name: str) -> Path | None:
-        """The checkpoint that `best` or `latest` names, if there is one."""
+        """Return the checkpoint that `best` or `latest` names, if there is one."""
         try:
             target = (self.path / name).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -181,12 +179,12 @@ class RunDirectory:
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
-        """The newest checkpoint there is, named by `latest` or not: a crash may have come before that."""
+        """Return the newest checkpoint, named by `latest` or not: a crash may have come before that."""
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
     def checkpoint(self, which: str | None = None) -> Path:
-        """The directory of a checkpoint.
+        """Return the directory of a checkpoint.
 
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
@@ -208,7 +206,7 @@ class RunDirectory:
         return found
 
     def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[Decoder[Any], Vocabulary | None]:
-        """The model of a checkpoint, in evaluation mode, and the run's vocabulary.
+        """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
@@ -236,7 +234,7 @@ class RunDirectory:
         return model.to(device).eval(), vocabulary
 
     def is_locked(self) -> bool:
-        """Whether somebody trains here now, on this machine."""
+        """Return whether somebody trains here now, on this machine."""
         try:
             with open(self.path / ".lock") as file:
                 portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
@@ -248,7 +246,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains in this directory meanwhile.
+        """Keep others from training in this directory within the block.
 
         Raises:
             UserError: if somebody does, or the directory cannot be written.
@@ -285,7 +283,7 @@ class RunDirectory:
 
 @contextmanager
 def _opened_directory(path: Path) -> Iterator[int | None]:
-    """A descriptor of a directory; None where a system opens files alone (Windows)."""
+    """Open a directory and give its descriptor; None where a system opens files alone (Windows)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -316,7 +314,7 @@ def of_today(config: Any) -> Any:
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> tuple[Decoder[Any], Vocabulary | None]:
-    """The model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
+    """Load the model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
 
     Args:
         path: a run directory.

@@ -1,4 +1,4 @@
-"""What a run happened on: hardware and software, for its record."""
+"""Hardware and software that a run happened on, for its record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import txl
 
 
 def describe_hardware(device: str) -> dict[str, Any]:
-    """Processor, cores, memory and the device that computes."""
+    """Describe processor, cores, memory and the device that computes."""
     described: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -27,7 +27,7 @@ def describe_hardware(device: str) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, str]:
-    """Versions."""
+    """Return the versions of Python, PyTorch, this package and the system."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -44,7 +44,7 @@ def _memory_bytes() -> int | None:
 
 
 def _cpu_name() -> str:
-    """The processor's name, with its widest vector instructions where Linux tells them."""
+    """Return the processor's name, with its widest vector instructions where Linux tells them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
-    """The most bytes of tensors that training a configuration holds at once, weights and optimiser included.
+    """Return the most bytes of tensors that training holds at once, weights and optimiser included.
 
     The caller's random numbers stay as they were.
 
@@ -107,7 +107,7 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
 
 
 def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
-    """Token ids in the proportions of Zipf's law, in random order: int64 [B,T].
+    """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
 
     How much an adaptive softmax takes depends on how many targets its clusters have. Proportions, not draws, so that
     it grows evenly with the length. Ids are ranks; half of all tokens are among the sqrt(V) most frequent ones.
@@ -134,12 +134,12 @@ class Fit:
     """Peak bytes of every segment that was tried."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return asdict(self)
 
 
 def with_segment(run: RunConfig, segment: int) -> RunConfig:
-    """A copy with another backpropagation length, and no more positions than that where they are learned."""
+    """Return a copy with another backpropagation length, and no more positions than that where they are learned."""
     changed = RunConfig.from_dict(run.to_dict())
     changed.train.segment = segment
     changed.model = changed.model.for_segment(segment, changed.train.random_segments)
@@ -156,7 +156,7 @@ def longest_segment(
     at_most: int = 1 << 14,
     on_measured: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """The longest backpropagation length whose training peaks at no more than a budget.
+    """Return the longest backpropagation length whose training peaks at no more than a budget.
 
     Lengths are doubled, then halved in between, which takes the peak to grow with the length.
 

@@ -25,7 +25,7 @@ _LARGE_VOCABULARY = 16_384
 
 @dataclass(frozen=True)
 class Costs:
-    """What training would take."""
+    """Parameters, tokens a step and bytes of memory that training takes."""
 
     parameters: dict[str, int]
     tokens_per_step: int
@@ -35,16 +35,16 @@ class Costs:
 
     @property
     def total_parameters(self) -> int:
-        """Of all parts."""
+        """Parameters of all parts."""
         return sum(self.parameters.values())
 
     @property
     def total_bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(self.memory_bytes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return asdict(self) | {"total_parameters": self.total_parameters, "total_bytes": self.total_bytes}
 
 
@@ -74,7 +74,7 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 
 
 def estimate(run: RunConfig, vocab_size: int) -> Costs:
-    """Parameters, tokens a step, and bytes of all tensors that live at once while training.
+    """Estimate parameters, tokens a step, and bytes of all tensors that live at once while training.
 
     With P parameters:
 
@@ -117,7 +117,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
 
 
 def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
-    """How to train faster on a CPU where most of the arithmetic is the softmax's; None where it is not.
+    """Return advice on a softmax that is most of the arithmetic on a CPU; None where it is not.
 
     Args:
         run: the configuration.
@@ -151,7 +151,7 @@ def _optimiser_copies(train: TrainConfig) -> int:
 
 
 def _states_at_ends(run: RunConfig) -> int:
-    """Bytes of the hidden states before and after the layers.
+    """Return the bytes of the hidden states before and after the layers.
 
     f*B*T*(2 + m + m')*E, where m and m' are the masks of the embedding's and the last states' dropout, and
     f*B*T*K*(2 + d + m'')*E for a mixture's states, whose dropout keeps d products and m'' masks (`dropout_copies`).
@@ -164,7 +164,8 @@ def _states_at_ends(run: RunConfig) -> int:
 
 
 def _logits(run: RunConfig, vocab_size: int) -> int:
-    """Bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for a mixture.
+    """Return the bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for
+    a mixture.
 
     With half or last losses T is the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
     `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every

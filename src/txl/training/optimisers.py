@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
+    """Return the optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -125,7 +125,10 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class WeightAverage:
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class WeightAverage(Generic[ModelT]):
     """The running average of a model's weights; the model itself goes on training.
 
     Args:
@@ -133,14 +136,14 @@ class WeightAverage:
         mu: weight of the newest weights; None: 1/n at the n-th update, the plain mean of the n.
     """
 
-    def __init__(self, model: nn.Module, mu: float | None = None):
+    def __init__(self, model: ModelT, mu: float | None = None):
         self._averaged = AveragedModel(model, multi_avg_fn=functools.partial(_mix, mu=mu))
         self._averaged.requires_grad_(False).eval()
 
     @property
-    def model(self) -> nn.Module:
-        """A model with the averaged weights, to evaluate and to save."""
-        return self._averaged.module
+    def model(self) -> ModelT:
+        """The model with the averaged weights, to evaluate and to save."""
+        return cast("ModelT", self._averaged.module)
 
     @property
     def count(self) -> int:
@@ -157,14 +160,14 @@ class WeightAverage:
 
 
 def _mix(averages: Any, newest: Any, count: Any, mu: float | None) -> None:
-    """average + mu (newest - average) for each tensor, in place; `count` weights are in the averages."""
+    """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
     weight = 1 / (int(count) + 1) if mu is None else mu
     for average, new in zip(averages, newest, strict=True):
         average.lerp_(new, weight)
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
-    """Whether an average of the weights begins after this step.
+    """Return whether an average of the weights begins after this step.
 
     Args:
         step: steps made.

@@ -65,19 +65,19 @@ class TrainedModel:
 
     @contextmanager
     def part(self, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one part of the lanes: gradients are exchanged after the last."""
+        """Exchange gradients after the last part of the lanes alone; the block is the passes of one part."""
         for module in self._sharded[-1:]:
             module.set_requires_gradient_sync(is_last)
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
             yield
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters, or this process's shards of them."""
+        """Return all parameters, or this process's shards of them."""
         return self.model.parameters()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every process holds all weights: `nll` and its like can be called."""
+        """Let every process hold all weights within the block, so that `nll` and its like can be called."""
         with torch.no_grad():
             for module in self._sharded:
                 module.unshard()
@@ -88,13 +88,13 @@ class TrainedModel:
                 module.reshard()
 
     def first_says_yes(self, answer: bool) -> bool:
-        """Process 0's answer, in all; exchanged beside training, as saving is."""
+        """Return process 0's answer in all processes; exchanged beside training, as saving is."""
         said = torch.tensor([int(answer)])
         torch.distributed.broadcast(said, src=0, group=self.saving_group)
         return bool(said)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """A copy of this process's shard, or of a tensor that is whole."""
+        """Copy this process's shard, or a tensor that is whole, to the CPU."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -105,17 +105,17 @@ class TrainedModel:
         )
 
     def of_lanes(self, local: Tensor) -> Tensor:
-        """A copy of this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
+        """Copy this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
         from torch.distributed.tensor import DTensor, Shard
 
         return DTensor.from_local(local.detach().cpu().clone(), self._cpu_mesh, [Shard(0)], run_check=False)
 
     def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Room for the lanes of all processes, of which this one holds its own."""
+        """Return room for the lanes of all processes, of which this one holds its own."""
         return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
 
     def local_lanes(self, tensor: Tensor) -> Tensor:
-        """This process's part of what `empty_lanes` made; a whole tensor as it is."""
+        """Return this process's part of a tensor from `empty_lanes`; a whole tensor as it is."""
         from torch.distributed.tensor import DTensor
 
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -140,7 +140,7 @@ class TrainedModel:
 
 
 class _Terms(nn.Module):
-    """DDP calls `forward`."""
+    """The model as DDP calls it: by `forward`."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -151,7 +151,7 @@ class _Terms(nn.Module):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, whole; all processes have to ask for it."""
+    """Return a tensor that may be sharded, whole; all processes have to ask for it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
 
 

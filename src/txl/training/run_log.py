@@ -1,7 +1,4 @@
-"""What is written of a run while it trains: events in log.jsonl, and figures for those who want TensorBoard.
-
-The log's figures for TensorBoard, for those who want them there too; `log.jsonl` stays the source of truth.
-"""
+"""The record of a run while it trains: events in log.jsonl, the source of truth, and figures for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 from txl.training.display import Reading
-from txl.training.progress import Progress
 
 
 class Scalars:
@@ -72,7 +69,7 @@ class RunLog:
         self._scalars = Scalars(directory.path if tensorboard and writes else None)
         self._is_full = False
 
-    def record(self, event: str, step: int, **fields: Any) -> None:
+    def record(self, event: EventName, step: int, **fields: Any) -> None:
         """Add an event.
 
         Raises:
@@ -90,16 +87,16 @@ class RunLog:
                 self._say(f"note: {error}; training goes on without it")
             self._is_full = True
 
-    def training(self, reading: Reading, progress: Progress) -> None:
+    def training(self, reading: Reading) -> None:
         """Add the figures of the steps since the last line."""
         figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
-        counts = {"tokens": progress.tokens, "tokens_read": progress.tokens_read, "elapsed": progress.seconds}
-        self.record("train", progress.step, **figures, **counts)
+        counts = {name: getattr(reading, name) for name in ("tokens", "tokens_read", "elapsed")}
+        self.record(EventName.TRAIN, reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
     def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
         """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
-        self.record("valid", step, averaged=averaged, **result)
+        self.record(EventName.VALID, step, averaged=averaged, **result)
         self._scalars.add(step, {f"valid/{name}": result[name] for name in ("nll", "bpc", "ppl")})
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False) -> bool:
-    """Whether a run begins here, rather than goes on; what a start that failed has left is then removed.
+    """Return whether a run begins here, rather than goes on; remnants of a start that failed are then removed.
 
     Args:
         directory: that of `--out`; it is there.
@@ -105,7 +105,7 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
-    """The fields that make a configuration another run's, as "train.batch_size 4 -> 8".
+    """Return the fields that make a configuration another run's, as "train.batch_size 4 -> 8".
 
     A text of the user's is known by its hash, which is compared when it is open, and not by its path.
     """
@@ -137,7 +137,7 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
 
 
 def may_differ(run: RunConfig) -> frozenset[str]:
-    """The fields that a continued run may change."""
+    """Return the fields that a continued run may change."""
     fixed = set()
     if run.train.average_patience is not None:  # evaluations decide when the average begins
         fixed |= {"train.eval_every"}
@@ -157,7 +157,7 @@ def remove_begun(path: Path) -> None:
 
 
 def _is_of_a_begun_run(path: Path) -> bool:
-    """Whether a file may have been left by a start that failed before the run had a config.json."""
+    """Return whether a file may have been left by a start that failed before the run had a config.json."""
     if path.name == "checkpoints":
         return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
     return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
@@ -187,7 +187,7 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
 
 
 def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> str | None:
-    """Start from another run's best checkpoint, else its latest.
+    """Load another run's best checkpoint, else its latest, as first weights.
 
     Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those
     that the weights lack stay as they began.

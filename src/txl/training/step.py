@@ -20,7 +20,7 @@ from txl.training.parallel import TrainedModel, full_tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update leaves behind."""
+    """Loss, gradient norm and new memory of an update."""
 
     loss: float
     """Mean nats over the targets that count, before the update and without what a model adds to regularise itself."""
@@ -48,7 +48,7 @@ def training_step(
     progress: float = 0.0,
     abandon: Callable[[], bool] | None = None,
 ) -> StepResult:
-    """Forward, backward, clip, update.
+    """Make one update of the weights: forward, backward, clip, optimiser.
 
     The lanes are divided into as many parts as there are states; each part has a forward and a backward pass of its
     own and keeps its own memory, and the gradient is that of the mean over all lanes, those of other processes too.
