@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.errors import UserError
+from txl.files import read_json
 from txl.interop.names import restore_shared
 from txl.interop.original import refuse_encoding, refuse_extended_context
 from txl.interop.source import Source, length_or_none, window_of
@@ -35,8 +36,8 @@ def is_huggingface(folder: Path) -> bool:
 def stated_config(folder: Path) -> dict[str, Any] | None:
     """Return the content of config.json; None if there is none, or it is no JSON object."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = read_json(folder / "config.json")
+    except (OSError, UserError):
         return None
     return values if isinstance(values, dict) else None
 
