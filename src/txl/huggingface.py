@@ -25,10 +25,10 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 from txl.config import TransformerXLConfig as ModelFields
+from txl.config.transformer_xl import HUGGINGFACE_TYPE as MODEL_TYPE
 from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 
-MODEL_TYPE = "txl-transformer-xl"
 _FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
 
 

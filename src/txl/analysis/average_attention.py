@@ -63,7 +63,7 @@ class AttentionAverages:
     close: tuple[Close, ...]
 
     def farthest(self) -> list[tuple[int, int]]:
-        """Head with the largest mean distance of each third of the layers, (layer, head), both from 0.
+        """Return the head with the largest mean distance of each third of the layers, (layer, head), both from 0.
 
         The paper shows three such heads, of its first, eighth and last layer.
         """

@@ -15,6 +15,8 @@ from txl.commands.options import (
     add_memory_options,
     bounded_int,
     memory_settings,
+    named,
+    number_or_all,
     numbers,
     pick_device,
     run_corpus,
@@ -32,7 +34,9 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("attention", help="show where the heads look, by distance and in the text")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--split", default="valid", metavar="NAME", help="train, valid or test (default: valid)")
-    parser.add_argument("--tokens", type=_count, default=100_000, metavar="N", help="tokens to read (100000), or all")
+    parser.add_argument(
+        "--tokens", type=number_or_all, default=100_000, metavar="N", help="tokens to read (100000), or all"
+    )
     add_memory_options(parser)
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
@@ -57,19 +61,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int | None:
-    return None if text.lower() == "all" else bounded_int(text)
-
-
-_count.__name__ = "number or all"  # argparse names a type by its function when it refuses a value
-
-
+@named("list of LAYER:HEAD")
 def _heads(text: str) -> list[tuple[int, int]]:
     pairs = [part.split(":") for part in text.split(",")]
     return [(bounded_int(layer) - 1, bounded_int(head) - 1) for layer, head in pairs]
-
-
-_heads.__name__ = "list of LAYER:HEAD"
 
 
 def run(arguments: argparse.Namespace) -> None:

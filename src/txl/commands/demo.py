@@ -95,7 +95,7 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "temperature": 0.8,
         "seed": seed,
         "max_tokens": max_tokens,
-        **config.eval.lengths(),
+        **config.eval.length_options(),
     }
     for prompt in PROMPTS:
         try:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.options import bounded_int, config_options, memory_settings
+from txl.commands.options import config_options, memory_settings, named, number_or_all
 from txl.commands.output import print_table, progress_bar
 from txl.config import RunConfig
 from txl.errors import UserError
@@ -41,15 +41,7 @@ class DynamicRequest:
     statistics_batch_size: int
 
 
-def segments(text: str) -> int | None:
-    """Return a whole number, or None for "all"."""
-    return None if text.lower() == "all" else bounded_int(text)
-
-
-segments.__name__ = "number or all"  # argparse names a type by its function when it refuses a value
-
-
-def add_rule_options(parser: Any, prefix: str) -> None:
+def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
     """Add the options of dynamic evaluation that `txl eval` and `txl dynamic` share."""
     parser.add_argument(f"--{prefix}epsilon", type=float, metavar="X", help="added to a gradient's size (2e-5)")
     parser.add_argument(
@@ -57,7 +49,7 @@ def add_rule_options(parser: Any, prefix: str) -> None:
     )
     parser.add_argument(
         f"--{prefix}statistics-segments",
-        type=segments,
+        type=number_or_all,
         default=argparse.SUPPRESS,
         metavar="N",
         help=f"of the training split, for gradient statistics, or all ({SEGMENTS})",
@@ -222,12 +214,11 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
     }
 
 
+@named("list of numbers")
 def fractions(text: str) -> list[float]:
     """Return numbers separated by commas."""
     return [float(part) for part in text.split(",")]
 
-
-fractions.__name__ = "list of numbers"  # argparse names a type by its function when it refuses a value
 
 _OF_EVAL = {
     "split": "test",

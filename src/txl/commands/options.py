@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.commands.output import say
 from txl.config import (
@@ -32,8 +33,19 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+Parse = TypeVar("Parse", bound=Callable[[str], object])
 _NAMED = 8
 """Words or characters that a message names before it only counts them."""
+
+
+def named(name: str) -> Callable[[Parse], Parse]:
+    """Return a decorator that names an option's type for the message in which argparse refuses a value."""
+
+    def rename(parse: Parse) -> Parse:
+        parse.__name__ = name
+        return parse
+
+    return rename
 
 
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...], help_of: str = "") -> None:
@@ -167,11 +179,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
 
 
+@named("number or none")
 def _top_k(text: str) -> int | None:
     return None if text.lower() == "none" else bounded_int(text)
-
-
-_top_k.__name__ = "number or none"
 
 
 def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
@@ -217,20 +227,22 @@ def bounded_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text}: expected {error}") from None
 
 
-def limit(text: str) -> int | str:
+@named("number or all")
+def number_or_all(text: str) -> int | None:
+    """Return a whole number, or None for "all"."""
+    return None if text.lower() == "all" else bounded_int(text)
+
+
+@named("number or none")
+def limit(text: str) -> int | Literal["none"]:
     """Return a whole number, or "none"."""
     return "none" if text.lower() == "none" else bounded_int(text)
 
 
-limit.__name__ = "number or none"  # argparse names a type by its function when it refuses a value
-
-
+@named("list of numbers")
 def numbers(text: str) -> list[int]:
     """Return whole numbers separated by commas."""
     return [bounded_int(part) for part in text.split(",")]
-
-
-numbers.__name__ = "list of numbers"
 
 
 def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, Any]:
@@ -239,16 +251,16 @@ def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, 
     ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
     read alone.
     """
-    lengths = run.eval.lengths()
+    lengths = run.eval.length_options()
     if arguments.mem_len is not None:
         lengths |= {"mem_len": arguments.mem_len, "window": arguments.mem_len or "none"}
     given = {"window": arguments.window, "clamp_len": arguments.clamp_len}
     return lengths | {name: value for name, value in given.items() if value is not None}
 
 
-def clamp_setting(given: int | str | None, run: RunConfig) -> int | str:
+def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
     """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
-    return run.eval.lengths()["clamp_len"] if given is None else given
+    return run.eval.length_options()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:

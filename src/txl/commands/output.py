@@ -15,6 +15,7 @@ from txl.files import replacing
 
 if TYPE_CHECKING:
     from rich.measure import Measurement
+    from rich.progress import Progress
     from rich.table import Table
 
     from txl.runs.directory import RunDirectory
@@ -84,7 +85,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     Console(width=width).print(table)
 
 
-def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
+def progress_bar(description: str, quiet: bool) -> tuple[Progress, Callable[[int, int], None]]:
     """Return a progress display on standard error (only on a terminal), and the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -112,8 +113,8 @@ class ProgressByPart:
 
     def __init__(self, quiet: bool):
         self._quiet, self._what = quiet, ""
-        self._bar: Any = None
-        self._move: Any = None
+        self._bar: Progress | None = None
+        self._move: Callable[[int, int], None] = lambda done, total: None
 
     def __enter__(self) -> ProgressByPart:
         return self
@@ -123,8 +124,9 @@ class ProgressByPart:
         if what != self._what:
             self.__exit__()
             self._what = what
-            self._bar, self._move = progress_bar(what, self._quiet)
-            self._bar.start()
+            bar, self._move = progress_bar(what, self._quiet)
+            bar.start()
+            self._bar = bar
         self._move(done, total)
 
     def __exit__(self, *error: object) -> None:

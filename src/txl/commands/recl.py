@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from txl.commands.options import (
     add_config_options,
@@ -23,6 +23,8 @@ from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         {"name": name, **_described(directory, clamp, device)}
         for name, directory, clamp in zip(names, directories, clamps, strict=True)
     ]
-    losses: dict[str, dict[int, Any]] = {}
+    losses: dict[str, dict[int, Tensor]] = {}
     for name, directory, clamp in zip(names, directories, clamps, strict=True):
         model, _ = directory.load(device=device)
         progress, move = progress_bar(name, quiet=arguments.json)
@@ -121,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         _print(result)
 
 
-def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[Any]:
+def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None) -> list[int | Literal["none"]]:
     """Return the clamp of each run: what was given, for models that tell distances; else its test settings."""
     configs = [directory.config() for directory in directories]
     tell_distances = [each.model.tells_distances for each in configs]

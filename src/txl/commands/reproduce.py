@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.allocator import keep_freed_memory
     from txl.reproduction.experiment import Experiment, circumstances, default_folder
     from txl.reproduction.outcome import gather, markdown
-    from txl.reproduction.record import write_outcome
+    from txl.reproduction.page import write_outcome
 
     keep_freed_memory()
     device = pick_device(arguments.device)

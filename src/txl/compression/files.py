@@ -21,6 +21,7 @@ from txl.compression.predictors import ModelPredictor, Predictor, fixed_predicto
 from txl.compression.symbols import Symbols
 from txl.compression.verification import Verifier
 from txl.config.values import from_plain
+from txl.data.prepared import Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
@@ -48,11 +49,11 @@ class CodingModel:
     """Its own: bytes, characters or byte pairs."""
     lengths: dict[str, Any] = field(default_factory=dict)
     """`mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`; a decoder takes the file's."""
-    training_tokens: Callable[[], Any] | None = None
+    training_tokens: Callable[[], Tokens | torch.Tensor] | None = None
     """Function that gives the tokens of the training split, for adaptation by rms."""
 
     def identity(self) -> str:
-        """Digest of weights, configuration and vocabulary."""
+        """Return a digest of weights, configuration and vocabulary."""
         total = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

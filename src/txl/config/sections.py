@@ -261,7 +261,7 @@ class EvalConfig:
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
     temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
 
-    def lengths(self) -> dict[str, Any]:
+    def length_options(self) -> dict[str, Any]:
         """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
         clamp_len = "none" if self.clamp_len is None else self.clamp_len
         return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}

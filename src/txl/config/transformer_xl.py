@@ -11,6 +11,8 @@ from txl.config.sections import EvalConfig, TrainConfig, validate_lengths
 from txl.config.values import ANYTHING, setting
 from txl.errors import UserError
 
+HUGGINGFACE_TYPE = "txl-transformer-xl"
+"""Name of this Transformer-XL among the model types of transformers."""
 AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
 
 

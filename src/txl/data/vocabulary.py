@@ -19,7 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
-from txl.files import JsonObject, replacing
+from txl.files import JsonObject, read_json, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -126,11 +126,11 @@ class Vocabulary(ABC):
     def load(path: Path) -> Vocabulary:
         """Read what `save` wrote."""
         try:
-            return Vocabulary.from_json(json.loads(path.read_text(encoding="utf-8")))
+            values = read_json(path)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; expected a vocabulary") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{path}: not JSON ({error})") from None
+        try:
+            return Vocabulary.from_json(values)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 

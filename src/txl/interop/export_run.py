@@ -24,6 +24,7 @@ from torch import Tensor
 
 import txl
 from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
+from txl.config.transformer_xl import HUGGINGFACE_TYPE
 from txl.data.vocabulary import (
     BYTE_ORDER_MARK,
     BpeVocabulary,
@@ -36,7 +37,7 @@ from txl.data.vocabulary import (
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 from txl.files import follow_umask
-from txl.interop.huggingface_checkpoint import read_weights
+from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors
@@ -45,7 +46,6 @@ from txl.runs.directory import RunDirectory
 FORMATS = ("huggingface", "safetensors")
 EXPORT_KIND = "transformer-xl"
 """`format` in the config.json of a plain export."""
-HUGGINGFACE_TYPE = "txl-transformer-xl"
 _MODULE = "txl_huggingface"
 
 
@@ -275,11 +275,8 @@ def is_own_export(folder: Path) -> bool:
 
 def _stated(folder: Path) -> dict[str, Any] | None:
     """Return the model's fields as config.json has them, if it is one of ours."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(values, dict):
+    values = stated_config(folder)
+    if values is None:
         return None
     if values.get("format") == EXPORT_KIND and isinstance(values.get("model"), dict):
         return values["model"]
@@ -288,7 +285,7 @@ def _stated(folder: Path) -> dict[str, Any] | None:
 
 def read_test_settings(folder: Path) -> EvalConfig | None:
     """Return the test settings of the exported run, if the export states them."""
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = stated_config(folder) or {}
     return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.errors import UserError
+from txl.files import read_json
 from txl.interop.names import restore_shared
 from txl.interop.original import refuse_encoding, refuse_extended_context
 from txl.interop.source import Source, length_or_none, window_of
@@ -26,23 +27,24 @@ VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
 
 def is_huggingface(folder: Path) -> bool:
     """Return whether a directory holds a Transformer-XL of Hugging Face's."""
-    config = _config(folder)
+    config = stated_config(folder)
     return config is not None and (
         config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
     )
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+def stated_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of config.json; None if there is none, or it is no JSON object."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = read_json(folder / "config.json")
+    except (OSError, UserError):
         return None
     return values if isinstance(values, dict) else None
 
 
 def read_huggingface(folder: Path) -> Source:
     """Read the checkpoint in a directory."""
-    config = _config(folder)
+    config = stated_config(folder)
     if config is None:
         raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
     refuse_encoding(config.get("attn_type"), str(folder))

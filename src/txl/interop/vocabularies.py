@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.files import read_json
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 
@@ -44,7 +44,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def _from_json(path: Path) -> Vocabulary:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     if isinstance(values, dict) and "kind" in values:
         return Vocabulary.load(path)
     if isinstance(values, dict) and all(type(number) is int for number in values.values()):

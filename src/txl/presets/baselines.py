@@ -225,25 +225,18 @@ def small_mos() -> RunConfig:
 
 def small_adaptive() -> RunConfig:
     """Return the adaptive-input Transformer for WikiText-2, about as large as wikitext-2-small."""
-    cutoffs = CUTOFFS["wikitext-2"]
-    run = words("wikitext-2-adaptive-small", "wikitext-2", cutoffs)
-    run.model = VanillaConfig(
-        encoding="sinusoid",
+    run = words("wikitext-2-adaptive-small", "wikitext-2", ())
+    run.model = replace(
+        wt103_adaptive().model,
         max_segment=128,
         n_layer=6,
         d_model=256,
-        n_head=8,
         d_head=32,
         d_inner=768,
-        pre_norm=True,
-        init="xavier",
         dropout=0.2,
-        dropatt=0.1,
-        dropout_inner=0.1,
+        dropout_out=None,
         dropout_tail=0.1,
-        cutoffs=cutoffs,
-        div_val=4,
-        tie_projections="tails",
+        cutoffs=CUTOFFS["wikitext-2"],
     )
     run.train.segment, run.train.random_segments, run.train.batch_size, run.train.learning_rate = 128, False, 16, 1e-3
     run.eval = EvalConfig(segment=128, mem_len=0)

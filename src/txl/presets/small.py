@@ -142,32 +142,12 @@ def stdlib_ablation() -> RunConfig:
 
 
 def wt103_small() -> RunConfig:
-    """Return the configuration for WikiText-103, with adaptive embeddings and softmax."""
-    return RunConfig(
-        name="wt103-small",
-        model=TransformerXLConfig(
-            n_layer=6,
-            d_model=256,
-            n_head=8,
-            d_head=32,
-            d_inner=768,
-            mem_len=128,
-            dropout=0.0,
-            cutoffs=WT103_CUTOFFS,
-            div_val=4,
-            tie_projections="all_but_first",
-        ),
-        data=DataConfig(corpus="wikitext-103", unit="word"),
-        train=TrainConfig(
-            steps=4000,
-            batch_size=16,
-            segment=128,
-            learning_rate=1e-3,
-            warmup_steps=200,
-            log_every=50,
-            eval_every=500,
-            eval_tokens=100_000,
-            checkpoint_every=500,
-        ),
-        eval=EvalConfig(segment=64, mem_len=512, window=512),
+    """Return the configuration for WikiText-103, with adaptive embeddings and softmax; trained as stdlib-small."""
+    run = stdlib_small()
+    run.name, run.data = "wt103-small", DataConfig(corpus="wikitext-103", unit="word")
+    run.model = replace(
+        run.model, d_inner=768, mem_len=128, cutoffs=WT103_CUTOFFS, div_val=4, tie_projections="all_but_first"
     )
+    run.train.segment = 128
+    run.eval = EvalConfig(segment=64, mem_len=512, window=512)
+    return run

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.files import write_whole
+from txl.files import read_json, write_whole
 from txl.reporting.page import escape, figure, note, page, section, table, visible
 from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
@@ -37,15 +37,12 @@ HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECO
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record that `txl attention` has written."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
-            raise UserError(f"{path}: of format {record['format']!r}; run txl attention again")
-        return record
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: damaged ({type(error).__name__}); run txl attention again") from None
+    again = "run txl attention again"
+    record = read_json(path, again)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format") if isinstance(record, dict) else None
+        raise UserError(f"{path}: of format {found!r}; {again}")
+    return record
 
 
 def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:

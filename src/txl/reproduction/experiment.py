@@ -27,7 +27,7 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
-from txl.files import write_whole
+from txl.files import read_json, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
@@ -124,7 +124,7 @@ class Experiment:
 
     def _check_result(self, result: RowResult, seed: int) -> None:
         path = self._result_path(result.row, seed)
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
         configured = RunConfig.from_dict(result.config)
@@ -153,7 +153,7 @@ class Experiment:
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
         path = self._result_path(result.row, seed)
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None:
             self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
             try:
@@ -169,7 +169,7 @@ class Experiment:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
-            stored = read_json(path)  # the same values as when it is found there
+            stored = stored_json(path)  # the same values as when it is found there
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
@@ -219,7 +219,7 @@ class Experiment:
             corpus.tokens("test"),
             segment=run.eval.segment,
             temperature=run.eval.temperature,
-            **run.eval.lengths(),
+            **run.eval.length_options(),
             batch_size=1,  # a lane remembers nothing of the others
             max_tokens=self.scale.eval_tokens,
         )
@@ -252,7 +252,7 @@ class Experiment:
         All seeds have the same, also where the folder goes on with another device, which would measure another.
         """
         path = self.out / "memory" / f"{run.name}.json"
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None:
             self._say(f"{run.name}: seeking the longest segment that trains in the memory of {other.name}")
             budget = peak_bytes(other, vocab_size, self.device)
@@ -271,7 +271,7 @@ class Experiment:
 
     def _as_stored(self) -> DataConfig:
         """Return the corpus, its text read as the folder's was where nothing else is asked for."""
-        stored = read_json(self.out / "experiment.json")
+        stored = stored_json(self.out / "experiment.json")
         if not isinstance(stored, dict) or not isinstance(stored.get("data"), dict):
             return self.data
         before = RunConfig.from_dict(of_today({"data": stored["data"]}))
@@ -326,7 +326,7 @@ class Folder:
 
     def check(self) -> None:
         """Refuse a folder that is known to be something else's."""
-        there = read_json(self._record)
+        there = stored_json(self._record)
         if there is not None:
             self._agrees(there, self.about)
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -338,7 +338,7 @@ class Folder:
         Args:
             found: what it must be about too: the identity of its text, or the machine whose times it holds.
         """
-        there, about = read_json(self._record), self.about | found
+        there, about = stored_json(self._record), self.about | found
         if there is not None and self._agrees(there, about):
             return
         for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
@@ -359,14 +359,12 @@ class Folder:
         return not changed
 
 
-def read_json(path: Path) -> Any:
+def stored_json(path: Path) -> Any:
     """Return a JSON file's content; None if there is no such file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, "delete it to measure anew")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -44,7 +44,7 @@ def make_product(
         checkpoint: name of the checkpoint.
         out: the folder for the files; made if it is missing.
     """
-    lengths = run.eval.lengths()
+    lengths = run.eval.length_options()
     if product == "attention":
         record = analyse_attention(
             model,
