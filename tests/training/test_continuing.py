@@ -25,6 +25,11 @@ SCHEDULES = {
     "inverse_sqrt": {"train.schedule": "inverse_sqrt"},
     "steps": {"train.schedule": "steps", "train.decay_at": "5,14"},
     "cosine to an average": {"train.average_from": "5"},
+    "muon along a line to an average": {
+        "train.optimizer": "muon",
+        "train.schedule": "linear",
+        "train.average_from": "5",
+    },
     # An evaluation at the old end, step 10, must not be one of those that decide when the average begins.
     "average by patience": {
         "train.schedule": "constant",

@@ -63,6 +63,17 @@ class Decoder(LanguageModel[StateT]):
             UserError: if it cannot.
         """
 
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """Return the names of the layers' matrices, which map hidden states to hidden states.
+
+        Embeddings, softmax tables, u and v, biases and norms are not among them.
+
+        Returns:
+            For each name of a parameter, how many matrices are stored in it: below one another, and beside.
+        """
+        layers = self.get_submodule("layers").named_modules(prefix="layers")
+        return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
+
     def _finish(self, d_last: int | None = None) -> None:
         """What comes after the layers, and the first weights of everything; `d_last` is the width of h^N, E if None."""
         config = self.config

@@ -312,6 +312,11 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
         )
+    if count > 1 and train.parallel == "fsdp" and train.optimizer == "muon":
+        raise UserError(
+            "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
+            "--train.parallel ddp or --train.optimizer adamw"
+        )
 
 
 def announce(
