@@ -17,7 +17,7 @@ from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig, validat
 from txl.config.values import ANYTHING, check_ranges, checked, hints_of, require, setting, shown
 from txl.errors import UserError
 
-AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
+AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "factorised", "flex"]
 RelativeEncoding = Literal["relative", "shaw"]
 AbsoluteEncoding = Literal["learned", "sinusoid"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
@@ -137,6 +137,14 @@ class ModelConfig(ABC):
     def score_terms(self) -> str:
         """Which of the terms (a) to (d) of Section 3.3 its attention scores are the sum of."""
         return ""
+
+    def with_attention(self, name: str | None) -> Self:
+        """Return a copy with the attention that a run began with, where this leaves it to the machine.
+
+        Args:
+            name: of the attention that the run's log has; None: it has none.
+        """
+        return dataclasses.replace(self)
 
     @property
     def layer_width(self) -> int:
@@ -333,7 +341,10 @@ class TransformerXLConfig(TransformerConfig):
     )
     untie_r: bool = _shaping(False, "one pair of biases u and v a layer instead of one pair for all", lacking=ANYTHING)
     dropout_r: float | None = _rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
-    attention: AttentionName = setting("auto", "attention backend; auto picks the fastest that supports the model")
+    attention: AttentionName = setting(
+        "auto",
+        "attention backend. auto: shifted; fastest: compiled on a CPU where there is a C++ compiler, else shifted",
+    )
 
     title: ClassVar[str] = "Transformer-XL (model.encoding relative or shaw)"
     tells_distances: ClassVar[bool] = True
@@ -355,6 +366,11 @@ class TransformerXLConfig(TransformerConfig):
         if self.encoding != "shaw":
             del settings["max_distance"]
         return settings
+
+    def with_attention(self, name: str | None) -> Self:
+        """See `ModelConfig.with_attention`; before names were logged there was `shifted` alone."""
+        chosen = self.attention not in ("auto", "fastest")
+        return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
 
     def longest_distance(self, segment: int) -> int:
         """The largest distance between a query and a key that it sees, in segments of that many tokens."""

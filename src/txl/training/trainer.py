@@ -161,7 +161,7 @@ class Trainer:
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
-            loop = self._loop(corpus, source, display)
+            loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
             else:
@@ -202,10 +202,16 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
+    def _attention_begun_with(self) -> str | None:
+        """The attention that the run trains with from its start, out of its log; another adds in another order."""
+        starts = [event for event in self.directory.events() if event["event"] == "start"]
+        return starts[-1].get("attention") if starts else None
+
+    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
+        shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
+        model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
@@ -363,6 +369,8 @@ def announce(
         start = "" if init_from is None else f", starting from {init_from}{note}"
     if run.train.warmup_steps >= run.train.steps:
         loop.display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+    if loop.model.attention_note is not None:
+        loop.display.message(f"note: {loop.model.attention_note}")
     attention = loop.model.attention_name + (" attention, compiled layers" if compiled else " attention")
     count, engine = processes.count, run.train.parallel.upper()
     together = f" in {count} processes ({engine})" if count > 1 else ""
