@@ -249,7 +249,8 @@ def _own() -> list[Preset]:
     """This project's: the recipe for Penn Treebank on WikiText-2, and what trains on a CPU."""
     return [
         Preset("wikitext-2", "WikiText-2, as ptb", _OURS, "none", 33_278, published.wikitext_2),
-        Preset("stdlib-tiny", "the demo: minutes on two CPU cores", _OURS, "none", 256, small.stdlib_tiny),
+        Preset("stdlib-bpe", "the demo: minutes on two CPU cores", _OURS, "none", 2048, small.stdlib_bpe),
+        Preset("stdlib-tiny", "minutes on two CPU cores, in bytes", _OURS, "none", 256, small.stdlib_tiny),
         Preset(
             "stdlib-small",
             _CPU_HOUR,
