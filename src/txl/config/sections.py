@@ -102,21 +102,28 @@ class TrainConfig:
         0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
     )
     random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw", "sgd"] = setting("adam", "optimiser")
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
+        "adam", "optimiser; muon: Muon for the layers' matrices at the same rate, AdamW for everything else"
+    )
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
-        0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps", at_least=0
+        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = setting("cosine", "shape after the warm-up")
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
+        "cosine", "shape after the warm-up; linear: constant, then falling linearly"
+    )
+    decay_share: float = setting(
+        0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
+    )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
     beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
     beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = setting(
-        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)", at_least=0
+        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw, muon: decoupled)", at_least=0
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(

@@ -63,6 +63,10 @@ class Vocabulary(ABC):
         """Return the bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
         return None
 
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """Return the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
+
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder for tokens that follow the text `after`."""
@@ -177,6 +181,10 @@ class ByteVocabulary(Vocabulary):
         """Return one byte a token."""
         return len(ids)
 
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return np.array(self.values, dtype=np.uint8)[ids].tobytes()
+
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8, with U+FFFD for what is none."""
         return BytesDecoder([bytes([value]) for value in self.values])
@@ -247,6 +255,13 @@ class CharVocabulary(Vocabulary):
             return None
         lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
         return int(lengths[ids - (self.unk_id is not None)].sum())
+
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """In UTF-8; None if a character is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        first = self.unk_id is not None
+        return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of one character a token."""
@@ -407,6 +422,10 @@ class BpeVocabulary(Vocabulary):
     def spelled_bytes(self, ids: np.ndarray) -> int:
         """Return the sum of `n_bytes`."""
         return int(self.n_bytes(ids).sum())
+
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return b"".join([self.pieces[token] for token in ids.tolist()])
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8 across tokens."""

@@ -116,11 +116,12 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
 
     changes = []
     old, new = before.train, run.train
-    # Two cosines part for good when the warm-up is over, so the last rate tells whether all were the same.
+    # Two cosines or lines part for good once they fall, so the last rate tells whether all were the same.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
-            f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
+            f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
         )
     if run.model.loss_depends_on_progress and step > 0:
         changes.append(f"the layers' losses end as in {new.steps} steps from here")
