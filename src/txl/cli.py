@@ -34,6 +34,7 @@ from txl.commands import (
     reproduce,
     samples,
     score,
+    serve,
     status,
     train,
 )
@@ -53,6 +54,7 @@ COMMANDS = (
     attention,
     reproduce,
     generate,
+    serve,
     samples,
     compress,
     report,
