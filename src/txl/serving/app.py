@@ -25,7 +25,7 @@ from txl.serving import streams
 from txl.serving.completions import beside, completions
 from txl.serving.guard import Access, Guard, patient_protocol
 from txl.serving.kept import KeptStreams
-from txl.serving.requests import ApiError, Limits, fields_of, json_response, of_user
+from txl.serving.requests import ApiError, fields_of, json_response, of_user
 from txl.serving.service import Service
 
 _logger = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"no route {request.url.path[:200]!r}; docs/serving.md lists them",
         405: f"{request.method} is not for {request.url.path[:200]}",
     }
-    headers = dict(error.headers or {})
-    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers).response()
+    message = messages.get(error.status_code) or str(error.detail)
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
 async def _failure(request: Request, error: Exception) -> Response:

@@ -60,8 +60,8 @@ class AttentionWatch:
 def summary(by_distance: Tensor) -> dict[str, Any]:
     """Return what is told of attention by distance [C], which sums to 1.
 
-    `mean` distance in tokens; `reach`, the distance within which nine tenths of it lie; `histogram`, its part at distance
-    0, at 1, at 2 and 3, at 4 to 7, and so on.
+    `mean` distance in tokens; `reach`, the distance within which nine tenths of it lie; `histogram`, its part at
+    distance 0, at 1, at 2 and 3, at 4 to 7, and so on.
     """
     sums = by_distance.double().cumsum(0)
     total = float(sums[-1])

@@ -21,23 +21,16 @@ from txl.serving.scheduler import DrawnEvent, EndEvent, Event, FailedEvent, Lane
 from txl.serving.service import Service
 from txl.serving.texts import Texts
 
-KNOWN = frozenset(
-    (
-        "model",
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "n",
-        "seed",
-        "stop",
-        "echo",
-        "logprobs",
-        "stream",
-    )
-    + ("stream_options", "best_of", "presence_penalty", "frequency_penalty", "logit_bias", "suffix", "user")
-)
+_CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs")
+_NEUTRAL = {
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+}
+"""Fields that are not supported, with the values by which they ask for nothing."""
+KNOWN = frozenset(("model", "prompt", "user", "stream", "stream_options", *_CONTROLS, *_NEUTRAL))
 _IN_THREAD = 1 << 15
 """Characters from which a text is encoded beside the event loop."""
 _LEAST = -9999.0
@@ -140,13 +133,7 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     fields = await fields_of(request, KNOWN)
     service.check_model(fields.text("model"))
-    for name, neutral in (
-        ("presence_penalty", (0, 0.0)),
-        ("frequency_penalty", (0, 0.0)),
-        ("best_of", (1,)),
-        ("logit_bias", ({},)),
-        ("suffix", ("",)),
-    ):
+    for name, neutral in _NEUTRAL.items():
         fields.only(name, *neutral)
     fields.text("user")  # says who asks, and changes nothing
     limits = service.limits

@@ -204,8 +204,8 @@ def _is_address(name: str) -> bool:
 def patient_protocol(limits: Limits) -> type[Any]:
     """Return uvicorn's HTTP protocol that does not wait forever.
 
-    A connection is closed if no whole head of a request has come in time, and broken off if the client does not take what
-    is sent to it.
+    A connection is closed if no whole head of a request has come in time, and broken off if the client does not take
+    what is sent to it.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

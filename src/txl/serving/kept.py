@@ -36,7 +36,6 @@ from txl.serving.scheduler import (
     DrawnEvent,
     Event,
     FailedEvent,
-    Outbox,
     ReadEvent,
     SavedEvent,
     ScoredToken,

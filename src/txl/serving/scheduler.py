@@ -328,7 +328,8 @@ class Scheduler(threading.Thread):
                 break
             if isinstance(item, Work):
                 item.outbox.put(FailedEvent("the server has stopped", 503))
-        self._waiting.clear(), self._reading.clear(), self._ready.clear(), self._running.clear()
+        for queue in (self._waiting, self._reading, self._ready, self._running):
+            queue.clear()
         for stream in self.engine.streams:
             self.engine.leave(stream)
         self._gauges()

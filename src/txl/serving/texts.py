@@ -54,7 +54,7 @@ class Texts:
         return self.vocabulary.decoder().push(token).encode("utf-8", errors="surrogatepass")
 
     def shown(self, data: bytes) -> str:
-        """Return bytes as text, or, where they are not whole characters, in the way of the OpenAI API: `bytes:\\xe2`."""
+        """Return bytes as text; where they are not whole characters, as the OpenAI API does: `bytes:\\xe2`."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
