@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,8 +105,11 @@ class Texts:
     def place(self, token: int, piece: str, at: int) -> tuple[bytes, int]:
         """Return a token's own bytes and the character where they begin, for a decoder's piece that begins at `at`."""
         data = self.bytes_of(token)
-        apart = self.vocabulary.kind == "word" and piece[:1] == " "
-        return data, at + apart
+        if data and data[0] & 0xC0 == 0x80:  # within the character before it
+            return data, at
+        # Before its own characters, a piece may have a space, or U+FFFD for a character that was broken off.
+        own = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
+        return data, at + max(0, len(piece) - len(own))
 
     def describe(self) -> dict[str, Any]:
         """Return what `/tokenizer_info` tells: the mark of a text's end, which also begins one, and the vocabulary."""
