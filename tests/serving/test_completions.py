@@ -267,7 +267,8 @@ def test_other_routes(server, served):
     assert server.post("/detokenize", {"tokens": tokens}) == {"prompt": PROMPT}
     assert server.post("/tokenize", {"prompt": ""})["tokens"] == []
     about = server.get("/tokenizer_info")
-    assert about["eos_token"] == "\n"
+    assert about["bos_token"] == "\n"
+    assert about["eos_token"] is None
     assert about["vocab_size"] == 256
     for path in ("/v1/chat/completions", "/v1/completion", "/v2"):
         error = server.refused(404, path, {})

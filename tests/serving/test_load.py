@@ -146,5 +146,6 @@ def test_stopping_ends_what_runs(server_with, served):
         wait_for(lambda: service.engine.streams)
     thread.join(20)
     assert not thread.is_alive()
-    assert "server" in found[-2] or "server" in "".join(found[-4:])
+    events = [json.loads(line.removeprefix("data: ")) for line in found if line.startswith("data: ")]
+    assert events[-1]["error"]["message"] == "the server has stopped"
     assert not service.engine.streams

@@ -249,7 +249,7 @@ def serve(app: Guard, service: Service, listening: socket.socket, ready: Callabl
     )
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    server = _Server(config, service.scheduler.refuse)
+    server = _Server(config, service.begin_to_stop)
 
     async def run() -> None:
         task = asyncio.create_task(server.serve([listening]))

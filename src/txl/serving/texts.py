@@ -112,19 +112,20 @@ class Texts:
         return data, at + max(0, len(piece) - len(own))
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/tokenizer_info` tells: the mark of a text's end, which also begins one, and the vocabulary."""
-        mark = None
-        if self.vocabulary.eos_id is not None:
-            mark = getattr(self.vocabulary, "eos", None)
-        elif self._has("\n"):
-            mark = "\n"
+        """Return what `/tokenizer_info` tells.
+
+        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only the former
+        ends one: clients add it to the strings at which they stop.
+        """
+        end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
+        begin = "\n" if end is None and self._has("\n") else end
         return {
             "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
             "kind": self.vocabulary.kind,
             "vocab_size": len(self.vocabulary),
-            "bos_token": mark,
-            "eos_token": mark,
-            "pad_token": mark,
+            "bos_token": begin,
+            "eos_token": end,
+            "pad_token": end,
             "unk_token": None if self.vocabulary.unk_id is None else "<unk>",
             "chat_template": None,
         }
