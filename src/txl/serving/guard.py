@@ -62,7 +62,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), *self._added(origin)]}
+                message = {**message, "headers": [*message.get("headers", ()), *self._added(origin)]}
             await send(message)
 
         self._active += 1
