@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -44,6 +45,23 @@ def write_whole(path: Path, text: str) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def read_json(path: Path, remedy: str = "") -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        remedy: what a user can do about a damaged file; the end of the error's message.
+
+    Raises:
+        OSError: if it cannot be read.
+        UserError: if it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def sync(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
 from txl.config.sections import DataConfig
 from txl.config.values import hints_of, parse_value, shown
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def parsed_options(given: dict[str, str]) -> dict[str, Any]:
     for option, text in given.items():
         name = option.replace("-", "_")
         if name not in types_of:
-            near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
-            raise UserError(f"unknown option --{option}{hint}")
+            known = [f"--{each.replace('_', '-')}" for each in types_of]
+            hint = did_you_mean(f"--{name.replace('_', '-')}", known, cutoff=0.5)
+            raise UserError(f"unknown option --{option}" + (f"; {hint}" if hint else ""))
         values[name] = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
     return values

@@ -143,6 +143,14 @@ class ModelConfig(ABC):
         """Which of the terms (a) to (d) of Section 3.3 its attention scores are the sum of."""
         return ""
 
+    def with_attention(self, name: str | None) -> Self:
+        """Return a copy with the attention that a run began with, where this leaves it to the machine.
+
+        Args:
+            name: of the attention that the run's log has; None: it has none.
+        """
+        return dataclasses.replace(self)
+
     @property
     def layer_width(self) -> int:
         """Units of every layer but the last."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from txl.config.values import LARGEST, check_ranges, require, setting
 from txl.errors import UserError
@@ -106,21 +106,28 @@ class TrainConfig:
         0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
     )
     random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw", "sgd"] = setting("adam", "optimiser")
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
+        "adam", "optimiser; muon: Muon for the layers' matrices at the same rate, AdamW for everything else"
+    )
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
-        0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps", at_least=0
+        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = setting("cosine", "shape after the warm-up")
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
+        "cosine", "shape after the warm-up; linear: constant, then falling linearly"
+    )
+    decay_share: float = setting(
+        0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
+    )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
     beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
     beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = setting(
-        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)", at_least=0
+        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw, muon: decoupled)", at_least=0
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(
@@ -264,6 +271,11 @@ class EvalConfig:
     clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
     temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
+
+    def length_options(self) -> dict[str, Any]:
+        """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
+        clamp_len = "none" if self.clamp_len is None else self.clamp_len
+        return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
     def validate(self) -> None:
         """Check the rules of how a model is tested."""

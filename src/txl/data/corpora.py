@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ from txl.data.sources import (
     user_pieces,
 )
 from txl.data.vocabulary import Vocabulary, WordVocabulary
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 
 __all__ = [
     "Corpus",
@@ -43,6 +42,7 @@ __all__ = [
     "list_corpora",
     "natural_unit",
     "open_corpus",
+    "vocabulary_size",
     "with_absolute_paths",
 ]
 
@@ -72,6 +72,14 @@ def known_vocabulary_size(config: DataConfig) -> int | None:
         return None
     sizes = public.original_vocabulary if config.like_original and public.original_vocabulary else public.vocabulary
     return None if sizes is None else sizes[1]
+
+
+def vocabulary_size(config: DataConfig, data_dir: str | Path | None = None, quiet: bool = False) -> int:
+    """Return the size of a corpus's vocabulary, opening the corpus only where the size is not known without."""
+    known = known_vocabulary_size(config)
+    if known is not None:
+        return known
+    return len(open_corpus(config.corpus, config=config, data_dir=data_dir, quiet=quiet).vocabulary)
 
 
 def open_corpus(
@@ -244,6 +252,5 @@ def own_files(name: str) -> list[Path]:
         if os.path.exists(name) or any(mark in name for mark in "/\\.*?["):
             raise
         names = [each["name"] for each in list_corpora()]
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"named corpora: {', '.join(names)}"
+        hint = did_you_mean(name, names, cutoff=0.5) or f"named corpora: {', '.join(names)}"
         raise UserError(f"unknown corpus {name[:200]!r}, and {error}; {hint}") from None

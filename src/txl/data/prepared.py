@@ -187,12 +187,22 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of the validation or test split (of any split, if tokens are bytes), a block at a time."""
+        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens.
+
+        Raises:
+            UserError: for a training split whose tokens do not spell its text.
+        """
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")
         if not path.is_file():
-            raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+            ids = self._ids(split)
+            for start in range(0, len(ids), BLOCK):
+                block = self.vocabulary.spell(np.asarray(ids[start : start + BLOCK], dtype=np.int64))
+                if block is None:
+                    raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+                yield block
+            return
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
                 yield block

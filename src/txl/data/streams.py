@@ -204,12 +204,12 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     """
     keys = np.arange(count, dtype=np.uint64)
     for salt in (seed, epoch):
-        keys = _mix(keys ^ _mix(np.array([salt], dtype=np.uint64)))
+        keys = splitmix64(keys ^ splitmix64(np.array([salt], dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int32)
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's next number for each state (Steele et al. 2014): uint64 like `values`."""
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's next number for each state (Steele, Lea and Flood 2014): uint64 like `values`."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -19,7 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
-from txl.files import JsonObject, replacing
+from txl.files import JsonObject, read_json, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -61,6 +61,10 @@ class Vocabulary(ABC):
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
         """Return the bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
+
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """Return the text that tokens [N] were made from; None where the tokens alone do not tell."""
         return None
 
     @abstractmethod
@@ -126,11 +130,11 @@ class Vocabulary(ABC):
     def load(path: Path) -> Vocabulary:
         """Read what `save` wrote."""
         try:
-            return Vocabulary.from_json(json.loads(path.read_text(encoding="utf-8")))
+            values = read_json(path)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; expected a vocabulary") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{path}: not JSON ({error})") from None
+        try:
+            return Vocabulary.from_json(values)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
@@ -176,6 +180,10 @@ class ByteVocabulary(Vocabulary):
     def spelled_bytes(self, ids: np.ndarray) -> int:
         """Return one byte a token."""
         return len(ids)
+
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return np.array(self.values, dtype=np.uint8)[ids].tobytes()
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8, with U+FFFD for what is none."""
@@ -247,6 +255,13 @@ class CharVocabulary(Vocabulary):
             return None
         lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
         return int(lengths[ids - (self.unk_id is not None)].sum())
+
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """In UTF-8; None if a character is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        first = self.unk_id is not None
+        return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of one character a token."""
@@ -407,6 +422,10 @@ class BpeVocabulary(Vocabulary):
     def spelled_bytes(self, ids: np.ndarray) -> int:
         """Return the sum of `n_bytes`."""
         return int(self.n_bytes(ids).sum())
+
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return b"".join([self.pieces[token] for token in ids.tolist()])
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8 across tokens."""

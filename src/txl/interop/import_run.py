@@ -1,4 +1,4 @@
-"""A foreign checkpoint as an ordinary run directory: read, converted, verified, written whole or not at all."""
+"""Import a foreign checkpoint as an ordinary run: read, converted, verified, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from txl.runs.events import EventName
 
 
 def read_source(path: Path) -> Source:
-    """A checkpoint of any known kind, recognised by what it is.
-
-    Raises:
-        UserError: if it is none, or damaged, or cannot be imported.
-    """
+    """Read a checkpoint of any known kind, recognised by its content."""
     if not path.exists() and tensorflow_prefix(path) is None:
         raise UserError(f"{path}: no such file or directory; expected a checkpoint")
     if path.is_dir() and is_huggingface(path):

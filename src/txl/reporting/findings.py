@@ -1,4 +1,4 @@
-"""What a run's log says: which measurement is the result, what belongs beside it, and how far the run has come."""
+"""Parts of a run's log that reports are made of: the result, the evaluations beside it, the run's progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txl.reporting.compression import SETTINGS
 from txl.runs.events import EventName
 
 Event = dict[str, Any]
-Row = dict[str, Any]
+Evaluation = dict[str, Any]
 """One evaluation: its figures and the settings under which they were measured."""
 _BEGINNINGS = {EventName.START, EventName.RESUME}
 _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
@@ -27,22 +27,22 @@ class Findings:
     train: list[Event]
     """One line a step, without those that a crash made the run repeat."""
     valid: list[Event]
-    result: Row | None
+    result: Evaluation | None
     """The evaluation that counts, see `_result`."""
-    without_memory: Row | None
+    without_memory: Evaluation | None
     """The same targets under the same settings, with memory 0."""
-    curve: list[Row]
+    curve: list[Evaluation]
     """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
-    others: list[Row]
+    others: list[Evaluation]
     """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
     samples: list[Event]
     """All of the checkpoint that was sampled last."""
     compression: Event | None
-    """What compressors need for the bytes that `result` is about."""
+    """Sizes that compressors give the bytes that `result` is about."""
     stopped: Event | None
     """The `stop` event, if the last thing that training did was to stop before its end."""
     ended: bool
-    """Whether the last step has been taken."""
+    """True once the last step has been taken."""
     diverged: str | None
     """Why the model that came of it is of no use, if it is of none."""
 
@@ -53,7 +53,7 @@ class Findings:
 
     @property
     def unit(self) -> str:
-        """What one token of the training text is."""
+        """Unit of the training text's tokens."""
         return self.start["corpus"]["unit"]
 
     @property
@@ -66,21 +66,21 @@ class Findings:
         """Tokens a second while training: the median of the log's lines."""
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
-    def unknown_tokens(self, row: Row) -> int | None:
-        """How many of the tokens that an evaluation read are <unk>; None if the log does not say."""
+    def unknown_tokens(self, row: Evaluation) -> int | None:
+        """Return how many of the tokens that an evaluation read are <unk>; None if the log does not say."""
         if row.get("unknown") is not None:
             return row["unknown"]
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
-    def split_of(self, row: Row) -> dict[str, Any] | None:
-        """The counts and hashes of the split that was evaluated, if it is the training corpus's."""
+    def split_of(self, row: Evaluation) -> dict[str, Any] | None:
+        """Return the counts and hashes of the split that was evaluated, if it is the training corpus's."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
 def findings(events: Sequence[Event]) -> Findings | None:
-    """What a log says; None for one without a beginning."""
+    """Return the parts of a log that reports are made of; None for a log without a `start` event."""
     stretches = [event for event in events if event["event"] in _BEGINNINGS]
     if not stretches:
         return None
@@ -109,8 +109,8 @@ def findings(events: Sequence[Event]) -> Findings | None:
     )
 
 
-def scored_bytes(row: Row) -> int | None:
-    """Bytes of the text that an evaluation read; None where the text is not known.
+def scored_bytes(row: Evaluation) -> int | None:
+    """Return the bytes of text that an evaluation read; None where the text is not known.
 
     Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
     """
@@ -119,18 +119,18 @@ def scored_bytes(row: Row) -> int | None:
     return round(tokens_read(row) * row["bytes_per_token"])
 
 
-def tokens_read(row: Row) -> int:
-    """Tokens of the stream that an evaluation read: its targets, those not scored, and the stream's first token."""
+def tokens_read(row: Evaluation) -> int:
+    """Return how many tokens an evaluation read: its targets, those not scored, and the stream's first token."""
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list[Row]]:
-    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split.
+def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation], list[Evaluation]]:
+    """Return all evaluations in order (of equal ones the newest), and the newest sweep on a test split.
 
     The sweep is one without a cache, and made the run's own way if there is such a one.
     """
-    newest: dict[tuple[Any, ...], Row] = {}
-    curves: list[list[Row]] = []
+    newest: dict[tuple[Any, ...], Evaluation] = {}
+    curves: list[list[Evaluation]] = []
     for event in events:
         rows = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(event["event"], [])
         for row in rows:
@@ -145,16 +145,16 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list
     return list(newest.values()), curves[-1] if curves else []
 
 
-def _targets(row: Row) -> tuple[Any, ...]:
-    """What two evaluations must share for their difference to be the memory's."""
+def _targets(row: Evaluation) -> tuple[Any, ...]:
+    """Return the settings that two evaluations must share to differ by memory alone."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
     return (*(row[name] for name in names), adapting)
 
 
-def _own_way(row: Row, start: Event) -> bool:
-    """Whether an evaluation was made as the run's configuration says, if nothing else is asked for.
+def _own_way(row: Evaluation, start: Event) -> bool:
+    """Return whether an evaluation was made as the run's configuration says, if nothing else is asked for.
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
     """
@@ -162,8 +162,8 @@ def _own_way(row: Row, start: Event) -> bool:
     return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
-def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
-    """The result and its pair without memory.
+def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
+    """Return the result and its pair without memory.
 
     The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
     such evaluations, and of the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the
@@ -187,7 +187,7 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
 
 
 def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
-    """One event a step: a run that went on from an earlier checkpoint has logged some steps twice, or in vain."""
+    """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
     by_step: dict[int, Event] = {}
     for event in events:
         if event["event"] in _BEGINNINGS:
@@ -197,8 +197,8 @@ def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _compression(events: Sequence[Event], result: Row) -> Event | None:
-    """The newest measurement of the compressors over the bytes of `result`."""
+def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
+    """Return the newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):
         if event["event"] != EventName.COMPRESSION:

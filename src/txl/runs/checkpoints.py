@@ -63,10 +63,11 @@ def checkpoint_name(step: int) -> str:
 def checkpoint_names(folder: Path) -> list[str]:
     """The checkpoints in a folder, damaged ones too, oldest first."""
     found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
-    return sorted((name for name in found if (folder / name).is_dir()), key=_step_of)
+    return sorted((name for name in found if (folder / name).is_dir()), key=checkpoint_step)
 
 
-def _step_of(name: str) -> int:
+def checkpoint_step(name: str) -> int:
+    """Return the training step of a checkpoint's directory, step-NNNNNNNN."""
     return int(name.removeprefix("step-"))
 
 
@@ -327,5 +328,5 @@ def _deleted(checkpoint: Path) -> bool:
 def remove_later(folder: Path, step: int) -> None:
     """Delete the checkpoints of later steps."""
     for name in checkpoint_names(folder):
-        if _step_of(name) > step:
+        if checkpoint_step(name) > step:
             _deleted(folder / name)

@@ -25,7 +25,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import JsonObject, write_whole
+from txl.files import JsonObject, read_json, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 from txl.runs.events import EventName, StartEvent, fields_of, select
 
@@ -57,13 +57,13 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """Read the run's configuration."""
         try:
-            return RunConfig.from_dict(_of_today(json.loads(self.config_path.read_text(encoding="utf-8"))))
+            stored = read_json(self.config_path)
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
         except OSError as error:
             raise UserError(f"{self.config_path}: {error.strerror}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{self.config_path}: not JSON ({error})") from None
+        try:
+            return RunConfig.from_dict(of_today(stored))
         except UserError as error:
             raise UserError(f"{self.config_path}: {error}") from None
 
@@ -260,8 +260,8 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _of_today(config: Any) -> Any:
-    """A configuration from before `data.word_rule` and `data.normalise`, with those that its text was read with."""
+def of_today(config: Any) -> Any:
+    """Return a stored configuration; one without `data.word_rule` and `data.normalise` gets those it was made with."""
     data = config.get("data") if isinstance(config, dict) else None
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config

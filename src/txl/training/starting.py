@@ -13,7 +13,6 @@ from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
-from txl.training.optimisers import learning_rate
 
 if TYPE_CHECKING:  # what is there is known without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
@@ -57,14 +56,35 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
         remove_begun(path)
         return True
     there_now = directory.config()
-    run = with_unset_data(run, there_now)
+    if not _has_checkpoint(directory):
+        if differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
+            # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
+            directory.config_path.unlink()
+            remove_begun(path)
+            return True
+        return False
+    refuse_other_run(directory, run, extend)
+    return False
+
+
+def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
+    """Refuse an `--out` that cannot be written, or holds another run, before anything is computed."""
+    directory = RunDirectory(path)
+    for each in make_directory(path):
+        each.rmdir()
+    if directory.config_path.exists() and _has_checkpoint(directory):
+        refuse_other_run(directory, run, extend)
+
+
+def _has_checkpoint(directory: RunDirectory) -> bool:
     folder = directory.checkpoints
-    has_checkpoint = folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
-    if not has_checkpoint and differences(there_now, run, ignore=may_differ(run)):
-        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
-        directory.config_path.unlink()
-        remove_begun(path)
-        return True
+    return folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
+
+
+def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = False) -> None:
+    """Refuse a directory that holds a run of another configuration, naming the fields that differ."""
+    path, there_now = directory.path, directory.config()
+    run = with_unset_data(run, there_now)
     changed = changed_fields(there_now, run, extend)
     if changed:
         before, now = there_now.train.steps, run.train.steps
@@ -75,7 +95,6 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
             f"--out {path} holds a different run: {', '.join(changed)}; {longer}give another --out, with "
             f"--init-from {path} to start from its weights, or --fork to do so beside it"
         )
-    return False
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
@@ -93,13 +112,16 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
 
 def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
     """In what a run that gets more steps at a step differs from one that had them from the start; mostly in nothing."""
+    from txl.training.optimisers import learning_rate  # with PyTorch, which takes seconds
+
     changes = []
     old, new = before.train, run.train
-    # Two cosines part for good when the warm-up is over, so the last rate tells whether all were the same.
+    # Two cosines or lines part for good once they fall, so the last rate tells whether all were the same.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
-            f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
+            f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
         )
     if run.model.loss_depends_on_progress and step > 0:
         changes.append(f"the layers' losses end as in {new.steps} steps from here")

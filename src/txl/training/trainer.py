@@ -154,7 +154,7 @@ class Trainer:
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
-            loop = self._loop(corpus, source, display)
+            loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
             else:
@@ -191,10 +191,16 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
+    def _attention_begun_with(self) -> str | None:
+        """Return the attention that the run's log says it began with; another one would add in another order."""
+        started = self.directory.started()
+        return None if started is None else started.get("attention")
+
+    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
+        shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
+        model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
@@ -312,6 +318,8 @@ class Trainer:
             start = "" if init_from is None else f", starting from {init_from}{note}"
         if run.train.warmup_steps >= run.train.steps:
             display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+        if model.attention_note is not None:
+            display.message(f"note: {model.attention_note}")
         attention = model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
         count, engine = self.processes.count, run.train.parallel.upper()
         together = f" in {count} processes ({engine})" if count > 1 else ""
@@ -340,6 +348,11 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
         raise UserError(
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
+        )
+    if count > 1 and train.parallel == "fsdp" and train.optimizer == "muon":
+        raise UserError(
+            "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
+            "--train.parallel ddp or --train.optimizer adamw"
         )
 
 
@@ -373,3 +386,25 @@ def _compiler_missing(device: str) -> str | None:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return lines[0].strip()
     return None
+
+
+def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) -> tuple[Path, Path | None]:
+    """Return the directory of a run that starts from another run's weights, and the directory of these weights.
+
+    The run is the first of OUT, OUT-fork-1, OUT-fork-2 ... that is free or has this configuration and text.
+
+    Args:
+        config: of the run.
+        out: a directory that holds a run.
+        data_dir: where prepared corpora live.
+
+    Returns:
+        Weights from None if the run is the one in `out`.
+    """
+    candidate, number = out, 0
+    while RunDirectory(candidate).config_path.exists():
+        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
+            return candidate, None if candidate == out else out
+        number += 1
+        candidate = out.with_name(f"{out.name}-fork-{number}")
+    return candidate, out
