@@ -29,7 +29,7 @@ class ProcessLost(Exception):
     def __init__(self, message: str = "", quiet: bool = False):
         super().__init__(message)
         self.quiet = quiet
-        """Whether the reason is another process's to tell."""
+        """True if another process tells the reason."""
 
 
 class CommandFailed(Exception):

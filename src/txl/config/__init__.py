@@ -28,6 +28,7 @@ from txl.config.recurrent import RecurrentConfig, RecurrentKind
 from txl.config.run import RunConfig, validate
 from txl.config.sections import (
     RANDOM_LENGTHS,
+    Boundary,
     DataConfig,
     EvalConfig,
     LossName,
@@ -46,6 +47,7 @@ __all__ = [
     "MODEL_FIELDS",
     "RANDOM_LENGTHS",
     "AttentionName",
+    "Boundary",
     "DataConfig",
     "Encoding",
     "EvalConfig",

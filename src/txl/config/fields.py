@@ -10,6 +10,7 @@ from typing import Any
 from txl.config.families import MODEL_FIELDS, model_with
 from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
+from txl.config.sections import DataConfig
 from txl.config.values import hints_of, parse_value, shown
 from txl.errors import UserError, did_you_mean
 
@@ -66,9 +67,9 @@ def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozens
 def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
     """Return a copy of a configuration that reads text as a stored run does, where it leaves the way unset."""
     result = RunConfig.from_dict(config.to_dict())
-    for name in ("min_count", "word_rule", "normalise"):
-        if getattr(result.data, name) is None:
-            setattr(result.data, name, getattr(stored.data, name))
+    for item in dataclasses.fields(DataConfig):
+        if item.metadata.get("as_stored") and getattr(result.data, item.name) is None:
+            setattr(result.data, item.name, getattr(stored.data, item.name))
     return result
 
 

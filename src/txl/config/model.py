@@ -332,7 +332,7 @@ class TransformerConfig(ModelConfig):
         require(self.d_model % 2 == 0, "model.d_model", self.d_model, "an even number (R is half sines, half cosines)")
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """W_q, W_k, W_v and W_o, the feed-forward's matrices and biases, and two LayerNorms, of every layer."""
+        """Count W_q, W_k, W_v and W_o, the feed-forward's matrices and biases, and two LayerNorms, of every layer."""
         width, attention, inner = self.d_model, self.n_head * self.d_head, self.d_inner
         return self.n_layer * (4 * width * attention + 2 * width * inner + inner + width + 2 * 2 * width)
 

@@ -94,7 +94,8 @@ class RecurrentConfig(ModelConfig):
             )
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """LSTM: 4*H*(I + H) and two biases of 4*H a layer; QRNN: 3*H*K*I and a bias of 3*H; I inputs, H units."""
+        """Count 4*H*(I + H) and two biases of 4*H a layer of an LSTM, 3*H*K*I and a bias of 3*H of a QRNN; I inputs, H
+        units."""
         widths = pairwise(self.widths)
         if self.kind == "lstm":
             return sum(4 * n_unit * (n_in + n_unit) + 8 * n_unit for n_in, n_unit in widths)

@@ -16,6 +16,7 @@ from txl.errors import UserError
 Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
+Boundary = Literal["end", "both"]
 RANDOM_LENGTHS = 40
 """Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
@@ -57,6 +58,7 @@ class DataConfig:
         "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus",
         at_least=1,
         expected="1 or more, or none",
+        as_stored=True,
     )
     max_words: int | None = setting(
         None,
@@ -68,16 +70,18 @@ class DataConfig:
         None,
         "whitespace: words are what lies between white space; punctuation: each mark is a word of its own too; none: "
         "punctuation in a text of your own, whitespace in a named corpus",
+        as_stored=True,
     )
     normalise: bool | None = setting(
         None,
         "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: in a text of your own, not in a "
         "named corpus",
+        as_stored=True,
     )
     like_original: bool = setting(
         False, "prepare a named corpus as the authors' code does (enwik8 without newlines ...)"
     )
-    boundary: Literal["end", "both"] = setting("end", "which <S> around a sentence of lm1b is predicted")
+    boundary: Boundary = setting("end", "which <S> around a sentence of lm1b is predicted")
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:

@@ -84,7 +84,7 @@ class TransformerXLConfig(TransformerConfig):
         validate_lengths(self.mem_len, self.window, self.clamp_len, "model.")
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """The Transformer's; W_{k,R}, u and v, or the learned vectors of distances."""
+        """Count the Transformer's; W_{k,R}, u and v, or the learned vectors of distances."""
         layers, attention = super()._layer_parameters(vocab_size), self.n_head * self.d_head
         if self.encoding == "shaw":
             return layers + self.n_layer * (self.max_distance + 1) * attention

@@ -51,7 +51,8 @@ def setting(
         expected: these in words, if not those that `check_ranges` finds.
         none: what None stands for, in these words.
         marks: `changes_weights`: weights mean something else with another value. `may_change`: a run that goes on may
-            have another value, as nothing that it computes depends on it. `lacking`: the value that means the same as
+            have another value, as nothing that it computes depends on it. `as_stored`: a run that goes on keeps its
+            value where none is given. `lacking`: the value that means the same as
             not having the field, if that is not the default.
     """
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}

@@ -88,7 +88,7 @@ class VanillaConfig(TransformerConfig):
             )
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """The Transformer's; learned positions of every layer, and the classifiers of auxiliary losses."""
+        """Count the Transformer's; learned positions of every layer, and the classifiers of auxiliary losses."""
         learned = self.n_layer * self.max_segment * self.d_model if self.encoding == "learned" else 0
         return super()._layer_parameters(vocab_size) + learned + self.n_auxiliary * vocab_size * (self.d_model + 1)
 

@@ -9,11 +9,12 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import platformdirs
 
 from txl.cache_folder import usable_cache
-from txl.config import DataConfig
+from txl.config import DataConfig, Unit
 from txl.data.catalogue import BENCHMARKS
 from txl.data.prepare import Recipe, normalises, prepare
 from txl.data.prepared import META_FORMAT, Corpus
@@ -33,7 +34,6 @@ from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
 
 __all__ = [
-    "UNITS",
     "Corpus",
     "absolute_path",
     "data_directory",
@@ -46,7 +46,6 @@ __all__ = [
     "with_absolute_paths",
 ]
 
-UNITS = ("byte", "char", "word", "bpe")
 STDLIB = "stdlib"
 
 
@@ -131,8 +130,8 @@ def open_corpus(
         unit = (config.unit if config is not None else None) or natural_unit(name)
     if vocabulary is not None:
         unit = vocabulary.kind
-    if unit not in UNITS:
-        raise UserError(f"unit is {unit!r}; expected one of {', '.join(UNITS)}")
+    if unit not in get_args(Unit):
+        raise UserError(f"unit is {unit!r}; expected one of {', '.join(get_args(Unit))}")
     config = dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
     source = source if source is not None else config.source
     folder = data_directory(data_dir)

@@ -187,11 +187,7 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens.
-
-        Raises:
-            UserError: for a training split whose tokens do not spell its text.
-        """
+        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens."""
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")

@@ -7,8 +7,9 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
-from txl.config import DataConfig
+from txl.config import Boundary, DataConfig
 from txl.data.catalogue import Benchmark
 from txl.data.download import fetch, forget
 from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
@@ -19,8 +20,6 @@ from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, is_full
-
-BOUNDARIES = ("end", "both")
 
 
 class _NotTheCorpus(UserError):
@@ -59,8 +58,8 @@ class PublicCorpus:
         self.vocabulary, self.like_original, self.boundary = vocabulary, like_original, boundary
         self.verify, self.quiet = verify, quiet
         self._is_natural = config.unit == benchmark.unit and vocabulary is None
-        if boundary not in BOUNDARIES:
-            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(BOUNDARIES)}")
+        if boundary not in get_args(Boundary):
+            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(get_args(Boundary))}")
         cut_down = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
         if config.word_rule == "punctuation":
             cut_down.append("word_rule")

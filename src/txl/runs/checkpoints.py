@@ -61,7 +61,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """The checkpoints in a folder, damaged ones too, oldest first."""
+    """Return the checkpoints in a folder, damaged ones too, oldest first."""
     found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
     return sorted((name for name in found if (folder / name).is_dir()), key=checkpoint_step)
 

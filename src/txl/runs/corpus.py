@@ -30,9 +30,6 @@ def open_run_corpus(
         data_dir: where prepared corpora live.
         whole: read a text of the user's as one split, "all".
         quiet: no progress on standard error.
-
-    Raises:
-        UserError: if the run has no vocabulary, an option contradicts it, or the corpus cannot be opened.
     """
     if vocabulary is None:
         raise UserError(f"{run.path} has no vocabulary, so no text can be read; give one when importing")

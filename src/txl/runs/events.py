@@ -40,7 +40,7 @@ class EventName(StrEnum):
     COMPRESSION = "compression"
 
 
-class Event(TypedDict):
+class LogEvent(TypedDict):
     """A line of the log."""
 
     event: str
@@ -50,7 +50,7 @@ class Event(TypedDict):
     """Seconds since 1970."""
 
 
-class StartEvent(Event):
+class StartEvent(LogEvent):
     """Training begins (`start`), or goes on from a checkpoint (`resume`)."""
 
     config: JsonObject
@@ -77,7 +77,7 @@ class StartEvent(Event):
     """Identifies the run; the same in all of its lines."""
 
 
-class ExtendEvent(Event):
+class ExtendEvent(LogEvent):
     """A run gets more steps than it began with."""
 
     from_steps: int
@@ -86,7 +86,7 @@ class ExtendEvent(Event):
     """Differences from a run that had all steps from the start."""
 
 
-class ReasonEvent(Event):
+class ReasonEvent(LogEvent):
     """A checkpoint that cannot be used is set aside (`refused`), one cannot be written (`save failed`), or training
     stops before its end (`stop`)."""
 
@@ -94,7 +94,7 @@ class ReasonEvent(Event):
     """In words; of a stop the signal's name, or "not finite"."""
 
 
-class TrainEvent(Event):
+class TrainEvent(LogEvent):
     """Figures of the steps since the last such line."""
 
     loss: float
@@ -111,7 +111,7 @@ class TrainEvent(Event):
     """Seconds of training since the run began."""
 
 
-class EvaluationEvent(Event):
+class EvaluationEvent(LogEvent):
     """Figures of an evaluation and the settings that it was made under (`EvaluationResult`)."""
 
     nll: float
@@ -164,7 +164,7 @@ class EvalEvent(EvaluationEvent):
     """Part of the corpus that was scored, in words."""
 
 
-class SweepEvent(Event):
+class SweepEvent(LogEvent):
     """Evaluations of a checkpoint at several memory lengths."""
 
     split: str
@@ -177,7 +177,7 @@ class SweepEvent(Event):
     """One a memory length, with the fields of an `eval` event."""
 
 
-class CheckpointEvent(Event):
+class CheckpointEvent(LogEvent):
     """A checkpoint is written."""
 
     directory: str
@@ -188,11 +188,11 @@ class CheckpointEvent(Event):
     write_seconds: float
 
 
-class AverageEvent(Event):
+class AverageEvent(LogEvent):
     """From here on the weights of every step are averaged."""
 
 
-class SkippedEvent(Event):
+class SkippedEvent(LogEvent):
     """An update is skipped, because its loss or gradient is not finite."""
 
     in_a_row: int
@@ -206,7 +206,7 @@ class SkippedEvent(Event):
     """Lanes and length of the segment."""
 
 
-class SpikeEvent(Event):
+class SpikeEvent(LogEvent):
     """The loss of an update leaps."""
 
     loss: float
@@ -215,13 +215,13 @@ class SpikeEvent(Event):
     """Mean loss of the recent updates."""
 
 
-class RollbackEvent(Event):
+class RollbackEvent(LogEvent):
     """Training goes back to an earlier checkpoint, whose step is the event's."""
 
     from_step: int
 
 
-class EndEvent(Event):
+class EndEvent(LogEvent):
     """The last step is made."""
 
     elapsed: float
@@ -229,7 +229,7 @@ class EndEvent(Event):
     """Why the model is of no use."""
 
 
-class ImportEvent(Event):
+class ImportEvent(LogEvent):
     """The run is an imported model."""
 
     source: str
@@ -239,7 +239,7 @@ class ImportEvent(Event):
     command: list[str]
 
 
-class CacheEvent(Event):
+class CacheEvent(LogEvent):
     """A continuous cache is tuned (`CacheTuning`)."""
 
     split: str
@@ -258,7 +258,7 @@ class CacheEvent(Event):
     at_edge: list[str]
 
 
-class DynamicEvent(Event):
+class DynamicEvent(LogEvent):
     """Dynamic evaluation is tuned (`DynamicTuning`)."""
 
     split: str
@@ -274,7 +274,7 @@ class DynamicEvent(Event):
     at_edge: list[str]
 
 
-class SampleEvent(Event):
+class SampleEvent(LogEvent):
     """A text is generated."""
 
     prompt: str
@@ -291,19 +291,22 @@ class SampleEvent(Event):
     window: int | None
 
 
-class CompressionEvent(Event):
+class CompressionEvent(LogEvent):
     """General compressors are run over the bytes of an evaluation."""
 
     corpus: str
     split: str
     settings: str
     text: int
-    """Bytes of the text; `zlib` and `lzma`: bytes of it compressed."""
+    """Bytes of the text; all others: bytes of it compressed."""
     zlib: int
+    bz2: NotRequired[int]
     lzma: int
+    lzma_after_training_text: NotRequired[int]
+    """Bytes by which lzma's file grows when the text follows the training text."""
 
 
-EVENTS: dict[EventName, type[Event]] = {
+EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.START: StartEvent,
     EventName.RESUME: StartEvent,
     EventName.EXTEND: ExtendEvent,
@@ -328,7 +331,7 @@ EVENTS: dict[EventName, type[Event]] = {
 }
 """The fields of the line of each event."""
 
-EventT = TypeVar("EventT", bound=Event)
+EventT = TypeVar("EventT", bound=LogEvent)
 
 
 def select(events: Iterable[Mapping[str, Any]], kind: type[EventT], name: EventName | None = None) -> list[EventT]:
@@ -346,4 +349,4 @@ def select(events: Iterable[Mapping[str, Any]], kind: type[EventT], name: EventN
 def fields_of(name: EventName) -> frozenset[str]:
     """Return the fields that an event may have, without those of every line."""
     kind = EVENTS[name]
-    return (kind.__required_keys__ | kind.__optional_keys__) - Event.__required_keys__
+    return (kind.__required_keys__ | kind.__optional_keys__) - LogEvent.__required_keys__

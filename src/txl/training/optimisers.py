@@ -26,7 +26,7 @@ _MUON_MOMENTUM = 0.95
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of update number `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
     Linear warm-up to the peak over `warmup_steps` updates, then
 
@@ -115,7 +115,8 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 def build_optimizer(model: Decoder[Any], config: TrainConfig) -> torch.optim.Optimizer:
-    """Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and v.
+    """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and
+    v.
 
     Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
     """

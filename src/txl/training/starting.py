@@ -111,7 +111,8 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
 
 
 def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
-    """In what a run that gets more steps at a step differs from one that had them from the start; mostly in nothing."""
+    """Return how a run that gets more steps at a step differs from one that had them from the start; mostly in
+    nothing."""
     from txl.training.optimisers import learning_rate  # with PyTorch, which takes seconds
 
     changes = []
