@@ -215,7 +215,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def bounded_int(text: str) -> int:
-    """Return a whole number of at most 64 bits; every option of type `int` is read by this (`txl.cli`).
+    """Return a whole number that no arithmetic rounds; every option of type `int` is read by this (`txl.cli`).
 
     Raises:
         ValueError: if it is no whole number.
