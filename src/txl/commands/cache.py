@@ -7,13 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluations import (
-    eval_command,
-    evaluation_settings,
-    fractions,
-    print_rows,
-    refuse_not_a_number,
-)
+from txl.commands.evaluations import eval_command, evaluation_settings, fractions, print_rows, refuse_not_a_number
 from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
