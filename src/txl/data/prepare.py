@@ -30,7 +30,7 @@ from txl.data.words import UNK, holds_word
 from txl.errors import UserError
 from txl.files import is_full, make_scratch
 
-Progress = Callable[[str, int, int | None], None]
+StageProgress = Callable[[str, int, int | None], None]
 """Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
 STALE_AFTER = 86_400.0
 """Seconds after which a half-prepared directory belongs to a process that was killed."""
@@ -95,7 +95,7 @@ def prepare(
     name: str,
     pieces: Callable[[], Pieces],
     recipe: Recipe,
-    progress: Progress,
+    progress: StageProgress,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Make the prepared corpus `directory`, or leave no trace.
@@ -143,7 +143,7 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: StageProgress) -> dict[str, Any]:
     """Write token files, texts and the vocabulary; give the record of it all."""
     readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
     if recipe.unit == "word" and recipe.vocabulary is None:
@@ -221,7 +221,7 @@ def _write_split(
     encoded: Iterable[tuple[np.ndarray, int]],
     dtype: np.dtype[Any],
     vocabulary: Vocabulary | None,
-    progress: Progress,
+    progress: StageProgress,
 ) -> dict[str, Any]:
     """Write a split's token file, and its text where that is kept; give its record.
 
@@ -247,7 +247,7 @@ def _write_split(
 
 
 def _number_words(
-    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: Progress
+    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: StageProgress
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
     """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
     counter, splits = WordCounter(), {}
@@ -284,7 +284,7 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
     return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
 
 
-def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
+def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) -> Vocabulary:
     """Make the vocabulary of bytes, characters or byte pairs.
 
     Raises:
