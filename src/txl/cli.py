@@ -32,6 +32,7 @@ COMMANDS = (
     "attention",
     "reproduce",
     "generate",
+    "serve",
     "samples",
     "compress",
     "report",

@@ -14,6 +14,9 @@ from typing import Any
 
 from txl.errors import UserError
 
+JsonObject = dict[str, Any]
+"""An object of JSON; whoever reads one checks the values that it uses."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -36,11 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write a small file so that it is either the old or the new one, also after a crash."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")

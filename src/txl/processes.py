@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,16 @@ _TIMEOUT = timedelta(minutes=10)
 """Longest that a process waits for another in one exchange. One that dies is noticed at once, by its connection."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process and its fellows. All methods that exchange something have to be called by all of them."""
 
     rank: int = 0
     count: int = 1
-    _store: Any = None
+    _store: PrefixStore | None = None
 
     @property
     def is_first(self) -> bool:
@@ -42,11 +45,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, total: int) -> range:
-        """Return the lanes of this process, of `total`.
-
-        Raises:
-            UserError: if they cannot be divided evenly.
-        """
+        """Return the lanes of this process, of `total`."""
         if total % self.count:
             raise UserError(f"{total} lanes cannot be divided over {self.count} processes; expected a multiple")
         each = total // self.count
@@ -81,7 +80,7 @@ class Processes:
         dist.gather(tensor, parts)
         return parts
 
-    def first_does(self, name: str, action: Callable[[], Any]) -> Any:
+    def first_does(self, name: str, action: Callable[[], T]) -> T:
         """Let process 0 act while the others wait, however long; all get what it returns, a JSON value.
 
         Args:
@@ -93,6 +92,7 @@ class Processes:
         """
         if self.count == 1:
             return action()
+        assert self._store is not None
         # A store, not a barrier: a corpus may take hours to prepare, and no exchange waits that long.
         if not self.is_first:
             while not self._store.check([name]):

@@ -22,7 +22,7 @@ def test_plain_lines_go_to_standard_error(capsys):
         display.message("[weights] of a/b")
         display.show(READING)
         display.line(READING)
-        display.valid(40, {"nll": math.log(4), "tokens": 5000}, is_best=True)
+        display.valid(40, math.log(4), 5000, is_best=True)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
@@ -37,7 +37,7 @@ def test_quiet_says_nothing(capsys):
         display.message("text")
         display.show(READING)
         display.line(READING)
-        display.valid(40, {"nll": 1.0, "tokens": 5}, is_best=False)
+        display.valid(40, 1.0, 5, is_best=False)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
@@ -48,7 +48,7 @@ def test_a_terminal_gets_a_live_panel():
         with Display("[demo]", "word", 100, quiet=False) as display:
             display.message("a [note]")
             display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0, 9, 9, 3.0))
-            display.valid(40, {"nll": 2.0, "tokens": 5}, is_best=False)
+            display.valid(40, 2.0, 5, is_best=False)
     """)
     controller, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}

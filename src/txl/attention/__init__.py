@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend
+from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, fallback_note
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 
@@ -12,6 +12,7 @@ __all__ = [
     "KeyScope",
     "RelativeAttention",
     "attention_backend",
+    "fallback_note",
     "reference_attention",
     "shifted_attention",
 ]

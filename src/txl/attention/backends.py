@@ -135,13 +135,13 @@ BACKENDS = {
         ),
     )
 }
-_FASTEST_FIRST = ("shifted",)
-"""What `auto` tries. Only what has been measured to be faster somewhere may stand before `shifted`, which supports
-every model everywhere; `flex` has not been measured on a GPU yet."""
+_CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
+"""What `auto` and `fastest` try. `shifted` supports every model everywhere, and is what records were trained with; only
+what has been measured to be faster may stand before it. `flex` has not been measured on a GPU yet."""
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
-    """The backend that a configuration asks for; "auto" is the fastest that supports it on the device.
+    """The backend that a configuration asks for; "auto" and "fastest" are the first of theirs that supports it there.
 
     Args:
         model: the configuration.
@@ -150,12 +150,21 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
     Raises:
         UserError: for a name that is not a backend, or one that cannot train the model there.
     """
-    if model.attention == "auto":
-        candidates = [BACKENDS[name] for name in _FASTEST_FIRST]
+    if model.attention in _CHOICES:
+        candidates = [BACKENDS[name] for name in _CHOICES[model.attention]]
         return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
-        raise UserError(f"model.attention is {model.attention!r}; expected one of auto, {', '.join(BACKENDS)}")
+        names = ", ".join([*_CHOICES, *BACKENDS])
+        raise UserError(f"model.attention is {model.attention!r}; expected one of {names}")
     backend = BACKENDS[model.attention]
     if (reason := backend.refusal(model, device)) is not None:
         raise UserError(reason)
     return backend
+
+
+def fallback_note(model: TransformerXLConfig, device: str | None) -> str | None:
+    """Say in one line why `fastest` is not the compiled attention on a CPU; None if it is, or nobody asked for it."""
+    if model.attention != "fastest" or (device or "cpu") != "cpu":
+        return None
+    reason = BACKENDS["compiled"].refusal(model, "cpu")
+    return reason and f"model.attention fastest: {reason.partition(', or use')[0]}; shifted is used, which is slower"

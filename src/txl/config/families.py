@@ -52,9 +52,6 @@ def model_with(model: ModelConfig, given: dict[str, Any], drop: bool = False) ->
         model: stays as it is.
         given: values by name.
         drop: settings of `model` that the other family lacks are left out rather than refused, but for a memory's.
-
-    Raises:
-        UserError: for a setting that the family lacks.
     """
     family = chosen_family(given, model)
     result = as_family(model, family)
@@ -77,9 +74,6 @@ def model_from_dict(values: Any) -> ModelConfig:
 
     Without `family` the values are of a file that has the fields of all families: `kind` and `encoding` then say which
     one it is, and the fields of the others are left out.
-
-    Raises:
-        UserError: for a field that this version does not know or the family lacks, or a value of the wrong type.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration model: expected an object, found {values!r}")
@@ -101,9 +95,6 @@ def chosen_family(given: dict[str, Any], model: ModelConfig | None = None) -> ty
     Args:
         given: fields of a model by name.
         model: whose kind and encoding count where none is given.
-
-    Raises:
-        UserError: if there is no such family.
     """
     if "family" in given:
         if given["family"] not in MODEL_FAMILIES:

@@ -106,11 +106,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
 
 
 def parsed_options(given: dict[str, str]) -> dict[str, Any]:
-    """Parse the values of options; the result has their names with "_" for "-".
-
-    Raises:
-        UserError: for a name that is no field (with the nearest ones), or a value of the wrong type.
-    """
+    """Parse the values of options; the result has their names with "_" for "-"."""
     types_of = {option.name: option.hint for option in options()}
     values = {}
     for option, text in given.items():

@@ -18,7 +18,7 @@ from txl.config.values import ANYTHING, check_ranges, hints_of, require, setting
 from txl.errors import UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
-"""Of positions: the first two of Transformer-XL, the others of Transformers without memory."""
+"""Encodings of positions: the first two are Transformer-XL's, the others of Transformers without memory."""
 ENCODING_HELP = (
     "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
     "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
@@ -92,9 +92,9 @@ class ModelConfig(ABC):
     no_memory: ClassVar[str] = ""
     """Why these models have no memory that a length could be set of; empty if they have one."""
     tells_distances: ClassVar[bool] = False
-    """Whether scores depend on the distance to a key, which can then be clamped."""
+    """True if scores depend on the distance to a key, which can then be clamped."""
     constant_state: ClassVar[bool] = False
-    """Whether the state has a constant size, so that no position of the past is ever dropped."""
+    """True if the state has a constant size, so that no position of the past is ever dropped."""
     if TYPE_CHECKING:
         mem_len: int = field(init=False)
         window: int | None = field(init=False)
@@ -142,6 +142,14 @@ class ModelConfig(ABC):
     def score_terms(self) -> str:
         """Which of the terms (a) to (d) of Section 3.3 its attention scores are the sum of."""
         return ""
+
+    def with_attention(self, name: str | None) -> Self:
+        """Return a copy with the attention that a run began with, where this leaves it to the machine.
+
+        Args:
+            name: of the attention that the run's log has; None: it has none.
+        """
+        return dataclasses.replace(self)
 
     @property
     def layer_width(self) -> int:
@@ -212,11 +220,7 @@ class ModelConfig(ABC):
         return dataclasses.replace(self)
 
     def validate(self) -> None:
-        """Check the rules of the model's shape, whatever it is trained on and for how long.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of the model's shape, whatever it is trained on and for how long."""
         check_ranges(self, "model.")
         choices, chosen = self.choices(), getattr(self, self.choice)
         expected = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
@@ -249,11 +253,7 @@ class ModelConfig(ABC):
             )
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """Check the rules of how this model can be trained and tested.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how this model can be trained and tested."""
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
 
@@ -263,9 +263,6 @@ class ModelConfig(ABC):
         Args:
             lengths: mem_len, window and clamp_len, as far as they are known; "none" is none.
             prefix: of their names in errors.
-
-        Raises:
-            UserError: naming the first that is set.
         """
         for name, value in lengths.items():
             nothing = getattr(type(self), name)

@@ -38,11 +38,7 @@ class RunConfig:
 
 
 def validate(run: RunConfig) -> None:
-    """Check the rules of a whole configuration, apart from those that depend on the data.
-
-    Raises:
-        UserError: naming the first field that breaks one.
-    """
+    """Check the rules of a whole configuration, apart from those that depend on the data."""
     for section in (run.model, run.train, run.data, run.eval):
         section.validate()
     run.model.validate_use(run.train, run.eval)

@@ -17,7 +17,7 @@ Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
 RANDOM_LENGTHS = 40
-"""By how much segments of random length may be longer than their mean: eight standard deviations."""
+"""Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
 
 
@@ -40,11 +40,7 @@ def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, pr
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
-    """Check that a softmax's temperature is a number above 0.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Check that a softmax's temperature is a number above 0."""
     require(0 < temperature < math.inf, name, temperature, "a number above 0 (1 leaves the distribution as it is)")
 
 
@@ -85,11 +81,7 @@ class DataConfig:
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:
-        """Check the rules of how a text is prepared.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a text is prepared."""
         check_ranges(self, "data.")
 
 
@@ -110,21 +102,28 @@ class TrainConfig:
         0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
     )
     random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw", "sgd"] = setting("adam", "optimiser")
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
+        "adam", "optimiser; muon: Muon for the layers' matrices at the same rate, AdamW for everything else"
+    )
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
-        0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps", at_least=0
+        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = setting("cosine", "shape after the warm-up")
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
+        "cosine", "shape after the warm-up; linear: constant, then falling linearly"
+    )
+    decay_share: float = setting(
+        0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
+    )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
     beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
     beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = setting(
-        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)", at_least=0
+        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw, muon: decoupled)", at_least=0
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(
@@ -201,11 +200,7 @@ class TrainConfig:
     )
 
     def validate(self) -> None:
-        """Check the rules of how a model is trained.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a model is trained."""
         check_ranges(self, "train.")
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
         require(
@@ -279,11 +274,7 @@ class EvalConfig:
         return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
     def validate(self) -> None:
-        """Check the rules of how a model is tested.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a model is tested."""
         check_ranges(self, "eval.")
         validate_lengths(self.mem_len, self.window, self.clamp_len, "eval.")
         validate_temperature(self.temperature, "eval.temperature")

@@ -13,7 +13,7 @@ from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
 """Name of this Transformer-XL among the model types of transformers."""
-AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
+AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "factorised", "flex"]
 
 
 @dataclass
@@ -35,7 +35,10 @@ class TransformerXLConfig(TransformerConfig):
     )
     untie_r: bool = shaping(False, "one pair of biases u and v a layer instead of one pair for all", lacking=ANYTHING)
     dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
-    attention: AttentionName = setting("auto", "attention backend; auto picks the fastest that supports the model")
+    attention: AttentionName = setting(
+        "auto",
+        "attention backend. auto: shifted; fastest: compiled on a CPU where there is a C++ compiler, else shifted",
+    )
 
     title: ClassVar[str] = "Transformer-XL (model.encoding relative or shaw)"
     tells_distances: ClassVar[bool] = True
@@ -57,6 +60,11 @@ class TransformerXLConfig(TransformerConfig):
         if self.encoding != "shaw":
             del settings["max_distance"]
         return settings
+
+    def with_attention(self, name: str | None) -> Self:
+        """See `ModelConfig.with_attention`; before names were logged there was `shifted` alone."""
+        chosen = self.attention not in ("auto", "fastest")
+        return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
 
     def longest_distance(self, segment: int) -> int:
         """Return the largest distance between a query and a key that it sees, in segments of that many tokens."""

@@ -8,9 +8,14 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -66,12 +71,8 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: Any, prefix: str) -> None:
-    """Refuse the first number of a section that is outside of its limits.
-
-    Raises:
-        UserError: naming it.
-    """
+def check_ranges(section: DataclassInstance, prefix: str) -> None:
+    """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
         if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
@@ -90,8 +91,8 @@ def hints_of(section: type[Any]) -> dict[str, Any]:
 
 
 def from_plain(
-    cls: type[Any], values: Any, prefix: str = "", readers: dict[type[Any], Callable[[Any], Any]] | None = None
-) -> Any:
+    cls: type[T], values: object, prefix: str = "", readers: dict[type, Callable[[object], object]] | None = None
+) -> T:
     """Build a dataclass from plain dictionaries and lists; missing fields take their defaults.
 
     Args:
@@ -99,9 +100,6 @@ def from_plain(
         values: as JSON gives them.
         prefix: of its fields' names in errors: "" or "train.".
         readers: for fields that are dataclasses with a reader of their own.
-
-    Raises:
-        UserError: for a field that it does not have, or a value of the wrong type.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
@@ -135,11 +133,7 @@ def whole_number(text: str) -> int:
 
 
 def parse_value(expected: Any, text: str, name: str) -> Any:
-    """Parse a value of type `expected`; "none" for None, commas in lists, true and false.
-
-    Raises:
-        UserError: naming the option, what came and what was expected.
-    """
+    """Parse a value of type `expected`; "none" for None, commas in lists, true and false."""
     if text.lower() == "none" and _allows_none(expected):
         return None
     expected = _without_none(expected)
@@ -158,17 +152,13 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
 
-def require(holds: bool, name: str, value: Any, expected: str) -> None:
-    """Refuse a value that breaks a rule.
-
-    Raises:
-        UserError: unless the rule holds.
-    """
+def require(holds: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a value that breaks a rule."""
     if not holds:
         raise UserError(f"{name} is {value}; expected {expected}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as messages and the command line have it: none, true, [1, 2]."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
@@ -176,11 +166,7 @@ def shown(value: Any) -> str:
 
 
 def checked(hint: Any, value: Any, name: str) -> Any:
-    """Return a JSON value as the field's type.
-
-    Raises:
-        UserError: if it is none of that type.
-    """
+    """Return a JSON value as the field's type."""
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)

@@ -245,11 +245,7 @@ def _open(
 
 
 def own_files(name: str) -> list[Path]:
-    """Return the files of a user's own text.
-
-    Raises:
-        UserError: if there is none, naming the corpora that may have been meant.
-    """
+    """Return the files of a user's own text."""
     try:
         return find_files(name)
     except UserError as error:

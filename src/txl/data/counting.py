@@ -1,6 +1,6 @@
-"""Vocabularies from a training text: which symbols there are, and which are the most frequent.
+"""Vocabularies of a training text, by counting its symbols.
 
-From a piece's bytes to checked text, and from text to words: block by block, so that memory stays small.
+A piece's bytes become checked text, and text becomes words, block by block, so that memory stays small.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str
     """Yield the text of a piece as `decoded` gives it, but with no \\r\\n cut by a block's end.
 
     Where the cut between two splits goes through one, the first split is without it, and the second begins with \\n.
-
-    Raises:
-        UserError: as for `decoded`.
     """
     rest = ""
     for text, done in decoded(piece, blocks):
@@ -79,11 +76,7 @@ class Normaliser:
         self.byte_order_marks = self.line_ends = 0
 
     def blocks(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the bytes of a piece, normalised.
-
-        Raises:
-            UserError: as for `decoded`.
-        """
+        """Yield the bytes of a piece, normalised."""
         begins = piece.start == 0
         for text, _ in whole_line_ends(piece, piece.blocks()):
             if begins and text:
@@ -132,9 +125,6 @@ def words(
 ) -> Iterator[tuple[list[str], int]]:
     """Yield the words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block
     took.
-
-    Raises:
-        UserError: as for `whole_words`.
     """
     for text, done in whole_words(piece, blocks):
         yield words_and_ends(text, eos, rule), done

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time."""
+"""Decoders from token ids to text, one token at a time."""
 
 from __future__ import annotations
 

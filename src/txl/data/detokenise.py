@@ -1,4 +1,4 @@
-"""From the words of a benchmark back to text as people write it: only spaces go, and the marks that stood for them.
+"""Detokenisers from the words of a benchmark to text as people write it: they remove spaces and their marks alone.
 
 What a benchmark's tokenisation has destroyed does not come back: `<unk>`, Penn Treebank's `N` for numbers, its
 punctuation and capitals stay as they are.
@@ -13,7 +13,7 @@ from txl.data.vocabulary import UNK, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 Convention = Literal["wikitext", "ptb", "lm1b"]
-"""How a text was cut into words.
+"""Ways in which a text was cut into words.
 
 wikitext: Moses' tokeniser, with `@-@`, `@,@` and `@.@` inside words and numbers, and headings between `=`.
 ptb: Mikolov's Penn Treebank: `n't`, `'s`, `\\/`; no punctuation, so every `'` is a possessive.
@@ -31,11 +31,7 @@ _CURRENCIES = frozenset(["US", "NZ", "HK", "AU"])
 
 
 def check_convention(name: str) -> Convention:
-    """Return the convention of this name.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Return the convention of this name."""
     if name not in CONVENTIONS:
         raise UserError(f"unknown way of tokenising {name!r}; expected one of {', '.join(CONVENTIONS)}")
     return cast(Convention, name)
@@ -66,9 +62,6 @@ def detokenise(text: str, convention: Convention = "wikitext") -> str:
     Args:
         text: words between spaces.
         convention: how it was tokenised.
-
-    Raises:
-        UserError: for an unknown convention.
     """
     words = Detokeniser(convention)
     return "\n".join("".join(words.push(word) for word in line.split()) + words.end_line() for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""Fetching public files, through pooch: whole and verified, or not at all.
+"""Downloads of public files, through pooch: whole and verified, or not at all.
 
 A file is downloaded under another name and takes its own only when its hash is right. A transfer that breaks off is
 tried again from the beginning.
@@ -120,7 +120,7 @@ def file_hash(path: Path, like: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the innermost reason of a failure, in one line."""
-    inner: Any = error
+    inner: BaseException = error
     while getattr(inner, "args", None) and isinstance(inner.args[-1], Exception):
         inner = inner.args[-1]
     inner = getattr(inner, "reason", None) or inner

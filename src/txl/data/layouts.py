@@ -1,7 +1,4 @@
-"""Finding a public corpus's parts in a folder or an archive, and telling whether they are the known ones.
-
-Unpacking the files that are wanted from zip and tar archives.
-"""
+"""The parts of a public corpus in a folder, or unpacked from a zip or tar archive, compared with the known ones."""
 
 from __future__ import annotations
 
@@ -88,11 +85,7 @@ Parts = dict[str, list[Path]]
 
 
 def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
-    """Return the files of a source that the corpus would be made from, archives unopened; they tell whether it changed.
-
-    Raises:
-        UserError: if the source does not exist or lacks a part.
-    """
+    """Return the files of a source that the corpus would be made from, archives unopened: they tell if it changed."""
     parts, archives = _look(benchmark, source)
     if not archives:
         _require(benchmark, source, parts)
@@ -107,9 +100,6 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
         benchmark: says which files those are.
         source: a folder, an archive, or the one file of a corpus that is one.
         scratch: a folder on the disk on which there is room to unpack; is made.
-
-    Raises:
-        UserError: if a part is missing, or an archive is damaged.
     """
     parts, archives = _look(benchmark, source)
     if not archives:
@@ -207,11 +197,7 @@ def _off(what: str, have: int, expected: int, unit: str) -> str:
 
 
 def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
-    """Find the parts that lie open, and the archives that may hold the others.
-
-    Raises:
-        UserError: if the source is neither.
-    """
+    """Find the parts that lie open, and the archives that may hold the others."""
     if source.is_dir():
         parts = _find(benchmark, source)
         if _missing(benchmark, parts) is None:

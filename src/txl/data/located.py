@@ -1,4 +1,4 @@
-r"""Token ids of a text together with where each stands in it: byte offsets and words.
+r"""Token ids of a text with the place of each: byte offsets and words.
 
 The ids are those of a corpus made from the same text (`encode_piece`), block by block, so that memory stays small.
 
@@ -50,7 +50,7 @@ class LocatedToken(NamedTuple):
     word: int | None
     """Number of its word; None: it belongs to none."""
     is_text: bool
-    """Whether it holds anything but white space."""
+    """True if it holds anything but white space."""
     text: bytes
     """Its part of the text."""
 
@@ -65,9 +65,6 @@ def located_tokens(
         blocks: its bytes.
         vocabulary: to encode with; characters and words that it lacks become `<unk>`.
         normalise: whether the text is normalised; None: as the vocabulary says.
-
-    Raises:
-        UserError: as `encode_piece`.
     """
     words = _WordCounter()
     normalise = vocabulary.normalise if normalise is None else normalise and vocabulary.kind != "byte"
@@ -137,7 +134,7 @@ class _Block:
         self.whole = text.encode("utf-8", errors="surrogateescape")
         """Its bytes as they are."""
         self.places = np.arange(len(self.whole) + 1)
-        """Where in `whole` each byte that is read begins, and the end: int64 [D+1]."""
+        """Places in `whole` at which each byte that is read begins, and the end: int64 [D+1]."""
         if normalise:
             mark = len(BYTE_ORDER_MARK.encode()) if begins and text.startswith(BYTE_ORDER_MARK) else 0
             returns = np.array([match.start() for match in re.finditer(b"\r\n", self.whole)], dtype=np.int64)

@@ -1,6 +1,6 @@
 """A prepared corpus on disk: its record, its vocabulary, its token files.
 
-Token files: a split's token ids as little-endian integers on disk, read through a memory map.
+A token file has the ids of a split as little-endian integers and is read through a memory map.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -19,12 +19,19 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import file_sha256
+from txl.files import JsonObject, file_sha256
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 META_FORMAT = 1
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+"""Token ids [N]."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """Return the narrowest unsigned integers that hold all ids."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
@@ -48,7 +55,7 @@ class Tokens:
 
     def __init__(
         self,
-        ids: np.ndarray,
+        ids: Ids,
         split: str,
         n_bytes: int | None,
         sentences: Sentences | None = None,
@@ -60,22 +67,28 @@ class Tokens:
         self.n_bytes = n_bytes
         """Bytes of the text that the ids stand for."""
         self.sentences = sentences
-        """Of a corpus of separate sentences; None: running text."""
+        """Cuts of a corpus of separate sentences; None: running text."""
         self.unk_id = unk_id
-        """What stands for everything that the vocabulary lacks; None: it lacks nothing."""
+        """Id of everything that the vocabulary lacks; None: it lacks nothing."""
         self.bytes_of_first = bytes_of_first
         """Gives the bytes of text that so many tokens from the first on stand for; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> np.integer: ...
+
+    @overload
+    def __getitem__(self, key: slice | np.ndarray) -> Ids: ...
+
+    def __getitem__(self, key: int | slice | np.ndarray) -> Ids | np.integer:
         return self._ids[key]
 
     def __iter__(self) -> Iterator[int]:
         return map(int, self._ids)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if dtype is not None and np.dtype(dtype) != self._ids.dtype:
             return np.asarray(self._ids).astype(dtype)
         return np.array(self._ids) if copy else np.asarray(self._ids)
@@ -84,7 +97,7 @@ class Tokens:
 class TokenWriter:
     """Writes a token file block by block, counting and hashing as it goes."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], unk_id: int | None):
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], unk_id: int | None):
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._dtype, self._unk_id = dtype, unk_id
         self._hash = hashlib.sha256()
@@ -112,17 +125,13 @@ class TokenWriter:
 
 
 class Corpus:
-    """A prepared corpus: token files, vocabulary and what is known of them.
-
-    Raises:
-        UserError: if a file is missing or damaged.
-    """
+    """A prepared corpus: token files, vocabulary and what is known of them."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
         self._bytes_of: dict[tuple[str, int], int | None] = {}
-        """What `_bytes_of_first` has found; training asks before every evaluation."""
+        """Results of `_bytes_of_first`; training asks before every evaluation."""
         self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
         if len(self.vocabulary) != self._meta["vocabulary_size"]:
             raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
@@ -143,11 +152,7 @@ class Corpus:
         return tuple(self._meta["splits"])
 
     def tokens(self, split: str) -> Tokens:
-        """Return the token ids of a split.
-
-        Raises:
-            UserError: naming the splits that there are.
-        """
+        """Return the token ids of a split."""
         record = self._record(split)
         sentences = None
         if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
@@ -182,21 +187,27 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of the validation or test split (of any split, if tokens are bytes), a block at a time.
+        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens.
 
         Raises:
-            UserError: for the training split, whose text is not kept.
+            UserError: for a training split whose tokens do not spell its text.
         """
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")
         if not path.is_file():
-            raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+            ids = self._ids(split)
+            for start in range(0, len(ids), BLOCK):
+                block = self.vocabulary.spell(np.asarray(ids[start : start + BLOCK], dtype=np.int64))
+                if block is None:
+                    raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+                yield block
+            return
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
                 yield block
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JsonObject:
         """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
@@ -217,17 +228,13 @@ class Corpus:
         return [note for note in (kept, unknown) if note is not None]
 
     def verify(self) -> None:
-        """Compare the token files with their hashes.
-
-        Raises:
-            UserError: naming the file that was altered.
-        """
+        """Compare the token files with their hashes."""
         for split, record in self._meta["splits"].items():
             path = self._path(split, "tokens")
             if file_sha256(path) != record["sha256_tokens"]:
                 raise UserError(f"{path}: altered since it was prepared; delete {self.directory} to prepare it anew")
 
-    def _record(self, split: str) -> dict[str, Any]:
+    def _record(self, split: str) -> JsonObject:
         if split not in self._meta["splits"]:
             raise UserError(f"{self.name} has no split {split!r}; expected one of {', '.join(self.splits)}")
         return self._meta["splits"][split]
@@ -272,12 +279,8 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
-    """Read the record of a prepared corpus, after checking that its files are whole.
-
-    Raises:
-        UserError: if something is missing or has the wrong size.
-    """
+def read_meta(directory: Path) -> JsonObject:
+    """Read the record of a prepared corpus, after checking that its files are whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != META_FORMAT:

@@ -1,4 +1,4 @@
-"""Opening a public corpus: from what is prepared, from a folder or archive, or from the web; verified on the way."""
+"""Public corpora: opened where they are prepared, else prepared from a folder, an archive or the web and verified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from txl.config import DataConfig
 from txl.data.catalogue import Benchmark
@@ -19,7 +18,7 @@ from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import is_full
+from txl.files import JsonObject, is_full
 
 BOUNDARIES = ("end", "both")
 
@@ -41,9 +40,6 @@ class PublicCorpus:
         boundary: of sentences: "end" or "both".
         verify: refuse what is not the known corpus.
         quiet: say nothing.
-
-    Raises:
-        UserError: for settings that do not go with this corpus.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class PublicCorpus:
         directory = self.folder / f"{prefix}-{stamp}"
         return self._ready(directory) or self._prepare(directory)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         """Return the settings that the token files depend on, beside the text."""
         recipe = self._recipe(None)
         values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
@@ -170,7 +166,7 @@ class PublicCorpus:
         """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""
         benchmark, config = self.benchmark, self.config
         vocabulary = self.vocabulary
-        record: dict[str, Any] = {"like_original": self.like_original}
+        record: JsonObject = {"like_original": self.like_original}
         sentences = benchmark.sentences and config.unit == "word"
         if sentences and vocabulary is None and parts is not None:
             vocabulary = read_words(parts["vocabulary"][0], self.boundary)
@@ -197,12 +193,8 @@ class PublicCorpus:
             record=record,
         )
 
-    def _check(self, meta: dict[str, Any], wrong: dict[str, str]) -> None:
-        """Compare counts with the known ones, and say in the record what was found.
-
-        Raises:
-            UserError: saying by how much they differ.
-        """
+    def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
+        """Compare counts with the known ones, and say in the record what was found."""
         benchmark = self.benchmark
         found = []
         if self._is_natural:
@@ -229,11 +221,7 @@ class PublicCorpus:
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
-    """Read One Billion Word's vocabulary file: a word a line (with its count, or without).
-
-    Raises:
-        UserError: if it is no such file.
-    """
+    """Read One Billion Word's vocabulary file: a word a line (with its count, or without)."""
     with open_file(path) as file:
         try:
             lines = file.read().decode("utf-8").splitlines()

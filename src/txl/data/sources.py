@@ -1,4 +1,4 @@
-"""Where text comes from: files, plain or compressed, and the pieces of them that make up a split."""
+"""Sources of text: files, plain or compressed, and the pieces of them that make up a split."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import zstandard
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -45,11 +48,7 @@ class Piece:
         return None if self.path.suffix in COMPRESSED else self.path.stat().st_size - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield its bytes, about a megabyte at a time.
-
-        Raises:
-            UserError: if the file cannot be read.
-        """
+        """Yield its bytes, about a megabyte at a time."""
         with open_file(self.path) as file:
             try:
                 self._skip(file)
@@ -82,11 +81,7 @@ Pieces = dict[str, list[Piece]]
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file's content for reading, decompressed if its name ends in .gz, .xz or .zst.
-
-    Raises:
-        UserError: if it cannot be opened.
-    """
+    """Open a file's content for reading, decompressed if its name ends in .gz, .xz or .zst."""
     try:
         if path.suffix == ".gz":
             return cast(IO[bytes], gzip.open(path, "rb"))
@@ -111,7 +106,7 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         while not self._ready:
             data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
@@ -124,8 +119,9 @@ class _ZstdFile(io.RawIOBase):
                 return 0
             self._in_frame = True
             self._ready = self._frame.decompress(data)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        count = min(memoryview(buffer).nbytes, len(self._ready))
+        memoryview(buffer).cast("B")[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
     def close(self) -> None:
@@ -184,11 +180,7 @@ def _is_text(path: Path) -> bool:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a user's text is cut by position; else it has files that are named after the splits.
-
-    Raises:
-        UserError: as `user_pieces`.
-    """
+    """Return whether a user's text is cut by position; else it has files that are named after the splits."""
     return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
 
 
@@ -197,9 +189,6 @@ def user_pieces(text: str) -> Pieces:
 
     A folder with files named train, valid (or validation, val, dev) and test uses them. Everything else is put
     together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
-
-    Raises:
-        UserError: if there is nothing to read, or too little.
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
@@ -218,11 +207,7 @@ def user_pieces(text: str) -> Pieces:
 
 
 def find_files(text: str) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted; hidden ones are left out of folders.
-
-    Raises:
-        UserError: if there are none, or a folder on the way cannot be read.
-    """
+    """Return the files that a path, folder or glob names, sorted; hidden ones are left out of folders."""
     path = Path(text)
     try:
         if path.is_file():

@@ -6,14 +6,14 @@ Shapes: B lanes, T tokens of a segment.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from txl.data.prepared import Sentences
+from txl.data.prepared import Sentences, Tokens
 from txl.errors import UserError
+from txl.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StreamPosition:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> StreamPosition:
+    def from_dict(cls, values: JsonObject) -> StreamPosition:
         """Build a position from `to_dict` of it."""
         return cls(epoch=int(values["epoch"]), offset=int(values["offset"]))
 
@@ -43,7 +43,7 @@ class Segment:
     """int64 [B,T]: the token after each."""
     next: StreamPosition
     position: StreamPosition
-    """Where it begins."""
+    """Its beginning."""
     starts_epoch: bool
     """True where the lanes begin anew: what was in memory belongs to the text's end."""
 
@@ -71,7 +71,7 @@ class LaneStream:
 
     def __init__(
         self,
-        tokens: Any,
+        tokens: Tokens | np.ndarray,
         batch_size: int,
         segment: int,
         *,
@@ -84,7 +84,7 @@ class LaneStream:
         self.random_segments, self.seed = random_segments, seed
         self.lane_length = len(tokens) // batch_size
         if self.lane_length < segment + 1:
-            name = getattr(tokens, "split", "token stream")
+            name = tokens.split if isinstance(tokens, Tokens) else "token stream"
             raise UserError(
                 f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
                 f"of {segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
@@ -117,7 +117,7 @@ class LaneStream:
         """Return the offset at which an epoch's first segment begins in every lane."""
         return epoch * self.shift % self.segment
 
-    def _tokens_of(self, epoch: int) -> Any:
+    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
         """Return the token stream of an epoch."""
         return self._tokens
 
@@ -142,14 +142,11 @@ class SentenceStream(LaneStream):
         random_segments: as for `LaneStream`.
         seed: of the orders, and of these lengths.
         shift: as for `LaneStream`.
-
-    Raises:
-        UserError: if a lane is shorter than one segment and its last target.
     """
 
     def __init__(
         self,
-        tokens: Any,
+        tokens: Tokens,
         batch_size: int,
         segment: int,
         *,
@@ -157,11 +154,12 @@ class SentenceStream(LaneStream):
         seed: int = 0,
         shift: int = 0,
     ):
+        assert tokens.sentences is not None
         super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
         self._edges = sentence_edges(tokens, tokens.sentences)
         self._shuffled: tuple[int, _Rearranged] | None = None  # of the epoch that was read last
 
-    def _tokens_of(self, epoch: int) -> Any:
+    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
         if self._shuffled is None or self._shuffled[0] != epoch:
             order = shuffled(len(self._edges) - 1, self.seed, epoch)
             self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
@@ -169,14 +167,21 @@ class SentenceStream(LaneStream):
 
 
 def training_stream(
-    tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0, shift: int = 0
+    tokens: Tokens | np.ndarray,
+    batch_size: int,
+    segment: int,
+    *,
+    random_segments: bool = False,
+    seed: int = 0,
+    shift: int = 0,
 ) -> LaneStream:
     """Return the stream that a training split is read in: sentences shuffled where a corpus has them, else as it is."""
-    kind = SentenceStream if getattr(tokens, "sentences", None) is not None else LaneStream
-    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
+    if isinstance(tokens, Tokens) and tokens.sentences is not None:
+        return SentenceStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
+    return LaneStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
 
 
-def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
+def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndarray:
     """Return the beginning of each sentence, and the end of the last one: int64 [sentences + 1].
 
     With one boundary between two sentences it belongs to the one that follows it, and the stream's last boundary to
@@ -218,7 +223,7 @@ _SCAN = 1 << 24
 class _Rearranged:
     """The tokens of a stream with its sentences in another order; whatever follows the last sentence stays there."""
 
-    def __init__(self, tokens: Any, edges: np.ndarray, order: np.ndarray):
+    def __init__(self, tokens: Tokens | np.ndarray, edges: np.ndarray, order: np.ndarray):
         self._tokens, self._edges, self._order = tokens, edges, order
         self._ends = np.cumsum(edges[order + 1] - edges[order])
 

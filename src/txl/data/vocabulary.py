@@ -1,4 +1,4 @@
-"""Vocabularies: between text and token ids, for every unit, and back piece by piece.
+"""Vocabularies: text to token ids for every unit, and back piece by piece.
 
 Each is saved as plain JSON. Ids are int64 arrays in memory.
 """
@@ -19,7 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
-from txl.files import read_json, replacing
+from txl.files import JsonObject, read_json, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -33,11 +33,11 @@ class Vocabulary(ABC):
 
     kind: ClassVar[str]
     unk_id: int | None = None
-    """What stands for everything the vocabulary lacks, if anything does."""
+    """Id of everything that the vocabulary lacks; None: it refuses such text."""
     eos_id: int | None = None
     """The end of a line, if lines have one."""
     normalise: bool = False
-    """Whether texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
+    """True if texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -63,12 +63,16 @@ class Vocabulary(ABC):
         """Return the bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
         return None
 
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """Return the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
+
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder for tokens that follow the text `after`."""
 
     @abstractmethod
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return everything, as plain JSON values."""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -83,11 +87,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def from_json(values: Any) -> Vocabulary:
-        """Build a vocabulary from `to_json` of it.
-
-        Raises:
-            UserError: if it is no vocabulary, or one of a future version.
-        """
+        """Build a vocabulary from `to_json` of it."""
         try:
             if values["format"] not in _FORMATS:
                 known = " and ".join(map(str, _FORMATS))
@@ -114,7 +114,7 @@ class Vocabulary(ABC):
             raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
-    def _as_json(self, **values: Any) -> dict[str, Any]:
+    def _as_json(self, **values: Any) -> JsonObject:
         """Return the values of one kind of vocabulary with what all kinds have, in the lowest format that holds
         them."""
         if self.normalise:
@@ -128,11 +128,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def load(path: Path) -> Vocabulary:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: if the file is missing or no vocabulary.
-        """
+        """Read what `save` wrote."""
         try:
             values = read_json(path)
         except FileNotFoundError:
@@ -172,11 +168,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode_bytes(utf8(text))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Return one id a byte: int64 [N].
-
-        Raises:
-            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
-        """
+        """Return one id a byte: int64 [N]."""
         values = np.frombuffer(data, dtype=np.uint8)
         ids = self._table[values]
         if not self.is_complete and (ids < 0).any():
@@ -189,11 +181,15 @@ class ByteVocabulary(Vocabulary):
         """Return one byte a token."""
         return len(ids)
 
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return np.array(self.values, dtype=np.uint8)[ids].tobytes()
+
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8, with U+FFFD for what is none."""
         return BytesDecoder([bytes([value]) for value in self.values])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return its kind, and the bytes if they are not all."""
         return self._as_json(**({} if self.is_complete else {"values": self.values}))
 
@@ -260,11 +256,18 @@ class CharVocabulary(Vocabulary):
         lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
         return int(lengths[ids - (self.unk_id is not None)].sum())
 
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """In UTF-8; None if a character is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        first = self.unk_id is not None
+        return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
+
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of one character a token."""
         return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the characters in the order of their ids."""
         return self._as_json(characters=self.characters, **({} if self.unk_id == 0 else {"unknown": False}))
 
@@ -352,9 +355,9 @@ class WordVocabulary(Vocabulary):
         """Return a decoder of words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
         return WordDecoder(self.words, self.eos, after, self.rule)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the words in the order of their ids."""
-        values: dict[str, Any] = {"words": self.words}
+        values: JsonObject = {"words": self.words}
         if (self.eos, self.unk, self.boundary) != (EOS, UNK, None):
             values |= {"eos": self.eos, "unk": self.unk, "boundary": self.boundary}
         if self.rule != "whitespace":
@@ -378,11 +381,7 @@ class BpeVocabulary(Vocabulary):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
-        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges.
-
-        Raises:
-            UserError: if there is no room for merges.
-        """
+        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
         tokenizer = Tokenizer(models.BPE())
@@ -424,11 +423,15 @@ class BpeVocabulary(Vocabulary):
         """Return the sum of `n_bytes`."""
         return int(self.n_bytes(ids).sum())
 
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return b"".join([self.pieces[token] for token in ids.tolist()])
+
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of UTF-8 across tokens."""
         return BytesDecoder(self.pieces)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the tokenizer, as the library writes it."""
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
 

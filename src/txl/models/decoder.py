@@ -35,6 +35,8 @@ class Decoder(LanguageModel[StateT]):
     config_class: ClassVar[type[ModelConfig]]
     """The configuration of its family."""
     attention_name: str
+    attention_note: str | None = None
+    """Why the attention is not the one that the configuration prefers, in one line."""
     config: ModelConfig
     compiles_any_length: bool | None = None
     """Whether compiled layers are made for segments of any length from the first; None: when a second one comes."""
@@ -62,6 +64,17 @@ class Decoder(LanguageModel[StateT]):
         Raises:
             UserError: if it cannot.
         """
+
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """Return the names of the layers' matrices, which map hidden states to hidden states.
+
+        Embeddings, softmax tables, u and v, biases and norms are not among them.
+
+        Returns:
+            For each name of a parameter, how many matrices are stored in it: below one another, and beside.
+        """
+        layers = self.get_submodule("layers").named_modules(prefix="layers")
+        return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
 
     def _finish(self, d_last: int | None = None) -> None:
         """What comes after the layers, and the first weights of everything; `d_last` is the width of h^N, E if None."""

@@ -36,7 +36,7 @@ def named_presets() -> dict[str, list[Preset]]:
 
 
 # Tokens in the vocabulary.
-_TEXT8, _ENWIK8, _BYTES, _PTB, _WT2, _WT103, _LM1B = 27, 204, 256, 10_000, 33_278, 267_735, 793_472
+_TEXT8, _ENWIK8, _BYTES, _BPE, _PTB, _WT2, _WT103, _LM1B = 27, 204, 256, 2048, 10_000, 33_278, 267_735, 793_472
 # Sources.
 _SCRIPTS = "the authors' PyTorch scripts"
 _AL_RFOU = "(Al-Rfou et al.), with their auxiliary losses"
@@ -102,7 +102,8 @@ def _baselines() -> list[Preset]:
 def _own() -> list[Preset]:
     rows = [
         ("wikitext-2", "WikiText-2, as ptb", _WT2, published.wikitext_2),
-        ("stdlib-tiny", "the demo: minutes on two CPU cores", _BYTES, small.stdlib_tiny),
+        ("stdlib-bpe", "the demo: minutes on two CPU cores", _BPE, small.stdlib_bpe),
+        ("stdlib-tiny", "minutes on two CPU cores, in bytes", _BYTES, small.stdlib_tiny),
         ("stdlib-small", _CPU_HOUR, _BYTES, small.stdlib_small),
         ("enwik8-small", _CPU_HOUR, _BYTES, small.enwik8_small),
         ("enwik8-vanilla-small", _CPU_HOUR, _BYTES, small.enwik8_vanilla_small),

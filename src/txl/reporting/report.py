@@ -1,4 +1,4 @@
-"""report.html: a page about a run, made from its log; it opens offline. And a summary in three lines."""
+"""report.html: a page about a run, made from its log; it opens offline. And a summary in a few lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txl.errors import UserError
 from txl.files import write_whole
 from txl.presets import preset, presets
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
-from txl.reporting.comparison import measure_compression
+from txl.reporting.comparison import LZMA_AFTER, measure_compression
 from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
@@ -34,15 +34,23 @@ _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
 """Most samples, characters of each, and other evaluations that are shown; what is left out is counted."""
 
 
-def write_report(directory: str | Path, *, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:
+def write_report(
+    directory: str | Path,
+    *,
+    out: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    after_training_text: bool = False,
+) -> Path:
     """Write a run's report from its log and configuration; no model is loaded.
 
-    What zlib and lzma need for the text that was scored is measured here, once, and added to the log.
+    What zlib, bzip2 and lzma need for the text that was scored is measured here, once, and added to the log.
 
     Args:
         directory: a run directory.
         out: where to write it; None: report.html in the run directory.
         data_dir: where prepared corpora live.
+        after_training_text: measure also what lzma needs when it has seen the training text; it takes a minute for
+            64 MiB of it, the most that lzma sees.
 
     Returns:
         The path of the report; it is the old page or the new one, whatever happens.
@@ -57,8 +65,9 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
     if found is None or not found.train:
         raise UserError(f"{directory}: nothing has been trained here yet (log.jsonl has no train line); run txl train")
     problem = None
-    if found.result is not None and found.compression is None:
-        measured, problem = measure_compression(run_directory, found, data_dir)
+    known = found.compression
+    if found.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):
+        measured, problem = measure_compression(run_directory, found, data_dir, after_training_text)
         if measured is not None:
             found = findings([*events, measured]) or found
     path = Path(out) if out is not None else run_directory.path / "report.html"
@@ -333,21 +342,22 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
-    """Return three lines: the result with and without memory beside zlib and lzma; size and speed; the report's path.
+    """Return the result with and without memory; compressors' on the same bytes; size and speed; the report's path.
 
     Args:
         events: of a run's log.
-        report: the report's path; None: the third line says how to write one.
+        report: the report's path; None: the last line says how to write one.
     """
     found = findings(events)
     if found is None or not found.train:
         return ["nothing has been trained here yet: run txl train"]
-    hardware = found.start["hardware"]
+    hardware, train = found.start["hardware"], found.start["config"]["train"]
     place = hardware.get("gpu") or f"{hardware['cpu']} ({hardware['cores']} cores)"
     return [
         _result_line(found),
-        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens']:,} tokens trained on at "
-        f"{found.speed:,.0f} tokens/s on {place}",
+        *_compressor_lines(found),
+        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens']:,} tokens trained on in "
+        f"{train['dtype']} at {found.speed:,.0f} tokens/s on {place}",
         "report: run txl report DIR" if report is None else f"report: {report}",
     ]
 
@@ -368,7 +378,18 @@ def _result_line(found: Findings) -> str:
     line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
     if without is not None:
         line += f", {figure(without)} without (memory: {change_text(result['nll'], without['nll'])})"
-    if found.compression is not None and in_bytes:
-        zlib, lzma = (8 * found.compression[name] / found.compression["text"] for name in ("zlib", "lzma"))
-        line += f"; zlib {zlib:.3f}, lzma {lzma:.3f}"
     return line
+
+
+def _compressor_lines(found: Findings) -> list[str]:
+    """Bits per byte of compressors, and what the model has seen that they have not."""
+    sizes, result = found.compression, found.result
+    if sizes is None or result is None or result.get("bits_per_byte") is None:
+        return []
+
+    def bits(name: str) -> str:
+        return f"{8 * sizes[name] / sizes['text']:.3f}"
+
+    line = f"the same {sizes['text']:,} bytes: " + ", ".join(f"{name} {bits(name)}" for name in ("zlib", "bz2", "lzma"))
+    line += "; unlike these, the model has seen training text"
+    return [line + (f" (lzma that has seen it too: {bits(LZMA_AFTER)})" if LZMA_AFTER in sizes else "")]

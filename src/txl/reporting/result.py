@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from txl.config import model_from_dict
+from txl.reporting.comparison import LZMA_AFTER
 from txl.reporting.findings import Findings, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
 from txl.reporting.wording import change_text, manner_words, settings_text
@@ -44,7 +45,7 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
         parts.append(note(f"Not measured without memory: `{command}` adds it."))
     parts.append(_compressors(found, rows))
     if problem is not None:
-        parts.append(note(f"zlib and lzma are not shown: {problem}."))
+        parts.append(note(f"zlib, bzip2 and lzma are not shown: {problem}."))
     parts.append(_caveat(found, result))
     return section(f"Result on the {result['split']} split", *parts)
 
@@ -97,7 +98,8 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
         return ""
     text, result = found.compression["text"], found.result
     lines = [(f"this model, {_memory_name(found, row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
-    names = {"lzma": "lzma (xz -9)", "zlib": "zlib (level 9)"}
+    names = {"lzma": "lzma (xz -9e)", "bz2": "bzip2 (level 9)", "zlib": "zlib (level 9)"}
+    names = ({LZMA_AFTER: "lzma, training text seen"} if LZMA_AFTER in found.compression else {}) | names
     lines += [(words, 8 * found.compression[name] / text, False) for name, words in names.items()]
     split = found.split_of(result)
     exact = result["unit"] == "byte" or (split is not None and tokens_read(result) == split["tokens"])
@@ -105,9 +107,14 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
     weights = found.start["total_parameters"] * 4
     explained = (
         f"Compressors see {about}the same {text:,} bytes and nothing else: zlib makes {found.compression['zlib']:,} "
-        f"bytes of them, lzma {found.compression['lzma']:,}. The model learned from other text first, and its own "
-        f"size ({weights:,} bytes of float32 weights) is not counted."
+        f"bytes of them, bzip2 {found.compression['bz2']:,}, lzma {found.compression['lzma']:,}. The model learned "
+        f"from other text first, and its own size ({weights:,} bytes of float32 weights) is not counted."
     )
+    if LZMA_AFTER in found.compression:
+        explained += (
+            f" Appended to the training text, of which it sees the last 64 MiB at most, lzma’s file grows by "
+            f"{found.compression[LZMA_AFTER]:,} bytes."
+        )
     return bars("Bits per byte of the text; lower is better", ("", "bits per byte"), lines) + "\n" + note(explained)
 
 

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that training needs to
 go on (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder `training_state` of
-shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and what the
-weights belong to. Nothing in it needs pickle.
+shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and the
+configuration, vocabulary and run that the weights belong to. Nothing in it needs pickle.
 
 The libraries that write and read tensors notice a truncated file, but none notices a flipped bit: hence the manifest.
 """
@@ -18,12 +18,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import file_sha256, follow_umask, is_full, sync
+from txl.files import JsonObject, file_sha256, follow_umask, is_full, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -46,9 +46,9 @@ class Contents:
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
-    belongs: dict[str, Any] = field(default_factory=dict)
-    """What the weights mean something with: `belongs_to`."""
+    numbers: JsonObject
+    belongs: JsonObject = field(default_factory=dict)
+    """Configuration and vocabulary hash that the weights belong to (`belongs_to`)."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
     give_up: Callable[[], None] | None = None
@@ -71,12 +71,8 @@ def checkpoint_step(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
-    """Return the identity of a checkpoint: the model's configuration, the hash of the vocabulary's file, and the run.
-
-    Raises:
-        UserError: if the vocabulary cannot be read.
-    """
+def belongs_to(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
+    """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
     try:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
     except OSError as error:
@@ -200,22 +196,14 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest.
-
-    Raises:
-        UserError: if something is missing, truncated or altered.
-    """
+def read_state(checkpoint: Path) -> JsonObject:
+    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest."""
     verify_file(checkpoint, STATE_FILE)
     return _json_object(checkpoint / STATE_FILE)
 
 
-def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) -> None:
-    """Compare what the weights belong to with what is there now.
-
-    Raises:
-        UserError: naming what has changed since the checkpoint was written.
-    """
+def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
+    """Compare what the weights belong to with what is there now."""
     manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
     if known is not None and known != now["vocabulary_sha256"]:
@@ -251,12 +239,8 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     read_state(checkpoint)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        UserError: if it is missing, damaged, of another version or of another checkpoint.
-    """
+def read_manifest(checkpoint: Path) -> JsonObject:
+    """Read a checkpoint's manifest."""
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
@@ -275,18 +259,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _own_sha256(manifest: dict[str, Any]) -> str:
+def _own_sha256(manifest: JsonObject) -> str:
     """Return the sha256 of a manifest without this line of it."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
-    """Compare a file with the manifest.
-
-    Raises:
-        UserError: saying how they differ.
-    """
+    """Compare a file with the manifest."""
     files = read_manifest(checkpoint)["files"]
     path = checkpoint / name
     try:
@@ -306,7 +286,7 @@ def verify_file(checkpoint: Path, name: str) -> None:
         raise UserError(f"{path}: cannot be read ({reason}); {_OTHERWISE}") from None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -317,11 +297,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it.
-
-    Raises:
-        UserError: if it cannot be renamed.
-    """
+    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it."""
     number = 0
     while (target := checkpoint.with_name(f"refused-{checkpoint.name}{f'-{number}' if number else ''}")).exists():
         number += 1

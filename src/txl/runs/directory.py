@@ -25,7 +25,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import read_json, write_whole
+from txl.files import JsonObject, read_json, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 from txl.runs.events import EventName, StartEvent, fields_of, select
 
@@ -55,11 +55,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def config(self) -> RunConfig:
-        """Read the run's configuration.
-
-        Raises:
-            UserError: if it is missing or damaged.
-        """
+        """Read the run's configuration."""
         try:
             stored = read_json(self.config_path)
         except FileNotFoundError:
@@ -72,19 +68,11 @@ class RunDirectory:
             raise UserError(f"{self.config_path}: {error}") from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.json.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Write config.json."""
         write_whole(self.config_path, json.dumps(config.to_dict(), indent=1) + "\n")
 
     def write_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Write vocabulary.json.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Write vocabulary.json."""
         write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
@@ -111,20 +99,12 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
-    def events(self) -> list[dict[str, Any]]:
-        """Read all events of the log in order; lines that a crash has torn are left out.
-
-        Raises:
-            UserError: if the log cannot be read.
-        """
+    def events(self) -> list[JsonObject]:
+        """Read all events of the log in order; lines that a crash has torn are left out."""
         return self.events_and_torn()[0]
 
-    def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
-        """Read all events of the log in order, and count the torn lines.
-
-        Raises:
-            UserError: if the log cannot be read.
-        """
+    def events_and_torn(self) -> tuple[list[JsonObject], int]:
+        """Read all events of the log in order, and count the torn lines."""
         path = self.path / "log.jsonl"
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -155,7 +135,7 @@ class RunDirectory:
         starts = select(self.events(), StartEvent, EventName.START)
         return starts[-1] if starts else None
 
-    def trained_on(self) -> dict[str, Any]:
+    def trained_on(self) -> JsonObject:
         """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
         started = self.started()
         return {} if started is None else started.get("corpus", {})
@@ -171,11 +151,7 @@ class RunDirectory:
         return self.checkpoints / target
 
     def set_pointer(self, name: str, checkpoint: str) -> None:
-        """Let `best` or `latest` name a checkpoint.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Let `best` or `latest` name a checkpoint."""
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
@@ -188,9 +164,6 @@ class RunDirectory:
 
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
-
-        Raises:
-            UserError: if there is none, naming those that there are.
         """
         if which is None:
             found = self.pointer("best" if (self.path / "best").exists() else "latest")
@@ -246,11 +219,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from training in this directory within the block.
-
-        Raises:
-            UserError: if somebody does, or the directory cannot be written.
-        """
+        """Keep others from training in this directory within the block."""
         path = self.path / ".lock"
         try:
             file = open(path, "w")  # noqa: SIM115 (closed below)
@@ -263,11 +232,7 @@ class RunDirectory:
             yield
 
     def _lock(self, descriptor: int, note: str | None) -> None:
-        """Lock an open file until it is closed; where the file system has no such locks, say `note`.
-
-        Raises:
-            UserError: if somebody else has locked it.
-        """
+        """Lock an open file until it is closed; where the file system has no such locks, say `note`."""
         for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
             try:
                 portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
@@ -330,11 +295,7 @@ def load(
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], source: str, assign: bool = False) -> None:
-    """Copy weights into a model, or let it take them over (`assign`).
-
-    Raises:
-        UserError: naming the first tensor that is missing, too many, or of another shape.
-    """
+    """Copy weights into a model, or let it take them over (`assign`)."""
     wanted = model.state_dict()
     for name, tensor in wanted.items():
         if name not in tensors:

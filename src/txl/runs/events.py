@@ -1,4 +1,4 @@
-"""The events of a run's log: their names, and what each one's line in log.jsonl has.
+"""The events of a run's log: their names, and the fields of each one's line in log.jsonl.
 
 Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of both:
 `RunDirectory.append` writes no other event and no other field, and readers get typed lines from `select`.
@@ -10,6 +10,8 @@ was not written by an earlier version.
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
+
+from txl.files import JsonObject
 
 
 class EventName(StrEnum):
@@ -51,9 +53,9 @@ class Event(TypedDict):
 class StartEvent(Event):
     """Training begins (`start`), or goes on from a checkpoint (`resume`)."""
 
-    config: dict[str, Any]
+    config: JsonObject
     """The run's configuration (`RunConfig.to_dict`)."""
-    corpus: dict[str, Any]
+    corpus: JsonObject
     """Name, unit, identity and splits of the corpus (`Corpus.info`)."""
     parameters: dict[str, int]
     """Number of parameters by part of the model."""
@@ -61,8 +63,8 @@ class StartEvent(Event):
     attention: str
     """The attention backend in use."""
     compiled: bool
-    """Whether the layers are compiled by `torch.compile`."""
-    hardware: dict[str, Any]
+    """True if `torch.compile` compiles the layers."""
+    hardware: JsonObject
     software: dict[str, str]
     command: list[str]
     """The words of the command line."""
@@ -138,7 +140,7 @@ class EvaluationEvent(Event):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: dict[str, Any] | None
+    dynamic: JsonObject | None
     """Rule and settings of dynamic evaluation."""
 
 
@@ -171,7 +173,7 @@ class SweepEvent(Event):
     sha256_text: NotRequired[str]
     checkpoint: str
     measured: NotRequired[str]
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     """One a memory length, with the fields of an `eval` event."""
 
 
@@ -180,7 +182,7 @@ class CheckpointEvent(Event):
 
     directory: str
     best: bool
-    """Whether it is the best so far."""
+    """True if it is the best so far."""
     copy_seconds: float
     """Time that training waited for the copy of its state."""
     write_seconds: float
@@ -232,7 +234,7 @@ class ImportEvent(Event):
 
     source: str
     """Kind of the foreign checkpoint."""
-    config: dict[str, Any]
+    config: JsonObject
     total_parameters: int
     command: list[str]
 
@@ -246,7 +248,7 @@ class CacheEvent(Event):
     thetas: list[float]
     lambdas: list[float]
     nll: list[list[float]]
-    """By theta and lambda."""
+    """Nats a token by theta and lambda."""
     plain_nll: float
     tokens: int
     theta: float
@@ -267,7 +269,7 @@ class DynamicEvent(Event):
     """Learning rate, decay and nll; None where the weights diverged."""
     static_nll: float
     tokens: int
-    adaptation: dict[str, Any]
+    adaptation: JsonObject
     best_nll: float
     at_edge: list[str]
 
@@ -324,7 +326,7 @@ EVENTS: dict[EventName, type[Event]] = {
     EventName.SAMPLE: SampleEvent,
     EventName.COMPRESSION: CompressionEvent,
 }
-"""What the line of each event has."""
+"""The fields of the line of each event."""
 
 EventT = TypeVar("EventT", bound=Event)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import checkpoint_names, verify_checkpoint
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName, TrainEvent, ValidEvent, select
@@ -47,7 +48,7 @@ class RunStatus:
     """Lines of the log that cannot be read; one at its end is what a crash leaves."""
     unit: str | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON."""
         return asdict(self)
 
@@ -79,11 +80,7 @@ class RunStatus:
 
 
 def run_status(path: Path) -> RunStatus:
-    """Read the status of a run directory.
-
-    Raises:
-        UserError: if it is none.
-    """
+    """Read the status of a run directory."""
     directory = RunDirectory(path)
     steps = directory.config().train.steps
     events, torn = directory.events_and_torn()
@@ -113,7 +110,7 @@ def run_status(path: Path) -> RunStatus:
     )
 
 
-def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
+def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
     if directory.is_locked():
         return "training"
     of_training = [each for each in events if each["event"] in _TELL_STATE]
@@ -150,12 +147,12 @@ def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
     return None, refused
 
 
-def _step(events: list[dict[str, Any]]) -> int:
+def _step(events: list[JsonObject]) -> int:
     """Return the step the run is at: that of the last event which training has written."""
     return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in _TELL_STEP), 0)
 
 
-def _count(events: list[dict[str, Any]], name: EventName) -> int:
+def _count(events: list[JsonObject], name: EventName) -> int:
     return sum(each["event"] == name for each in events)
 
 
@@ -164,7 +161,7 @@ def _number(event: Mapping[str, Any], name: str) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _unit(events: list[dict[str, Any]]) -> str | None:
+def _unit(events: list[JsonObject]) -> str | None:
     for event in events:
         corpus = event.get("corpus")
         if isinstance(corpus, dict) and isinstance(corpus.get("unit"), str):

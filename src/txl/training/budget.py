@@ -1,4 +1,4 @@
-"""The most memory that training holds, measured, and the longest segment that fits into it (Table 10).
+"""Peak memory of training, measured, and the longest segment that fits into a budget (Table 10).
 
 Table 10 compares models not at one backpropagation length but at one budget of memory: without recurrence a segment may
 be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on made-up tokens behind a
@@ -11,7 +11,7 @@ Shapes: B lanes, T tokens of a segment, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from txl.config import RunConfig, validate
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.memory import Memory
 from txl.training.optimisers import WeightAverage, build_optimizer
@@ -39,7 +40,13 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
@@ -69,9 +76,6 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
         run: the configuration; its corpus is not read.
         vocab_size: tokens of the vocabulary.
         device: where.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
     validate(run)
     devices = [device] if device.startswith("cuda") else []
@@ -128,12 +132,12 @@ class Fit:
 
     segment: int
     peak_bytes: int
-    """Of that segment."""
+    """Peak bytes of that segment."""
     budget_bytes: int
     measured: dict[int, int]
     """Peak bytes of every segment that was tried."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON."""
         return asdict(self)
 

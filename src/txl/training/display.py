@@ -1,11 +1,11 @@
-"""What a person sees while a model trains: a live panel on a terminal, plain lines elsewhere; all on standard error."""
+"""Display of a run on standard error: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -125,12 +125,12 @@ class Display:
             f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}"
         )
 
-    def valid(self, step: int, result: dict[str, Any], is_best: bool) -> None:
+    def valid(self, step: int, nll: float, tokens: int, is_best: bool) -> None:
         """Report an evaluation on the validation split."""
-        name, value = metric(self._unit, result["nll"])
+        name, value = metric(self._unit, nll)
         self._valid = f"{name} {value} at step {step}"
         best = ", the best so far" if is_best else ""
-        self.message(f"validation at step {step}: {name} {value} on {result['tokens']:,} tokens{best}")
+        self.message(f"validation at step {step}: {name} {value} on {tokens:,} tokens{best}")
         if self._reading is not None:
             self.show(self._reading)
 

@@ -1,4 +1,4 @@
-"""What a configuration costs before it is run: parameters by part, tokens a step, memory.
+"""Costs of a configuration, estimated before it is run: parameters by part, tokens a step, memory.
 
 Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
 `train.dtype float64` doubles.
@@ -14,9 +14,11 @@ from torch import nn
 
 from txl.config import RunConfig, TrainConfig
 from txl.data.catalogue import BENCHMARKS
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
+from txl.models.decoder import Decoder
 from txl.models.language_model import Objective
 
 _LARGE_VOCABULARY = 16_384
@@ -30,7 +32,7 @@ class Costs:
     parameters: dict[str, int]
     tokens_per_step: int
     targets_per_step: int
-    """Of these tokens' targets, those that have a loss."""
+    """Targets of these tokens that have a loss."""
     memory_bytes: dict[str, int]
 
     @property
@@ -43,7 +45,7 @@ class Costs:
         """Bytes of all parts."""
         return sum(self.memory_bytes.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON."""
         return asdict(self) | {"total_parameters": self.total_parameters, "total_bytes": self.total_bytes}
 
@@ -78,8 +80,8 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
 
     With P parameters:
 
-    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P
-      (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
+    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments; Muon has
+      one for each of its matrices), f*P (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
     - memory or state, activations and scratch of the layers: the model's `layer_costs`,
     - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
@@ -101,7 +103,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     memory = {
         "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
         "gradients": 4 * total,
-        "optimiser": _optimiser_copies(train) * 4 * total,
+        "optimiser": 4 * _kept_by_optimiser(model, train),
         **({"averaged weights": 4 * total} if averaged else {}),
         **({"memory": layers.state} if layers.state else {}),
         "activations": layers.activations + ends,
@@ -143,11 +145,13 @@ def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], de
     )
 
 
-def _optimiser_copies(train: TrainConfig) -> int:
-    """Tensors of its size that the optimiser keeps for each weight."""
-    if train.optimizer != "sgd":
-        return 2
-    return 1 if train.momentum > 0 else 0
+def _kept_by_optimiser(model: Decoder[Any], train: TrainConfig) -> int:
+    """Count the numbers that the optimiser keeps of all weights."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if train.optimizer == "sgd":
+        return total if train.momentum > 0 else 0
+    matrices = model.layer_matrices() if train.optimizer == "muon" else {}
+    return 2 * total - sum(model.get_parameter(name).numel() for name in matrices)
 
 
 def _states_at_ends(run: RunConfig) -> int:

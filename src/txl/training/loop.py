@@ -174,17 +174,17 @@ class TrainingLoop:
         try:
             result = evaluate_in_training(
                 state.best_model, setup.run, setup.corpus, setup.trained, lambda: self._asked_to_stop() > 0
-            ).to_dict()
+            )
         except ValidationStopped:
             counters.validation_due = True
             self._interrupt(self._asked_to_stop() or signal.SIGINT)
         setup.log.validation(counters.step, result, None if state.average is None else state.average.count)
-        counters.validation_losses.append(result["nll"])
+        counters.validation_losses.append(result.nll)
         best = counters.best_nll
-        is_best = math.isfinite(result["nll"]) and (best is None or result["nll"] < best)
-        setup.display.valid(counters.step, result, is_best)
+        is_best = math.isfinite(result.nll) and (best is None or result.nll < best)
+        setup.display.valid(counters.step, result.nll, result.tokens, is_best)
         if is_best:
-            counters.best_nll, counters.best_step = result["nll"], counters.step
+            counters.best_nll, counters.best_step = result.nll, counters.step
             if counters.scheduled_step == counters.step:
                 counters.scheduled_best = counters.step
             self.saver.save(state)
@@ -196,11 +196,7 @@ class TrainingLoop:
         self.saver.save(self.state, required=self.state.counters.step == self.setup.run.train.steps)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            UserError: if it is damaged, or the text is not the one the run was trained on.
-        """
+        """Go on from a checkpoint."""
         restore(self.state, self.setup, checkpoint)
         train, counters = self.setup.run.train, self.state.counters
         if train.average_patience is not None and counters.step < train.steps:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from txl.errors import UserError
 from txl.models.language_model import EVERY_TARGET, Objective
 from txl.processes import Processes
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class TrainedModel:
@@ -32,8 +35,8 @@ class TrainedModel:
     def __init__(self, model: Any, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
         self.model, self.processes = model, processes
         self.is_sharded = processes.count > 1 and engine == "fsdp"
-        self.saving_group: Any = None
-        self._sharded: list[Any] = []
+        self.saving_group: torch.distributed.ProcessGroup | None = None
+        self._sharded: list[FSDPModule] = []
         self._ddp: DistributedDataParallel | None = None
         if self.is_sharded:
             # Imported here: a second of time, for those alone who need it.
@@ -43,7 +46,7 @@ class TrainedModel:
             self.mesh = init_device_mesh(_device_of(model).type, (processes.count,))
             # Saving goes on beside training, so it has a group of its own, and copies on the CPU.
             self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
-            self.saving_group = torch.distributed.new_group(backend="gloo")
+            self.saving_group = cast("torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo"))
             # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
             for layer in (*getattr(model, "layers", ()), model):
                 fully_shard(layer, mesh=self.mesh)
@@ -121,11 +124,7 @@ class TrainedModel:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded.
-
-        Raises:
-            UserError: if they do not hold what is wanted.
-        """
+        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load

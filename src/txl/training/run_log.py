@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
+from txl.evaluation.perplexity import EvaluationResult
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
 from txl.training.display import Reading
@@ -18,9 +19,6 @@ class Scalars:
 
     Args:
         directory: the run's, in which the folder `tensorboard` is made; None: writes nothing.
-
-    Raises:
-        UserError: if TensorBoard is not installed.
     """
 
     def __init__(self, directory: Path | None):
@@ -57,9 +55,6 @@ class RunLog:
         needed: whether a line that cannot be written (a full disk) stops the run.
         tensorboard: whether TensorBoard gets the figures too.
         say: shows a line to the user.
-
-    Raises:
-        UserError: if TensorBoard is wanted and not installed.
     """
 
     def __init__(
@@ -94,10 +89,10 @@ class RunLog:
         self.record(EventName.TRAIN, reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
-    def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
+    def validation(self, step: int, result: EvaluationResult, averaged: int | None) -> None:
         """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
-        self.record(EventName.VALID, step, averaged=averaged, **result)
-        self._scalars.add(step, {f"valid/{name}": result[name] for name in ("nll", "bpc", "ppl")})
+        self.record(EventName.VALID, step, averaged=averaged, **result.to_dict())
+        self._scalars.add(step, {f"valid/{name}": getattr(result, name) for name in ("nll", "bpc", "ppl")})
 
     def close(self) -> None:
         """Write what is still buffered."""

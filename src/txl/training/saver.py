@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from txl.errors import TrainingDiverged, UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import (
     STATE_SHARDS,
     Contents,
@@ -39,7 +40,7 @@ class CheckpointSaver:
     def __init__(self, setup: TrainingSetup):
         self._setup, self._directory = setup, setup.directory
         self._writes = setup.trained.processes.is_first
-        self.belongs: dict[str, Any] = {}
+        self.belongs: JsonObject = {}
         """Configuration and vocabulary that the weights belong to (`checkpoints.belongs_to`)."""
         self.saved_step: int | None = None
         """The step whose state the last checkpoint holds; None if the next one has to be written in any case."""
@@ -84,11 +85,7 @@ class CheckpointSaver:
         self.check(state)
 
     def check(self, state: TrainingState) -> None:
-        """Report a checkpoint that could not be written in the background, once.
-
-        Raises:
-            UserError: if the run does not go on without it.
-        """
+        """Report a checkpoint that could not be written in the background, once."""
         try:
             self._raise()
         except UserError as error:

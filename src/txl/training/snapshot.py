@@ -16,6 +16,7 @@ from torch import Tensor
 
 from txl.data.streams import StreamPosition
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import (
     MODEL_FILE,
     STATE_SHARDS,
@@ -62,7 +63,7 @@ def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
         generators = processes.gather(generator)
         if generators is not None:
             tensors[f"random.{name}"] = torch.stack(generators)
-    numbers: dict[str, Any] = {"progress": asdict(state.counters), "position": state.position.to_dict()}
+    numbers: JsonObject = {"progress": asdict(state.counters), "position": state.position.to_dict()}
     numbers["corpus"], numbers["processes"] = setup.corpus.info()["identity"], processes.count
     if state.average is not None:
         numbers["averaged"] = state.average.count
@@ -122,11 +123,7 @@ class _ShardWriter:
 
 
 def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
-    """Give a state that was built from the same configuration the content of a checkpoint.
-
-    Raises:
-        UserError: if the checkpoint is damaged, or the run was trained on another text.
-    """
+    """Give a state that was built from the same configuration the content of a checkpoint."""
     numbers = read_state(checkpoint)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])

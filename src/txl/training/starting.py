@@ -1,7 +1,4 @@
-"""The directory of `--out`: whether a run begins there or goes on, and what a start that failed leaves behind.
-
-Starting from the weights of another run (`--init-from`).
-"""
+"""The start of a run: one begins in the directory of `--out` or goes on there, or takes weights (`--init-from`)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
@@ -17,16 +14,15 @@ from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
 
+if TYPE_CHECKING:  # what is there is known without PyTorch, which takes seconds to import
+    from txl.models.language_model import LanguageModel
+
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
-"""What a start that failed before its config.json was written may leave behind."""
+"""Files that a start which failed before its config.json was written may leave behind."""
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Make a directory; returns those that were not there, innermost first.
-
-    Raises:
-        UserError: if it cannot be made or written.
-    """
+    """Make a directory and return the folders that were missing, innermost first."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -48,9 +44,6 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
         run: the configuration to train.
         was_ours: whether a trainer has been in this directory before.
         extend: whether the run may have more steps than the one that is there.
-
-    Raises:
-        UserError: if the directory holds something else.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -123,11 +116,12 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
 
     changes = []
     old, new = before.train, run.train
-    # Two cosines part for good when the warm-up is over, so the last rate tells whether all were the same.
+    # Two cosines or lines part for good once they fall, so the last rate tells whether all were the same.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
-            f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
+            f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
         )
     if run.model.loss_depends_on_progress and step > 0:
         changes.append(f"the layers' losses end as in {new.steps} steps from here")
@@ -164,15 +158,11 @@ def _is_of_a_begun_run(path: Path) -> bool:
 
 
 _AUXILIARY = "auxiliary."
-"""How the names of the weights begin that auxiliary losses alone need (`txl.models.vanilla`)."""
+"""Beginning of the names of weights that auxiliary losses alone need (`txl.models.vanilla`)."""
 
 
 def check_same_model(source: RunDirectory, run: RunConfig) -> None:
-    """Refuse weights that would mean something else in this configuration.
-
-    Raises:
-        UserError: naming the fields that differ.
-    """
+    """Refuse weights that would mean something else in this configuration."""
     theirs, ours = source.config().model.weight_settings(), run.model.weight_settings()
     changed = [
         f"model.{name} {theirs[name]} -> {value}"
@@ -186,7 +176,7 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         )
 
 
-def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> str | None:
+def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:
     """Load another run's best checkpoint, else its latest, as first weights.
 
     Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those
@@ -194,9 +184,6 @@ def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> st
 
     Returns:
         What became of such classifiers, in a few words; None if both models have the same.
-
-    Raises:
-        UserError: if there is no checkpoint, it is damaged, or its vocabulary has another size than the corpus's.
     """
     weights = read_tensors(source.checkpoint(), MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))

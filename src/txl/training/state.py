@@ -1,4 +1,4 @@
-"""What a run trains with, and the state that its steps change.
+"""The state that the steps of training change, and the setup that they leave as it is.
 
 `TrainingState` is everything that the next step depends on: `snapshot` copies it into a checkpoint and puts it back.
 `TrainingSetup` is what stays the same from the first step to the last.
@@ -17,7 +17,9 @@ from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models.decoder import Decoder
+from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
 from txl.training.display import Display
 from txl.training.optimisers import WeightAverage
@@ -80,7 +82,7 @@ class Counters:
     validation_losses: list[float] = field(default_factory=list)
     """Nats a token of all evaluations so far, oldest first."""
     validation_due: bool = False
-    """Whether the run was stopped in the middle of this step's evaluation."""
+    """True if the run was stopped in the middle of this step's evaluation."""
     skipped: int = 0
     """Updates skipped because the loss or the gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -96,14 +98,10 @@ class Counters:
     last_loss: float | None = None
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Counters:
-        """Build the counters from `dataclasses.asdict` of them.
-
-        Raises:
-            UserError: for an unknown field or a value of the wrong type.
-        """
+    def from_dict(cls, values: JsonObject) -> Counters:
+        """Build the counters from `dataclasses.asdict` of them."""
         try:
-            fields: dict[str, Any] = values | {"watch": LossWatch(**values["watch"])}
+            fields: JsonObject = values | {"watch": LossWatch(**values["watch"])}
             counters = cls(**fields)
         except (TypeError, KeyError) as error:
             raise UserError(f"training state: damaged ({error})") from None
@@ -124,7 +122,7 @@ class TrainingState:
     model: Decoder[Any]
     """The model that trains; its state of memory is of a type of its own in every family."""
     optimizer: torch.optim.Optimizer
-    memory: list[Any]
+    memory: list[State]
     """The memory of each part of this process's lanes: states of `model`."""
     position: StreamPosition
     """The next segment to read."""
@@ -156,7 +154,7 @@ class TrainingSetup:
         """Return the state at the beginning of the text."""
         return TrainingState(self.trained.model, optimizer, self.empty_memory(), self.stream.start())
 
-    def empty_memory(self) -> list[Any]:
+    def empty_memory(self) -> list[State]:
         """Return the memory of each part of the lanes at the beginning of a text."""
         train = self.run.train
         lanes = len(self.trained.processes.share(train.batch_size)) // train.micro_batches

@@ -29,7 +29,7 @@ class StepResult:
     states: list[Any]
     """The memory of each part of the lanes."""
     targets: int
-    """How many targets counted, in all processes."""
+    """Number of targets that had a loss, in all processes."""
     updated: bool
     """False if the loss or the gradient was not finite; the weights are then as they were."""
 

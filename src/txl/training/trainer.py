@@ -20,6 +20,7 @@ from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
 from txl.models.decoder import Decoder
 from txl.models.language_model import Objective
@@ -60,9 +61,6 @@ class Trainer:
         init_from: another run directory whose weights and vocabulary a new run starts from.
         extend: go on with a run beyond its end, to a larger `train.steps`.
         quiet: nothing on standard error.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Trainer:
         self._init_note: str | None = None
         self.processes = Processes()
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> JsonObject:
         """Train to the last step, or go on to it.
 
         Returns:
@@ -104,10 +102,10 @@ class Trainer:
             self.quiet = self.quiet or not self.processes.is_first
             _check_lanes(self.run, self.processes)
             if not self.processes.is_first:
-                return self._fit(self.processes.first_does("directory", lambda: None))
+                return self._fit(self.processes.first_does("directory", lambda: False))
             return self._fit_first()
 
-    def _fit_first(self) -> dict[str, Any]:
+    def _fit_first(self) -> JsonObject:
         """Do `fit` in the process that writes."""
         made = make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
@@ -130,11 +128,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text.
-
-        Raises:
-            UserError: if the directory or the corpus cannot be read.
-        """
+        """Return whether the directory holds a run of this configuration and text."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -142,7 +136,7 @@ class Trainer:
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
 
-    def _fit(self, is_new: bool) -> dict[str, Any]:
+    def _fit(self, is_new: bool) -> JsonObject:
         source = None
         if not is_new:
             self.run = with_unset_data(self.run, self.directory.config())
@@ -160,7 +154,7 @@ class Trainer:
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
-            loop = self._loop(corpus, source, display)
+            loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
             else:
@@ -175,11 +169,7 @@ class Trainer:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """Open the corpus, in the vocabulary that the run has or inherits.
-
-        Raises:
-            UserError: if it cannot be read in that vocabulary.
-        """
+        """Open the corpus, in the vocabulary that the run has or inherits."""
         data = self.run.data
         vocabulary = inherited = None
         if source is not None:
@@ -201,10 +191,16 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
+    def _attention_begun_with(self) -> str | None:
+        """Return the attention that the run's log says it began with; another one would add in another order."""
+        started = self.directory.started()
+        return None if started is None else started.get("attention")
+
+    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
+        shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
+        model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
@@ -322,6 +318,8 @@ class Trainer:
             start = "" if init_from is None else f", starting from {init_from}{note}"
         if run.train.warmup_steps >= run.train.steps:
             display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+        if model.attention_note is not None:
+            display.message(f"note: {model.attention_note}")
         attention = model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
         count, engine = self.processes.count, run.train.parallel.upper()
         together = f" in {count} processes ({engine})" if count > 1 else ""
@@ -350,6 +348,11 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
         raise UserError(
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
+        )
+    if count > 1 and train.parallel == "fsdp" and train.optimizer == "muon":
+        raise UserError(
+            "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
+            "--train.parallel ddp or --train.optimizer adamw"
         )
 
 
