@@ -8,8 +8,8 @@ import time
 
 import httpx
 import pytest
-from tests.serving.conftest import wait_for
 
+from tests.serving.conftest import wait_for
 from txl.serving.guard import Access
 from txl.serving.requests import Limits
 

@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
         app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
         if key is None and arguments.host not in _LOCAL:
             say(
-                f"note: anyone who reaches {arguments.host} may use this server; --api-key (or {KEY_VARIABLE}) sets a key"
+                f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
             )
 
         def ready(stop: Callable[[], None]) -> None:
