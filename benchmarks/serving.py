@@ -4,9 +4,9 @@
     python -m benchmarks.serving --quick          # that it works, in a few seconds
 
 For each shape: one text through the server beside `txl.generate`, in turns; 1, 8 and 32 texts together beside the
-engine's own steps; latency of the first token and of the pieces that follow, with half and all of 8 places taken; and the
-time to save and restore a stream whose memory is full. The server has a process of its own, as it always has; the client's
-share of the machine counts against it.
+engine's own steps; latency of the first token and of the pieces that follow, with half and all of 8 places taken; and
+the time to save and restore a stream whose memory is full. The server has a process of its own, as it always has; the
+client's share of the machine counts against it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def engine_rate(preset: str, n_stream: int, n_token: int) -> float:
     model, vocabulary, lengths = made(preset)
     engine = txl.DecodeEngine(model, max_streams=n_stream, **lengths)
     for seed in range(n_stream):
-        engine.join(vocabulary.encode(PROMPT), seed=seed)
+        engine.join(torch.as_tensor(vocabulary.encode(PROMPT)), seed=seed)
     engine.step()
     began = time.perf_counter()
     for _ in range(n_token):
@@ -141,7 +141,7 @@ def together_rate(url: str, n_stream: int, n_token: int) -> float:
 
 
 def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, float]:
-    """Milliseconds to the first token and between two pieces, of clients that ask again as soon as they have an answer."""
+    """Milliseconds to the first token and between pieces, of clients that ask again when they have an answer."""
     firsts: list[float] = []
     gaps: list[float] = []
 
