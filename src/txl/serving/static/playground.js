@@ -12,6 +12,7 @@ const KEY = "txl-api-key";
 const find = (id) => document.getElementById(id);
 const page = find("page"), tokensBox = find("tokens"), draft = find("draft"), details = find("details");
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const anySeed = () => Math.floor(Math.random() * 2 ** 31);
 
@@ -573,7 +574,7 @@ function openDetails(span, pin) {
   details.replaceChildren(heading, paragraph(costOf(token)));
   if (token.attention) {
     const { mean, reach } = token.attention;
-    details.append(paragraph(`attention ${number(mean, 1)} back on average, 90 % within ${number(reach)}`));
+    details.append(paragraph(`attention ${number(mean, 1)} back, 90% within ${number(reach)} tokens`));
   }
   if (token.top.length) {
     const list = document.createElement("ol");
@@ -590,6 +591,8 @@ function openDetails(span, pin) {
   }
   details.hidden = false;
   place(span);
+  const sheet = details.getBoundingClientRect(), bottom = span.getBoundingClientRect().bottom + 8;
+  if (sheet.width >= document.documentElement.clientWidth && bottom > sheet.top) page.scrollTop += bottom - sheet.top;
   drawSoon();
 }
 
@@ -605,7 +608,7 @@ function costOf(token) {
 }
 
 function percent(part) {
-  return part >= 0.0995 ? `${number(100 * part)} %` : part >= 0.00095 ? `${number(100 * part, 1)} %` : "below 0.1 %";
+  return part >= 0.0995 ? `${number(100 * part)}%` : part >= 0.00095 ? `${number(100 * part, 1)}%` : "<0.1%";
 }
 
 function row(token, other) {
@@ -809,7 +812,7 @@ function draw() {
   const ratio = chosen.characters ? chosen.bits / chosen.characters : null;
   find("bits").textContent = ratio === null ? "" : `${number(ratio, 2)} over ${number(chosen.characters)} characters`;
   find("reach").textContent = chosen.attention
-    ? `mean ${number(chosen.attention.mean, 1)}, 90 % within ${number(chosen.attention.reach)} of ${number(model?.memory ?? 0)} tokens`
+    ? `mean ${number(chosen.attention.mean, 1)}, 90% within ${number(chosen.attention.reach)}`
     : "";
 }
 
@@ -952,8 +955,8 @@ page.addEventListener("click", (event) => {
   if (event.target === page && getSelection().isCollapsed) draft.focus();
 });
 addEventListener("resize", () => { fit(); if (active) closeDetails(false); });
-addEventListener("pagehide", (event) => {
-  if (!event.persisted) for (const branch of branches) release(branch, true);
+addEventListener("pagehide", () => {
+  for (const branch of branches) release(branch, true); // who comes back gets new ones
 });
 
 /** Asks which model is served. */
@@ -964,7 +967,7 @@ async function begin(signal) {
   document.title = `${first.id} · txl playground`;
   const units = { byte: "bytes", char: "characters", word: "words", bpe: "byte pairs" };
   const { kind, size } = model.vocabulary;
-  find("about").textContent = `${number(model.parameters)} parameters, ${number(size)} ${units[kind] ?? kind}, memory of ${number(model.memory)} tokens`;
+  find("about").textContent = `${compact.format(model.parameters)} parameters · ${number(size)} ${units[kind] ?? kind} · memory ${number(model.memory)}`;
   find("count").max = model.limits.max_tokens;
 }
 
