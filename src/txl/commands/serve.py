@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
                 f"note: anyone who reaches {arguments.host} may use this server; --api-key (or {KEY_VARIABLE}) sets a key"
             )
 
-        def ready() -> None:
+        def ready(stop: Callable[[], None]) -> None:
             about = service.describe()["txl"]
             say(
                 f"serving {service.model_id} ({about['parameters']:,} parameters, {checkpoint.name}, {about['dtype']}, "

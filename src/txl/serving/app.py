@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -212,7 +213,10 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the server runs."""
+        """Handle SIGINT and SIGTERM while the server runs, if it runs in the main thread, which alone gets them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -221,8 +225,15 @@ class _Server(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end what runs and return."""
+def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then end what runs and return.
+
+    Args:
+        app: what `build_app` made of the service.
+        service: the model.
+        listening: where it is served.
+        ready: called when requests are answered, with a function that stops the server from any thread.
+    """
     config = uvicorn.Config(
         app,
         http=patient_protocol(service.limits),
@@ -231,20 +242,21 @@ def serve(app: Guard, service: Service, listening: socket.socket, ready: Callabl
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(service.grace) + 5,
         h11_max_incomplete_event_size=1 << 16,
     )
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    server = _Server(config, service.scheduler.refuse)
+    server = _Server(config, service.begin_to_stop)
 
     async def run() -> None:
         task = asyncio.create_task(server.serve([listening]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
         if server.started:
-            ready()
+            ready(lambda: server.handle_exit(signal.SIGTERM, None))
         await task
 
     asyncio.run(run())

@@ -25,6 +25,8 @@ from txl.serving.requests import ApiError, Limits
 _logger = logging.getLogger(__name__)
 _OPEN = ("/", "/health")
 _STATIC = "/static/"
+_DRAINED = 4
+"""Times its limit that a body may have before the connection is closed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Guard:
     """An ASGI application that lets through to another one what may pass."""
 
     def __init__(self, app: ASGIApp, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
-        self._app, self._access, self._limits, self._metrics = app, access, limits, metrics
+        self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
         self._max_snapshot = max_snapshot
         self._key = None if access.api_key is None else _digest(access.api_key)
         self._active = 0
@@ -50,7 +52,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -75,7 +77,7 @@ class Guard:
                 return
             self._check_key(scope["path"], headers.get("authorization"))
             body = await self._body(scope, headers, receive)
-            await self._app(scope, _replayed(body, receive), sends)
+            await self.app(scope, _replayed(body, receive), sends)
         except ApiError as error:
             await error.response()(scope, receive, sends)
         finally:
@@ -135,30 +137,34 @@ class Guard:
                 headers={"Connection": "close"} if has_body else None,
             )
         limit = self._max_snapshot if is_snapshot else self._limits.max_body
-        too_large = ApiError(
-            413, f"the body has more than {limit:,} bytes", code="too_large", headers={"Connection": "close"}
-        )
-        if length.isascii() and length.isdecimal() and (len(length) > 18 or int(length) > limit):
-            raise too_large
         parts, size = [], 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                while True:
+                more = True
+                while more and size <= _DRAINED * limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ApiError(499, "the client has left")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                    more, part = message.get("more_body", False), message.get("body", b"")
+                    size += len(part)
+                    if size <= limit:
+                        parts.append(part)
+                    else:  # read and dropped, up to a point: a client that is still sending would not see the answer
+                        parts.clear()
         except TimeoutError:
             raise ApiError(
                 408,
                 f"the body did not come within {self._limits.body_seconds:g} seconds",
                 headers={"Connection": "close"},
             ) from None
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the body has more than {limit:,} bytes",
+                code="too_large",
+                headers={"Connection": "close"} if more else None,
+            )
+        return b"".join(parts)
 
     def _added(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer has."""

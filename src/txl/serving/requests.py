@@ -72,7 +72,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.message, self.param = _writable(message), None if param is None else _writable(param)
+        self.status, self.code, self.headers = status, code, headers or {}
 
     def value(self) -> dict[str, Any]:
         """Return the error as the OpenAI API writes it."""
@@ -82,6 +83,11 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the error as a response."""
         return json_response(self.value(), self.status, self.headers)
+
+
+def _writable(text: str) -> str:
+    """Return a text of a request so that an answer can hold it."""
+    return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

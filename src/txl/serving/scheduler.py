@@ -264,13 +264,9 @@ class Scheduler(threading.Thread):
             for work in works:
                 self._inbox.put(work)
 
-    def refuse(self) -> None:
-        """Accept nothing more; what was submitted goes on."""
-        self._accepting = False
-
     def stop(self, grace: float) -> None:
         """Accept nothing more, let what runs go on for up to `grace` seconds, then end it; waits for the thread."""
-        self.refuse()
+        self._accepting = False
         self._inbox.put(self._end_when_done)
         self.join(grace)
         if self.is_alive():
@@ -389,15 +385,17 @@ class Scheduler(threading.Thread):
         """Read segments of prompts, in turn, up to about one segment's tokens."""
         budget = PROMPT_SEGMENT
         while self._reading and budget > 0:
-            work = self._reading.popleft()
+            work = self._reading[0]
             assert isinstance(work.read, Reading)
             if not work.read.done:
                 try:
                     budget -= self._read_segment(work, work.read)
                 except Exception as error:
+                    self._reading.popleft()
                     self._leave_queue(len(work.waiting_lanes))
                     work.outbox.put(_failure(error))
                     continue
+            self._reading.popleft()
             (self._ready if work.read.done else self._reading).append(work)
 
     def _read_segment(self, work: Work, reading: Reading) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -76,14 +77,23 @@ class Service:
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
         self.scheduler = Scheduler(self.engine, self.metrics, limits.max_queue)
         self._farewell: anyio.Event | None = None
+        self._stopping: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the engine's thread."""
         self.scheduler.start()
 
+    def begin_to_stop(self) -> None:
+        """Accept nothing more, and end what runs after a grace period; returns at once."""
+        if self._stopping is None:
+            self._stopping = threading.Thread(target=self.scheduler.stop, args=(self.grace,), name="txl stop")
+            self._stopping.start()
+
     def stop(self) -> None:
-        """Let what runs end, within a grace period; then end it."""
-        self.scheduler.stop(self.grace)
+        """Let what runs end, within a grace period; then end it, and wait for that."""
+        self.begin_to_stop()
+        assert self._stopping is not None
+        self._stopping.join()
 
     def farewell(self) -> anyio.Event:
         """Return the event that says that the server is stopping; event streams then end by themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,23 +105,27 @@ class Texts:
     def place(self, token: int, piece: str, at: int) -> tuple[bytes, int]:
         """Return a token's own bytes and the character where they begin, for a decoder's piece that begins at `at`."""
         data = self.bytes_of(token)
-        apart = self.vocabulary.kind == "word" and piece[:1] == " "
-        return data, at + apart
+        if data and data[0] & 0xC0 == 0x80:  # within the character before it
+            return data, at
+        # Before its own characters, a piece may have a space, or U+FFFD for a character that was broken off.
+        own = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
+        return data, at + max(0, len(piece) - len(own))
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/tokenizer_info` tells: the mark of a text's end, which also begins one, and the vocabulary."""
-        mark = None
-        if self.vocabulary.eos_id is not None:
-            mark = getattr(self.vocabulary, "eos", None)
-        elif self._has("\n"):
-            mark = "\n"
+        """Return what `/tokenizer_info` tells.
+
+        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only the former
+        ends one: clients add it to the strings at which they stop.
+        """
+        end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
+        begin = "\n" if end is None and self._has("\n") else end
         return {
             "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
             "kind": self.vocabulary.kind,
             "vocab_size": len(self.vocabulary),
-            "bos_token": mark,
-            "eos_token": mark,
-            "pad_token": mark,
+            "bos_token": begin,
+            "eos_token": end,
+            "pad_token": end,
             "unk_token": None if self.vocabulary.unk_id is None else "<unk>",
             "chat_template": None,
         }
