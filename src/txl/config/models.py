@@ -17,7 +17,7 @@ from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig, validat
 from txl.config.values import ANYTHING, check_ranges, checked, hints_of, require, setting, shown
 from txl.errors import UserError
 
-AttentionName = Literal["auto", "reference", "shifted", "compiled", "factorised", "flex"]
+AttentionName = Literal["auto", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
 RelativeEncoding = Literal["relative", "shaw"]
 AbsoluteEncoding = Literal["learned", "sinusoid"]
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
