@@ -197,7 +197,9 @@ def test_a_text_is_continued_and_coloured_by_surprisal(server, tab):
         assert f"s{level}" in names
         assert token["source"] in names
     assert len({name for names in classes for name in names if re.fullmatch(r"s\d", name)}) >= 3
-    colours = tab.page.locator("#legend li").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
+    colours = tab.page.locator("#legend li").evaluate_all(
+        "all => all.map((each) => getComputedStyle(each).backgroundColor)"
+    )
     assert len(set(colours)) == len(LEVELS) + 1
     expect(tab.page.locator("#speed")).to_have_text(re.compile(r"^40 tokens at \d+(\.\d)? a second$"))
     assert tab.draft.input_value() == ""
@@ -371,7 +373,9 @@ def test_a_full_server_is_one_line_and_the_text_is_kept(trained, tab_at):
         tab.settings(5)
         tab.draft.fill(PROMPT)
         tab.button("Continue").click()
-        expect(tab.error).to_have_text(re.compile(r"^The server is busy: 1 streams are kept already; .* try again in \d+ seconds\.$"))
+        expect(tab.error).to_have_text(
+            re.compile(r"^The server is busy: 1 streams are kept already; .* try again in \d+ seconds\.$")
+        )
         assert tab.draft.input_value() == PROMPT
         server.api.delete(f"/v1/streams/{stream}")
         tab.button("Continue").click()
