@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl.attention.equations import KeyScope
-from txl.native.attention import fused_attention
 
 
 def shifted_view(buffer: Tensor, n_lane: int, n_query: int) -> Tensor:
@@ -183,10 +182,6 @@ def shifted_attention(
     Returns:
         [B,T,H,D]. Its gradient can be taken once (no second derivatives).
     """
-    if dropout == 0:
-        fused = fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
-        if fused is not None:
-            return fused
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
     query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))

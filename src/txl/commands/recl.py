@@ -160,7 +160,6 @@ def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, An
     Raises:
         UserError: if it cannot be loaded, or not read with this clamp.
     """
-    from txl.evaluation.perplexity import resolved_lengths
 
     model, _ = directory.load(device=device)
     try:
@@ -170,7 +169,7 @@ def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, An
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "longest_context": model.context,
-        "clamp_len": resolved_lengths(state)["clamp_len"],
+        "clamp_len": state.lengths.clamp_len,
     }
 
 

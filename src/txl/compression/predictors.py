@@ -82,7 +82,7 @@ class ModelPredictor(Predictor):
 
     def __init__(
         self,
-        model: LanguageModel[Any],
+        model: LanguageModel,
         lanes: int,
         start: int,
         lengths: dict[str, Any],
@@ -150,7 +150,7 @@ def _without_onednn() -> Iterator[None]:
         flags.enabled = before
 
 
-def fixed_predictor(model: LanguageModel[Any], lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
+def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
     """A model with fixed weights, in the fastest way there is."""
     if isinstance(model, TransformerXL):
         return EnginePredictor(model, lanes, start, lengths)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
@@ -27,8 +28,7 @@ from txl.evaluation.perplexity import (
     same_length,
 )
 from txl.models.cache import ContinuousCache, check_cache
-from txl.models.decoder import Decoder
-from txl.models.language_model import Limit
+from txl.models.language_model import LanguageModel, State
 
 LAMBDAS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Shares of the cache that are tried."""
@@ -76,7 +76,7 @@ class CacheGain:
 
 
 def measure_cache(
-    model: Decoder[Any],
+    model: LanguageModel,
     tune_on: Any,
     measured: Any,
     *,
@@ -109,7 +109,7 @@ def measure_cache(
 
 
 def tune_cache(
-    model: Decoder[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     size: int = 2000,
@@ -190,8 +190,8 @@ def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, weights: Tensor) -> Te
     return torch.stack(sums, dim=-1) + plain
 
 
-def _spread(model: Decoder[Any], inputs: Tensor, state: Any) -> list[float]:
-    """Thetas that suit the size of this model's hidden states."""
+def _spread(model: LanguageModel, inputs: Tensor, state: State) -> list[float]:
+    """Return thetas that suit the size of this model's hidden states."""
     hidden, _ = model.hidden_states(inputs, state)
     square = hidden.double().square().sum(dim=-1).mean().item()
     return [float(f"{each / square:.3g}") for each in SHARPNESS]

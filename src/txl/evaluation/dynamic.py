@@ -30,22 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Lanes,
     Progress,
     bytes_per_token,
-    cache_settings,
     check_ids,
     checked_ids,
-    nll_at,
-    resolved_lengths,
     same_length,
 )
-from txl.models.cache import ContinuousCache
-from txl.models.decoder import PositionwiseFeedForward
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
+from txl.models.layers import PositionwiseFeedForward
 
 RULES = ("rms", "sgd")
 STATISTICS = ("mean", "sum")
@@ -107,18 +104,13 @@ class GradientStatistics:
     """Which weights were chosen, one of `WEIGHTS`."""
 
 
-def plain_model(model: LanguageModel[Any]) -> LanguageModel[Any]:
-    """The model itself, or what a continuous cache has in it."""
-    return model.model if isinstance(model, ContinuousCache) else model
-
-
-def adapted_parameters(model: LanguageModel[Any], weights: str = "all") -> dict[str, nn.Parameter]:
+def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
     """The parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once.
 
     Raises:
         UserError: if the model has none of them.
     """
-    model = plain_model(model)
+    model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
         layers = [(name, each) for name, each in model.named_modules() if isinstance(each, PositionwiseFeedForward)]
@@ -153,12 +145,12 @@ class AdaptingModel:
         UserError: if rms has no statistics, or they are those of other weights.
     """
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     """The copy. Between calls it is an ordinary model in evaluation mode, with the weights as they are now."""
 
     def __init__(
         self,
-        model: LanguageModel[Any],
+        model: LanguageModel,
         adaptation: Adaptation,
         statistics: GradientStatistics | None = None,
         *,
@@ -176,7 +168,7 @@ class AdaptingModel:
                 )
             trained = {name: each for name, each in trained.items() if name in statistics.squares}
         self.model = _copied(model, trained)
-        current = dict(plain_model(self.model).named_parameters())
+        current = dict(self.model.own_model.named_parameters())
         self._current = [current[name] for name in trained]
         self._trained = [each.detach() for each in trained.values()]
         self._scales: list[Any] = [adaptation.learning_rate] * len(trained)
@@ -241,10 +233,10 @@ def _rms_rates(
 
 
 @torch.inference_mode(False)
-def _copied(model: LanguageModel[Any], adapted: dict[str, nn.Parameter]) -> LanguageModel[Any]:
+def _copied(model: LanguageModel, adapted: dict[str, nn.Parameter]) -> LanguageModel:
     """A copy in evaluation mode in which only the adapted parameters take gradients."""
     copied = copy.deepcopy(model).eval()
-    for name, each in plain_model(copied).named_parameters():
+    for name, each in copied.own_model.named_parameters():
         each.requires_grad_(name in adapted)
     for module in copied.modules():
         if isinstance(module, nn.RNNBase):
@@ -254,7 +246,7 @@ def _copied(model: LanguageModel[Any], adapted: dict[str, nn.Parameter]) -> Lang
 
 @torch.inference_mode(False)
 def _gradients(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     parameters: list[nn.Parameter],
     tokens: Tensor,
     targets: Tensor,
@@ -266,11 +258,7 @@ def _gradients(
     """Losses [B,T], the gradient of the mean of those that count (None if none does), and the state after."""
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     with torch.enable_grad(), autocast:
-        if isinstance(model, ContinuousCache):
-            scored, followed, state = model.mixed_and_plain(tokens, targets, state, temperature)
-        else:
-            followed, state = nll_at(temperature, model, tokens, targets, state)
-            scored = followed
+        scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
         if counted is not None:
             followed = followed[counted]
     # An autocast around us would keep this segment's weights, converted, for the next one.
@@ -283,7 +271,7 @@ def _gradients(
 
 @torch.inference_mode(False)
 def gradient_statistics(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     weights: str = "all",
@@ -316,7 +304,7 @@ def gradient_statistics(
     ids = checked_ids(tokens, None, dtype, segment=segment, temperature=temperature)
     lanes = Lanes.cut(len(ids), batch_size)
     parameters = adapted_parameters(model, weights)
-    model = plain_model(_copied(model, parameters))
+    model = _copied(model, parameters).own_model
     copied = dict(model.named_parameters())
     state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
     squares: dict[str, Tensor] = {}
@@ -348,7 +336,7 @@ def gradient_statistics(
 
 @torch.inference_mode(False)
 def evaluate_dynamically(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     adaptation: Adaptation,
     statistics: GradientStatistics | None = None,
@@ -390,7 +378,7 @@ def evaluate_dynamically(
     state = adapting.model.init_state(
         batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len
     )
-    settings = resolved_lengths(state)
+    lengths = state.lengths
     device = next(model.parameters()).device
     total, done = torch.zeros((), dtype=torch.float64, device=device), 0
     for inputs, targets, counts in lanes.segments(ids, segment):
@@ -414,8 +402,8 @@ def evaluate_dynamically(
         dtype=dtype,
         temperature=temperature,
         dynamic=described(adaptation, statistics),
-        **settings,
-        **cache_settings(model),
+        **asdict(lengths),
+        **model.cache_settings,
     )
 
 

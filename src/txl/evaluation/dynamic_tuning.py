@@ -58,7 +58,7 @@ class DynamicTuning:
 
 
 def tune_dynamic(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     adaptation: Adaptation,
     statistics: GradientStatistics | None = None,

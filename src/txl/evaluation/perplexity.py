@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.config import validate_lengths, validate_temperature
+from txl.config import Lengths, Limit, validate_temperature
 from txl.errors import UserError
-from txl.models.cache import CacheState, ContinuousCache
-from txl.models.cross_entropy import nll_at_temperature
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 from txl.models.structure import ModuleT, evaluation_view
 from txl.processes import Processes
 
@@ -154,7 +152,7 @@ class Lanes:
 
 
 def evaluate(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     segment: int = 128,
@@ -200,7 +198,7 @@ def evaluate(
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)
     mine = lanes.share(processes)
     state = model.init_state(len(mine.first), mem_len=mem_len, window=window, clamp_len=clamp_len)
-    settings = resolved_lengths(state)
+    lengths = state.lengths
     device = next(model.parameters()).device
     counted = counted_over(tokens, ids)
 
@@ -211,7 +209,7 @@ def evaluate(
         for inputs, targets, counts in mine.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
-            nll, state = nll_at(temperature, model, inputs.to(device), targets.to(device), state)
+            nll, state = model.nll_at(inputs.to(device), targets.to(device), state, temperature)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
@@ -228,14 +226,14 @@ def evaluate(
         exhaustive=exhaustive,
         dtype=dtype,
         temperature=temperature,
-        **settings,
+        **asdict(lengths),
         **counted,
-        **cache_settings(model),
+        **model.cache_settings,
     )
 
 
 def evaluate_memory_lengths(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     mem_lens: Sequence[int],
     *,
@@ -248,7 +246,7 @@ def evaluate_memory_lengths(
         UserError: as `evaluate`, or for a length that is negative.
     """
     for mem_len in mem_lens:
-        validate_lengths(mem_len, None, None)
+        Lengths(mem_len).validate()
     results = []
     for mem_len in mem_lens:
         result = evaluate(model, tokens, mem_len=mem_len, **settings)
@@ -284,23 +282,6 @@ def same_length(mem_len: int | None, window: Limit) -> Limit:
     return window if window is not None or mem_len is None else mem_len or "none"
 
 
-def cache_settings(model: Any) -> dict[str, Any]:
-    """Size, theta and lambda of a continuous cache; nothing for a model without."""
-    if not isinstance(model, ContinuousCache):
-        return {}
-    return {"cache_size": model.size, "cache_theta": model.theta, "cache_lambda": model.weight}
-
-
-def resolved_lengths(state: Any) -> dict[str, Any]:
-    """The memory length, window and clamp that a state carries (0 and none for a model without memory)."""
-    state = state.inner if isinstance(state, CacheState) else state
-    return {
-        "mem_len": getattr(state, "mem_len", 0),
-        "window": getattr(state, "window", None),
-        "clamp_len": getattr(state, "clamp_len", None),
-    }
-
-
 @contextmanager
 def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
     """Give a view of the model without dropout, and take no gradients inside; the model's own mode is not touched.
@@ -309,21 +290,6 @@ def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
     """
     with torch.no_grad():
         yield evaluation_view(model)
-
-
-def nll_at(
-    temperature: float, model: LanguageModel[Any], inputs: Tensor, targets: Tensor, state: Any
-) -> tuple[Tensor, Any]:
-    """The loss of each target with every probability p of the softmax replaced by p^(1/temperature), normalised: [B,T].
-
-    A continuous cache is mixed in afterwards.
-    """
-    if temperature == 1:
-        return model.nll(inputs, targets, state)
-    if isinstance(model, ContinuousCache):
-        return model.nll(inputs, targets, state, temperature)
-    log_probs, state = model.log_probs(inputs, state)
-    return nll_at_temperature(log_probs, targets, temperature), state
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:

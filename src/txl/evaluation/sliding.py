@@ -16,24 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.config import validate_temperature
+from txl.config import Limit, validate_temperature
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Progress,
-    cache_settings,
     check_ids,
     checked_ids,
     counted_over,
     evaluation_mode,
-    nll_at,
-    resolved_lengths,
 )
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 
 
 def evaluate_sliding(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     context: int,
@@ -70,7 +67,7 @@ def evaluate_sliding(
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
-        total = nll_at(temperature, model, start[:, :-1], start[:, 1:], state)[0].double().sum()
+        total = model.nll_at(start[:, :-1], start[:, 1:], state, temperature)[0].double().sum()
         later = np.arange(first + 1, len(ids))
         for losses in window_losses(model, ids, context, later, batch_size, clamp_len, progress, temperature):
             total += losses.sum()
@@ -83,19 +80,19 @@ def evaluate_sliding(
         segment=context,
         mem_len=0,
         window=None,
-        clamp_len=resolved_lengths(state)["clamp_len"],
+        clamp_len=state.lengths.clamp_len,
         batch_size=batch_size,
         exhaustive=True,
         dtype=dtype,
         temperature=temperature,
         sliding=True,
         **counts,
-        **cache_settings(model),
+        **model.cache_settings,
     )
 
 
 def losses_at_context(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     context: int,
@@ -141,7 +138,7 @@ def losses_at_context(
 
 
 def losses_at_contexts(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     contexts: Sequence[int] | range,
@@ -198,7 +195,7 @@ def _weighted(progress: Progress, context: int, before: int, whole: int) -> Prog
 
 
 def _checked_ids(
-    model: LanguageModel[Any], tokens: Any, max_tokens: int | None, context: int, batch_size: int, dtype: str
+    model: LanguageModel, tokens: Any, max_tokens: int | None, context: int, batch_size: int, dtype: str
 ) -> np.ndarray:
     """The tokens to read, int64 [tokens]."""
     if context < 1 or batch_size < 1:
@@ -211,7 +208,7 @@ def _checked_ids(
 
 
 def window_losses(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     ids: np.ndarray,
     context: int,
     targets: np.ndarray,

@@ -14,20 +14,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
 
-from txl.config import validate_temperature
+from txl.config import Limit, validate_temperature
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
-from txl.evaluation.perplexity import check_ids, nll_at
+from txl.evaluation.perplexity import check_ids
 from txl.evaluation.sliding import window_losses
-from txl.models.cache import CacheState
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
 _LN2 = math.log(2)
@@ -62,7 +61,7 @@ class TokenSurprisal:
 
 
 def surprisals(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary,
     text: str | Path | IO[bytes],
     *,
@@ -160,11 +159,11 @@ class _Scored:
 class _Reader:
     """Scores a stream of tokens, segment by segment."""
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     dtype: str
     temperature: float
 
-    def read(self, tokens: Iterable[LocatedToken], state: Any, segment: int) -> Iterator[_Scored]:
+    def read(self, tokens: Iterable[LocatedToken], state: State, segment: int) -> Iterator[_Scored]:
         """As `txl.evaluate` with one lane."""
         tokens = iter(tokens)
         last = next(tokens)
@@ -201,32 +200,26 @@ class _Reader:
             for token, loss in zip(targets, losses, strict=True):
                 yield _Scored(token, loss, 0, context)
 
-    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: Any) -> tuple[list[float], Any]:
+    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: State) -> tuple[list[float], State]:
         read = torch.tensor([inputs])
         wanted = torch.tensor([[token.id for token in targets]])
         for ids in (read, wanted):
             check_ids(ids, self.model.vocab_size)
         device = next(self.model.parameters()).device
         with torch.no_grad(), self._autocast():
-            nll, state = nll_at(self.temperature, self.model, read.to(device), wanted.to(device), state)
+            nll, state = self.model.nll_at(read.to(device), wanted.to(device), state, self.temperature)
         return nll[0].double().tolist(), state
 
     def _autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device
         return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def _seen(self, state: Any, n_token: int, n_read: int) -> list[tuple[int, int]]:
-        """Positions of memory and tokens in all that each prediction of the next segment sees.
-
-        A recurrent state has no positions, and carries all that was read.
-        """
-        state = state.inner if isinstance(state, CacheState) else state
-        held: int | None = getattr(state, "length", None)
-        if held is None:
-            carried = n_read if self.model.context is None else 0
-            return [(0, carried + place + 1) for place in range(n_token)]
-        window = math.inf if state.window is None else state.window
-        keys = [int(min(window, held + place + 1)) for place in range(n_token)]
+    def _seen(self, state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
+        """Return the positions of memory, and the tokens in all, that each prediction of the next segment sees."""
+        if state.length is None:
+            return [(0, n_read + place + 1) for place in range(n_token)]
+        window = math.inf if state.lengths.window is None else state.lengths.window
+        keys = [int(min(window, state.length + place + 1)) for place in range(n_token)]
         return [(max(0, each - place - 1), each) for place, each in enumerate(keys)]
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.generation.steps import CompiledStep, MemorySlots, ModuleStep, Slots, make_step
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl.config import Limit
 from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.generation.engine import DecodeEngine
 from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
 
@@ -27,7 +28,7 @@ PROMPT_SEGMENT = 128
 
 
 def generate_tokens(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     prompt: Sequence[int] | Tensor,
     *,
     max_tokens: int,
@@ -98,7 +99,7 @@ def _decode(
 
 
 def _continue(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     ids: Tensor,
     state: Any,
     max_tokens: int,
@@ -140,7 +141,7 @@ def _continue(
 
 
 def generate(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary | None,
     prompt: str,
     *,
@@ -195,7 +196,7 @@ def generate(
 
 
 def generate_samples(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary | None,
     prompt: str,
     *,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
-from txl.models.language_model import EVERY_TARGET, Objective
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
 from txl.processes import Processes
 
 
@@ -29,7 +29,7 @@ class TrainedModel:
         engine: "ddp" or "fsdp"; a single process needs neither.
     """
 
-    def __init__(self, model: Any, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
+    def __init__(self, model: LanguageModel, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
         self.model, self.processes = model, processes
         self.is_sharded = processes.count > 1 and engine == "fsdp"
         self.saving_group: Any = None
@@ -56,8 +56,8 @@ class TrainedModel:
             self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=may_be_unused)
 
     def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, tokens: Tensor, targets: Tensor, state: State, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, State]:
         """See `LanguageModel.training_terms`; for this process's lanes."""
         if self._ddp is not None:
             return self._ddp(tokens, targets, state, objective)
@@ -142,11 +142,13 @@ class TrainedModel:
 class _Terms(nn.Module):
     """DDP calls `forward`."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: LanguageModel):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective) -> tuple[Tensor, Tensor, Any]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, state: State, objective: Objective
+    ) -> tuple[Tensor, Tensor, State]:
         return self.model.training_terms(tokens, targets, state, objective)
 
 

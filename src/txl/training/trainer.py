@@ -25,7 +25,7 @@ from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_p
 from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.models import FAMILIES, build_model
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import belongs_to, read_state, remove_partial
@@ -372,7 +372,7 @@ def announce(
         loop.display.message(f"note: {hint}")
 
 
-def compile_layers(model: Decoder[Any], device: str) -> str | None:
+def compile_layers(model: FamilyModel, device: str) -> str | None:
     """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
