@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -199,7 +200,7 @@ def test_parts_of_the_batch_with_their_own_memory_equal_the_whole(parts):
     config = TrainConfig(learning_rate=0.01, clip=0.25)
     models = [small_model().double() for _ in range(2)]
     optimizers = [build_optimizer(model, config) for model in models]
-    states = [[models[0].init_state(4)], [models[1].init_state(4 // parts) for _ in range(parts)]]
+    states: Any = [[models[0].init_state(4)], [models[1].init_state(4 // parts) for _ in range(parts)]]
     stream = torch.randint(11, (4, 31), generator=torch.Generator().manual_seed(1))
     for start in range(0, 30, 6):
         tokens, targets = stream[:, start : start + 6], stream[:, start + 1 : start + 7]

@@ -1,4 +1,4 @@
-"""Perplexity and bits per character of a split, as the authors measure them, at any memory length.
+"""Perplexity and bits per character of a split, measured as the authors do, at any memory length.
 
 The protocol: the token stream is cut into B contiguous lanes of equal length (the remainder is dropped); each lane
 starts with empty memory; its first token is never a target; the last, short segment counts by its length; the loss is
@@ -20,21 +20,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int64
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from txl.config import Lengths, Limit, validate_temperature
+from txl.data.prepared import Tokens
 from txl.errors import UserError
 from txl.models.language_model import LanguageModel
 from txl.models.structure import ModuleT, evaluation_view
 from txl.processes import Processes
 
+TokenIds = Tokens | ArrayLike
+"""A split's tokens, or any one-dimensional array, tensor or list of token ids."""
 Progress = Callable[[int, int], None]
 """Called with the targets scored so far and their total number."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What was measured, and the settings under which."""
+    """The result of an evaluation, and its settings."""
 
     nll: float
     """Mean negative log-likelihood, nats a token."""
@@ -43,7 +48,7 @@ class EvaluationResult:
     dropped: int
     """Targets of the split that were not scored (its first token is no target)."""
     bytes_per_token: float | None
-    """Bytes of text a token that was read stands for, on average; None where the text is not known."""
+    """Bytes of text for each token read, on average; None where the text is not known."""
     seconds: float
     segment: int
     mem_len: int
@@ -54,7 +59,7 @@ class EvaluationResult:
     dtype: str
     temperature: float
     sliding: bool = False
-    """Whether each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
+    """True: each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
     cache_size: int | None = None
     """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
     cache_theta: float | None = None
@@ -88,27 +93,23 @@ class EvaluationResult:
         return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures and settings, ready for JSON."""
+        """Return all figures and settings, ready for JSON."""
         derived = ("ppl", "bpc", "bits_per_byte", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where each lane's targets lie in the token stream: lane b scores tokens first[b] to end[b] - 1."""
+    """The division of a token stream into lanes: lane b scores tokens first[b] to end[b] - 1."""
 
     first: tuple[int, ...]
     end: tuple[int, ...]
     longest: int = 0
-    """Targets of the longest lane, of those that other processes have too."""
+    """Targets of the longest lane of all processes."""
 
     @classmethod
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
-        """The lanes of a stream of `n_token` tokens.
-
-        Raises:
-            UserError: if a lane would have no target.
-        """
+        """Divide a stream of `n_token` tokens into lanes."""
         if batch_size < 1:
             raise UserError(f"batch is {batch_size}; expected 1 lane or more")
         if n_token // batch_size < 2:
@@ -125,7 +126,7 @@ class Lanes:
         return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
 
     def share(self, processes: Processes) -> Lanes:
-        """The lanes of this process. All have equally many, some perhaps without a target, and as many segments."""
+        """Return this process's lanes. All processes have the same number, some perhaps without a target."""
         missing = -len(self.first) % processes.count
         padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
         mine = processes.share(len(padded.first))
@@ -136,8 +137,10 @@ class Lanes:
         """Targets of all lanes."""
         return sum(self.end) - sum(self.first)
 
-    def segments(self, tokens: np.ndarray, segment: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets [B,T] int64 and the mask [B,T] of targets that count (lanes may differ by one token)."""
+    def segments(
+        self, tokens: np.ndarray, segment: int
+    ) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
+        """Yield inputs, targets and the mask of targets that count (lanes may differ by one token)."""
         for start in range(0, self.longest, segment):
             width = min(segment, self.longest - start)
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
@@ -153,7 +156,7 @@ class Lanes:
 
 def evaluate(
     model: LanguageModel,
-    tokens: Any,
+    tokens: TokenIds,
     *,
     segment: int = 128,
     mem_len: int | None = None,
@@ -167,9 +170,9 @@ def evaluate(
     progress: Progress | None = None,
     processes: Processes = Processes(),  # noqa: B008 (a value)
 ) -> EvaluationResult:
-    """The mean loss of a model over a stream of tokens.
+    """Return the mean loss of a model over a stream of tokens.
 
-    What is unset is taken from the model's configuration, which is that of its training; the command `txl eval` takes
+    Lengths that are unset are those of the model's configuration, which its training had; the command `txl eval` takes
     the run's test settings instead.
 
     Args:
@@ -186,12 +189,9 @@ def evaluate(
         dtype: "float32", or "bfloat16" for autocast.
         temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
             than 1 it needs the probabilities of the whole vocabulary: slower, and more memory. A continuous cache is
-            mixed with what comes out.
-        progress: is told how far the evaluation is; with several processes, this one's part of it.
+            mixed in afterwards.
+        progress: called with the targets scored so far and their number, of this process.
         processes: those that evaluate together, a part of the lanes each; all of them get the whole result.
-
-    Raises:
-        UserError: for settings that contradict each other, or too few tokens.
     """
     ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
     window = same_length(mem_len, window)
@@ -234,16 +234,15 @@ def evaluate(
 
 def evaluate_memory_lengths(
     model: LanguageModel,
-    tokens: Any,
+    tokens: TokenIds,
     mem_lens: Sequence[int],
     *,
     on_result: Callable[[EvaluationResult], None] | None = None,
     **settings: Any,
 ) -> list[EvaluationResult]:
-    """`evaluate` at several memory lengths, the same targets at each; `on_result` sees each result as it comes.
+    """Evaluate at several memory lengths, the same targets at each; `on_result` is called with each result as it comes.
 
-    Raises:
-        UserError: as `evaluate`, or for a length that is negative.
+    `settings` are those of `evaluate`.
     """
     for mem_len in mem_lens:
         Lengths(mem_len).validate()
@@ -257,13 +256,9 @@ def evaluate_memory_lengths(
 
 
 def checked_ids(
-    tokens: Any, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
+    tokens: TokenIds, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
 ) -> np.ndarray:
-    """The ids that an evaluation reads of `tokens`, one-dimensional; its other settings are checked first.
-
-    Raises:
-        UserError: naming the first setting that is out of its range.
-    """
+    """Return the first `max_tokens` ids of `tokens`, one-dimensional, after checking an evaluation's other settings."""
     if segment < 1:
         raise UserError(f"segment is {segment}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
@@ -278,7 +273,7 @@ def checked_ids(
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:
-    """The window of an evaluation: `mem_len` where only that is given ("none" for 0), as the authors' `same_length`."""
+    """Return an evaluation's window: `mem_len` where only that is given ("none" for 0), the authors' `same_length`."""
     return window if window is not None or mem_len is None else mem_len or "none"
 
 
@@ -293,11 +288,7 @@ def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Token ids are those of the vocabulary.
-
-    Raises:
-        UserError: if one is not.
-    """
+    """Refuse token ids that are not in the vocabulary."""
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise UserError(
@@ -306,21 +297,19 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def counted_over(tokens: Any, ids: np.ndarray) -> dict[str, Any]:
-    """`bytes_per_token` and `unknown` of an evaluation that reads `ids`, the beginning of `tokens` or all of it."""
-    if not hasattr(tokens, "unk_id"):
-        unknown = None
-    else:
+def counted_over(tokens: TokenIds, ids: np.ndarray) -> dict[str, Any]:
+    """Return `bytes_per_token` and `unknown` for an `EvaluationResult` over `ids`, the beginning of `tokens` or all."""
+    unknown = None
+    if isinstance(tokens, Tokens):
         unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
     return {"bytes_per_token": bytes_per_token(tokens, len(ids)), "unknown": unknown}
 
 
-def bytes_per_token(tokens: Any, n_read: int) -> float | None:
-    """Bytes of text a token stands for, of the first `n_read` tokens, where the text is known."""
-    n_bytes = getattr(tokens, "n_bytes", None)
-    if not n_bytes:
+def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
+    """Return the bytes of text for each of the first `n_read` tokens, where the text is known."""
+    if not isinstance(tokens, Tokens) or not tokens.n_bytes:
         return None
-    if n_read == len(tokens) or n_bytes == len(tokens):
-        return n_bytes / len(tokens)
-    part = tokens.bytes_of_first(n_read) if hasattr(tokens, "bytes_of_first") else None
+    if n_read == len(tokens) or tokens.n_bytes == len(tokens):
+        return tokens.n_bytes / len(tokens)
+    part = tokens.bytes_of_first(n_read)
     return part / n_read if part else None
