@@ -23,7 +23,7 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.benchmarking.operations import matmul_rate
 from txl.benchmarking.workloads import transformer_xl_of
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.layers import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
 
@@ -78,7 +78,7 @@ def watching(watch: Stopwatch, model: TransformerXL) -> Iterator[None]:
     plain = attentions[0].attend
     with (
         mock.patch.object(Linear, "forward", watch.watched("linear layers", Linear.forward)),
-        mock.patch.object(Decoder, "nll_of", watch.watched("softmax", Decoder.nll_of)),
+        mock.patch.object(FamilyModel, "nll_of", watch.watched("softmax", FamilyModel.nll_of)),
     ):
         for each in attentions:
             each.attend = watch.watched("attention", plain)

@@ -40,7 +40,7 @@ TOGETHER = (1, 8, 32)
 PLACES = 8
 
 
-def made(preset: str) -> tuple[LanguageModel[Any], ByteVocabulary, dict[str, Any]]:
+def made(preset: str) -> tuple[LanguageModel, ByteVocabulary, dict[str, Any]]:
     """A model of a preset's shape, and its test settings."""
     run, vocabulary = txl.preset(preset), ByteVocabulary()
     torch.manual_seed(0)

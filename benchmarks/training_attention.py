@@ -63,7 +63,7 @@ def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
         leaves = [each.requires_grad_() for each in (*numbers, torch.randn(heads, width), torch.randn(heads, width))]
         above = torch.randn(new).to(dtype)
         for way in WAYS:
-            attend = BACKENDS[way].attend
+            attend = BACKENDS[way].train
 
             def both(attend=attend, leaves=leaves, above=above) -> None:
                 torch.autograd.grad(attend(*leaves, scope=KeyScope(length)), leaves, above)

@@ -11,7 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import signal
 from pathlib import Path
 
+import jaxtyping
 import pytest
+
+from tests import shapes
+
+shapes.install()
 
 from txl.config import RunConfig, with_options
 
@@ -25,6 +30,12 @@ SENTENCES = (
     "    They carried what they could to the mill: flour, chairs, a clock that had stopped.\n",
     "“How long?” she asked. “Until it is over,” said the miller — and that was that.\n",
 )
+
+
+@pytest.fixture
+def any_shapes(monkeypatch):
+    """Leave shapes unchecked, so that wrong ones reach the code."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ class TransformerXLCache:
 
     is_compileable = False
 
-    def __init__(self, state: Any, n_seen: int):
+    def __init__(self, state: Memory, n_seen: int):
         self.state, self.n_seen = state, n_seen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -176,21 +176,21 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             for name, source in export.flat_modules(__name__).items():
                 (Path(save_directory) / name).write_text(source, encoding="utf-8")
 
-    def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Read a first segment whose lanes have text from `first` on, `length` tokens [B] each, and padding around it.
 
         Every lane's text is moved to the left, where causality hides what comes after it; the hidden states then move
         back, and those that memory keeps to the right, so that all lanes' texts end together.
         """
-        mem_len, n_token = state.mem_len, input_ids.shape[1]
+        lengths, n_token = state.lengths, input_ids.shape[1]
         place = torch.arange(n_token, device=input_ids.device)
         moved = input_ids.gather(1, (place + first[:, None]).clamp(max=n_token - 1))
         hidden, state = self.model.hidden_states(moved, _Everything.of(state, n_token))
         hidden = _moved_right(hidden, first)
         filled = tuple(length.tolist())
         ends_together = tuple(_moved_right(each, n_token - length) for each in state.hidden)
-        memory = Memory(ends_together, filled, n_token, state.window, state.clamp_len)
-        return hidden, memory.with_mem_len(mem_len)
+        memory = Memory(ends_together, filled, dataclasses.replace(lengths, mem_len=n_token))
+        return hidden, memory.with_mem_len(lengths.mem_len)
 
     def prepare_inputs_for_generation(
         self,
@@ -216,12 +216,12 @@ class _Everything(Memory):
     @classmethod
     def of(cls, state: Memory, mem_len: int) -> _Everything:
         """Return an empty state with room for `mem_len` positions."""
-        return cls(state.hidden, None, mem_len, state.window, state.clamp_len)
+        return cls(state.hidden, None, dataclasses.replace(state.lengths, mem_len=mem_len))
 
     @property
     def capacity(self) -> int:
         """Number of positions that there is room for."""
-        return self.mem_len
+        return self.lengths.mem_len
 
 
 def _moved_right(states: Tensor, distance: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +16,12 @@ from tests.conftest import small_run
 
 import txl
 from txl.config import DataConfig, TransformerXLConfig
+from txl.data.prepared import Tokens
 from txl.errors import UserError
 from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
 from txl.models import build_model
+from txl.models.language_model import LanguageModel
+from txl.models.vanilla import NoMemory
 
 V = 13
 
@@ -125,10 +128,7 @@ def test_a_uniform_model_scores_log2_v():
 
 
 def test_bits_per_byte_is_bits_a_token_over_bytes_a_token(model):
-    class Split(np.ndarray):
-        n_bytes = 300
-
-    tokens = token_stream(100).view(Split)
+    tokens = Tokens(token_stream(100), "test", 300)
     result = evaluate(model, tokens, batch_size=1)
     assert result.bits_per_byte is not None
     assert math.isclose(result.bits_per_byte, result.bpc / 3, rel_tol=1e-12)
@@ -136,12 +136,10 @@ def test_bits_per_byte_is_bits_a_token_over_bytes_a_token(model):
 
 
 def test_bits_per_byte_of_a_prefix_are_only_told_where_they_are_known(model):
-    class Split(np.ndarray):
-        n_bytes = 300
-
-    assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is None
-    Split.n_bytes = 100  # every token is a byte
-    assert evaluate(model, token_stream(100).view(Split), batch_size=1, max_tokens=50).bits_per_byte is not None
+    some = Tokens(token_stream(100), "test", 300)
+    assert evaluate(model, some, batch_size=1, max_tokens=50).bits_per_byte is None
+    bytes_ = Tokens(token_stream(100), "test", 100)  # every token is a byte
+    assert evaluate(model, bytes_, batch_size=1, max_tokens=50).bits_per_byte is not None
 
 
 @pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
@@ -186,7 +184,7 @@ def test_bfloat16_is_near_float32_but_not_the_same():
 
 
 def test_losses_are_summed_in_float64():
-    class Constant(torch.nn.Module):
+    class Constant(LanguageModel[NoMemory]):
         """A loss that float32 cannot add up: after 2**24 it would stop growing by 1."""
 
         vocab_size = V
@@ -195,15 +193,18 @@ def test_losses_are_summed_in_float64():
             super().__init__()
             self.anchor = torch.nn.Parameter(torch.zeros(1))
 
-        def init_state(self, batch_size, **lengths):
-            return None
+        def init_state(self, batch_size, mem_len=None, window=None, clamp_len=None):
+            return NoMemory(batch_size)
 
         def nll(self, tokens, targets, state):
             nll = torch.ones(tokens.shape)
             nll[0, 0] = 2.0**24
             return nll, state
 
-    result = evaluate(cast(Any, Constant()), token_stream(1002), segment=1001, batch_size=1)
+        def log_probs(self, tokens, state):
+            raise NotImplementedError
+
+    result = evaluate(Constant(), token_stream(1002), segment=1001, batch_size=1)
     assert result.nll * result.tokens == pytest.approx(2**24 + 1000, abs=1e-3)
 
 

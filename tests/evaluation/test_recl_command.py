@@ -11,7 +11,7 @@ from tests.conftest import small_run
 
 import txl
 from txl.cli import main
-from txl.models.language_model import Limit
+from txl.config import Limit
 
 VANILLA = {
     "model.encoding": "learned", "model.max_segment": "24", "model.mem_len": "0", "model.window": "none",

@@ -311,7 +311,7 @@ def test_a_state_holds_no_more_than_its_memory(model):
         assert all(h.untyped_storage().nbytes() == 8 * B * mem_len * 10 for h in state.hidden)
 
 
-def test_a_batch_of_the_wrong_size_is_refused():
+def test_a_batch_of_the_wrong_size_is_refused(any_shapes):
     model = lively(SMALL)
     tokens, targets = stream()
     with pytest.raises(UserError, match=r"tokens have shape \[3, 23\], targets \[23, 3\]"):

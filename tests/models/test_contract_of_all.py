@@ -13,7 +13,7 @@ from torch import Tensor
 
 from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, VanillaConfig, as_family
 from txl.models import build_model
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 
 V, B, LENGTH = 17, 3, 12
 TRANSFORMER = TransformerXLConfig(n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, mem_len=LENGTH, dropout=0.2)
@@ -42,7 +42,7 @@ ALONE = {
 MODELS = CARRYING | ALONE
 
 
-def built(config: ModelConfig) -> Decoder:
+def built(config: ModelConfig) -> FamilyModel:
     torch.manual_seed(0)
     model = build_model(config, V).double().eval()
     for parameter in model.parameters():
@@ -51,12 +51,12 @@ def built(config: ModelConfig) -> Decoder:
 
 
 @pytest.fixture(params=MODELS)
-def model(request) -> Decoder:
+def model(request) -> FamilyModel:
     return built(MODELS[request.param])
 
 
 @pytest.fixture(params=CARRYING)
-def carrying(request) -> Decoder:
+def carrying(request) -> FamilyModel:
     return built(CARRYING[request.param])
 
 
@@ -65,7 +65,7 @@ def stream() -> tuple[Tensor, Tensor]:
     return both[:, :-1], both[:, 1:]
 
 
-def in_segments(model: Decoder, tokens: Tensor, targets: Tensor, segment: int) -> Tensor:
+def in_segments(model: FamilyModel, tokens: Tensor, targets: Tensor, segment: int) -> Tensor:
     state, parts = model.init_state(B), []
     for start in range(0, tokens.shape[1], segment):
         part, state = model.nll(tokens[:, start : start + segment], targets[:, start : start + segment], state)

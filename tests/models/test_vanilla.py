@@ -15,7 +15,6 @@ from txl.attention.equations import sinusoid
 from txl.cli import main
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
-from txl.evaluation.perplexity import nll_at
 from txl.models import build_model
 from txl.models.vanilla import NoMemory, VanillaTransformer
 from txl.native.build import why_not
@@ -246,7 +245,7 @@ def test_a_sliding_window_at_a_temperature(model):
         total = 0.0
         for target in range(1, 30):
             window = tokens[max(0, target - 6) : target + 1][None]
-            losses, _ = nll_at(1.4, each, window[:, :-1], window[:, 1:], each.init_state(1))
+            losses, _ = each.nll_at(window[:, :-1], window[:, 1:], each.init_state(1), 1.4)
             total += losses[0, -1].item()
         assert (result.nll, result.temperature) == (pytest.approx(total / 29, abs=1e-6), 1.4)
         assert result.nll != pytest.approx(txl.evaluate_sliding(each, tokens, context=6).nll, abs=1e-3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from txl.attention import KeyScope, attention_backend, fallback_note, reference_attention, shifted_attention
-from txl.attention.compiled import compiled_attention
+from txl.attention.backends import compiled_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.native import build

@@ -19,6 +19,7 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 
 from txl.cli import main
 from txl.errors import RunInterrupted, TrainingDiverged, UserError
+from txl.models.memory import Memory
 from txl.runs.checkpoints import MANIFEST_FILE, MODEL_FILE, Contents, write_checkpoint
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
@@ -164,7 +165,7 @@ def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeyp
         if len(calls) != 5:
             assert result.updated
             return result
-        poisoned = [type(state).from_tensors(
+        poisoned: list = [Memory.from_tensors(
             {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
         ) for state in result.states]  # fmt: skip
         return StepResult(math.nan, math.nan, poisoned, result.targets, False)

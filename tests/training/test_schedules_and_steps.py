@@ -20,7 +20,7 @@ from txl.config import (
 )
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
     build_optimizer,
@@ -216,7 +216,7 @@ MATRICES: dict[str, tuple[ModelConfig, dict[str, tuple[int, int]]]] = {
 }
 
 
-def model_for_muon(name: str) -> Decoder[Any]:
+def model_for_muon(name: str) -> FamilyModel:
     torch.manual_seed(0)
     shape = MATRICES[name][0]
     small = {"n_layer": 2, "d_model": 8, "dropout": 0.0} | (
@@ -331,7 +331,7 @@ def test_parts_of_the_batch_with_their_own_memory_equal_the_whole(parts):
     config = TrainConfig(learning_rate=0.01, clip=0.25)
     models = [small_model().double() for _ in range(2)]
     optimizers = [build_optimizer(model, config) for model in models]
-    states = [[models[0].init_state(4)], [models[1].init_state(4 // parts) for _ in range(parts)]]
+    states: Any = [[models[0].init_state(4)], [models[1].init_state(4 // parts) for _ in range(parts)]]
     stream = torch.randint(11, (4, 31), generator=torch.Generator().manual_seed(1))
     for start in range(0, 30, 6):
         tokens, targets = stream[:, start : start + 6], stream[:, start + 1 : start + 7]

@@ -21,8 +21,8 @@ from txl.analysis.observation import attentions
 from txl.data.prepared import Corpus
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.evaluation.perplexity import Progress, resolved_lengths
-from txl.models.decoder import Decoder
+from txl.evaluation.perplexity import Progress
+from txl.models.language_model import LanguageModel
 
 FORMAT = 2
 TOP = 0.2
@@ -30,7 +30,7 @@ TOP = 0.2
 
 
 def analyse_attention(
-    model: Decoder[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary,
     corpus: Corpus,
     *,
@@ -75,7 +75,7 @@ def analyse_attention(
     tokens = corpus.tokens(split)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"--tokens is {max_tokens}; expected 2 or more, or all")
-    span = reach(resolved_lengths(model.init_state(1, **lengths)), segment)
+    span = reach(model.init_state(1, **lengths).lengths, segment)
     far = max(1, span // 2) if far is None else far
     if not 1 <= far < max(2, span):
         raise UserError(f"--far is {far}; expected 1 to {span - 1}: no token sees farther")

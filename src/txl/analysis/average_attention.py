@@ -9,7 +9,7 @@ Shapes: B lanes, T tokens of a segment, S keys, N layers, H heads, L distances (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from txl.analysis.observation import AttentionInputs, attentions, known_terms, observed
 from txl.attention.shifted import shifted_view
+from txl.config import Lengths, Limit
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode, resolved_lengths
-from txl.models.decoder import Decoder
-from txl.models.language_model import Limit
+from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode
+from txl.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def share_beyond(weights: np.ndarray, distance: int) -> np.ndarray:
     return weights[..., distance:].sum(axis=-1)
 
 
-def reach(lengths: dict[str, Any], segment: int) -> int:
-    """Return the most keys that a token sees, itself included, with resolved lengths and a segment length."""
-    return lengths["window"] or lengths["mem_len"] + segment
+def reach(lengths: Lengths, segment: int) -> int:
+    """Return the most keys that a token sees, itself included, in segments of so many tokens."""
+    return lengths.window or lengths.mem_len + segment
 
 
 def average_attention(
-    model: Decoder[Any],
+    model: LanguageModel,
     tokens: Any,
     *,
     segment: int = 128,
@@ -135,9 +135,9 @@ def average_attention(
         raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
     lanes = Lanes.cut(len(ids), batch_size)
     state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
-    lengths = resolved_lengths(state)
+    lengths = state.lengths
     span = reach(lengths, segment)
-    everywhere = 1 if model.context is not None else lengths["window"] or lengths["mem_len"] + 1
+    everywhere = 1 if model.context is not None else lengths.window or lengths.mem_len + 1
     needed = everywhere if min_keys is None else min_keys
     longest = lanes.end[0] - lanes.first[0]
     if not 1 <= needed <= min(span, longest):
@@ -158,11 +158,11 @@ def average_attention(
             done += inputs.numel()
             if progress is not None:
                 progress(done, lanes.n_target)
-    settings = {**lengths, "segment": segment, "batch_size": batch_size, "tokens": len(ids)}
+    settings = {**asdict(lengths), "segment": segment, "batch_size": batch_size, "tokens": len(ids)}
     return sums.result(settings)
 
 
-def _chosen_layers(model: Decoder[Any], layers: Sequence[int] | None) -> tuple[int, ...]:
+def _chosen_layers(model: LanguageModel, layers: Sequence[int] | None) -> tuple[int, ...]:
     n_layer = len(attentions(model))
     chosen = tuple(range(n_layer)) if layers is None else tuple(sorted(set(layers)))
     for layer in chosen:
@@ -173,7 +173,7 @@ def _chosen_layers(model: Decoder[Any], layers: Sequence[int] | None) -> tuple[i
     return chosen
 
 
-def _chosen_terms(model: Decoder[Any], wanted: bool | None) -> str:
+def _chosen_terms(model: LanguageModel, wanted: bool | None) -> str:
     known = known_terms(model)
     if wanted and not known:
         raise UserError(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from txl.attention.equations import KeyScope
 from txl.attention.shifted import masked_scores, padded_positions
 from txl.errors import UserError
-from txl.models.decoder import Decoder
+from txl.models.language_model import LanguageModel
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 from txl.models.vanilla import CausalSelfAttention
 
@@ -85,7 +84,7 @@ def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelf
     return [each for each in found if isinstance(each, kinds)]
 
 
-def known_terms(model: Decoder[Any]) -> str:
+def known_terms(model: LanguageModel) -> str:
     """Return the terms (a) to (d) that the model's scores are the sum of; "" if its positions are absolute."""
     return model.config.score_terms
 

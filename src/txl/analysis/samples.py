@@ -171,7 +171,7 @@ class Plan:
 
 
 def make_samples(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary,
     tokens: Any,
     training: Any,

@@ -1,4 +1,33 @@
-"""Relative attention: the equations, the efficient backends, and what each of them supports."""
+"""Relative attention: who computes A^rel when.
+
+| when | function | where |
+|---|---|---|
+| tests, `model.attention` reference: **the oracle** of all others | `reference_attention` | `equations.py` |
+| training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
+| training, `compiled` | `compiled_attention` | `backends.py`; C++: `native/attend_backward.cpp` |
+| training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |
+| segments without gradients on a CPU with a compiler | `fused_attention` | `native/attention.py`, `attend.cpp` |
+| other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
+| one token without gradients on a CPU with a compiler | `read_token` | `models/compiled_step.py`, `decode.cpp` |
+| one token of many streams on a CPU with a compiler | `CompiledStep` | `generation/steps.py`, `decode.cpp` |
+| one token of many streams elsewhere; on CUDA as a graph | `StaticStep` | `generation/steps.py` |
+| Transformers without memory, which have term (a) alone | `causal_attention` | `backends.py` |
+
+"Training" is any segment with gradients or dropout. A model exported for other programs takes a copy of all this along.
+
+Two places switch: `Backend.__call__` chooses for a segment, `TransformerXL.hidden_states` between segments and one
+token. A module with a hook, or of another class, makes every one-token way give way to the modules.
+
+| | window, lanes of different memory | clamp | dropout of weights | dropout of R | gradients | computes in |
+|---|---|---|---|---|---|---|
+| `reference_attention` | yes | yes | yes | yes | any order | every dtype |
+| `shifted_attention` | yes | yes | yes | yes | first | every dtype |
+| `compiled_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
+| `SegmentPhases.attend` | yes | no | no | no | first | every dtype; `flex` float32, bfloat16 |
+| `fused_attention` | yes | yes | no | - | no | float32, bfloat16 |
+| `read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
+| `StaticStep` | yes | yes | no | - | no | every dtype |
+"""
 
 from __future__ import annotations
 

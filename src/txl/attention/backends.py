@@ -1,4 +1,7 @@
-"""The attention backends, what each of them supports, and how one is chosen."""
+"""The attention backends: what each supports, how a model chooses one, and what computes a segment then.
+
+Shapes: B lanes, T queries, S keys, H heads, D width of a head.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,95 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.compiled import compiled_attention
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.factorised import DotProductKernel, FlexKernel, FusedKernel
 from txl.attention.fused import fused_relative_attention, why_not_fused
 from txl.attention.shifted import shifted_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
-from txl.native.training_attention import why_not_training
+from txl.native.attention import fused_attention
+from txl.native.training_attention import training_attention, why_not_training
 
 
 class RelativeAttention(Protocol):
-    """Attention from projected positions; shapes as in `reference_attention`."""
+    """Attention from projected positions; arguments as in `reference_attention`."""
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position: Tensor,
-        u: Tensor,
-        v: Tensor,
+        query: Float[Tensor, "B T H D"],
+        key: Float[Tensor, "B S H D"],
+        value: Float[Tensor, "B S H D"],
+        position: Float[Tensor, "S H D"],
+        u: Float[Tensor, "H D"],
+        v: Float[Tensor, "H D"],
         scope: KeyScope,
         dropout: float = 0.0,
-    ) -> Tensor:
-        """[B,T,H,D], [B,S,H,D] twice, [S,H,D], [H,D] twice -> [B,T,H,D]."""
+    ) -> Float[Tensor, "B T H D"]:
+        """Return what every query attends to."""
         ...
+
+
+def compiled_attention(
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"] | None,
+    u: Float[Tensor, "H D"] | None,
+    v: Float[Tensor, "H D"] | None,
+    scope: KeyScope,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B T H D"]:
+    """Compute `reference_attention` in the compiled library, forward and backward, without a matrix of all scores.
+
+    Plain attention if `position`, `u` and `v` are None. On a CPU, in float32 or bfloat16; the gradient can be taken
+    once (no second derivatives).
+    """
+    # `torch.compile` traces shapes; what the machine has was asked when the model was built.
+    if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
+        raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+    filled = None if scope.filled is None else torch.tensor(scope.filled)
+    return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)
+
+
+def attention_without_gradients(
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
+    scope: KeyScope,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B T H D"]:
+    """Compute `reference_attention` by the compiled library where it is faster, else by `shifted_attention`."""
+    fused = fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
+    return shifted_attention(query, key, value, position, u, v, scope, dropout) if fused is None else fused
+
+
+def causal_attention(
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B T H D"],
+    value: Float[Tensor, "B T H D"],
+    dropout: float,
+    compiled: bool = False,
+) -> Float[Tensor, "B T H D"]:
+    """Compute softmax attention to the positions of a segment up to each query's own, without relative positions.
+
+    Args:
+        query, key, value: of one segment.
+        dropout: probability with which an attention weight is dropped.
+        compiled: compute gradients in the compiled library.
+    """
+    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None)) is not None:
+        return fused
+    if compiled and (dropout > 0 or torch.is_grad_enabled()):
+        return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
+    heads = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -43,28 +107,47 @@ class Backend:
 
     name: str
     what: str
-    attend: RelativeAttention
-    """From projected positions: every segment, but where `kernel` is set only those that are read without gradients."""
+    train: RelativeAttention
+    """Computes segments with gradients or dropout (from projected positions; see `kernel`)."""
+    read: RelativeAttention = attention_without_gradients
+    """Computes segments without gradients."""
     kernel: Callable[[], FusedKernel] | None = None
-    """Makes the fused attention that segments with gradients go through, in the factorised form."""
+    """Makes the fused attention of the factorised form, which then computes training segments in place of `train`."""
+    compiled_step: bool = False
+    """Single tokens without gradients may go through the compiled library, all layers at once."""
     devices: tuple[str, ...] | None = None
-    """Where it trains; None: everywhere. Without gradients every model runs everywhere."""
+    """Devices that it trains on; None: all. Without gradients every model runs everywhere."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """What it trains in; None: everything."""
+    """Dtypes that it trains in; None: all."""
     obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
-    """Says what keeps this machine from training with it on a device, in a dtype (None: not known yet), for heads of a
-    width; None: nothing can."""
+    """Says why this machine cannot train with it on a device, in a dtype (None: not known yet), for heads of a width;
+    None: every machine can."""
     any_encoding: bool = True
-    """Whether R may be something else than the sinusoid."""
+    """R may be something else than the sinusoid."""
     clamp_len: bool = True
     dropatt: bool = True
     dropout_r: bool = True
     """Also dropout on W_kR R (`dropout_qkv`)."""
 
+    def __call__(
+        self,
+        query: Float[Tensor, "B T H D"],
+        key: Float[Tensor, "B S H D"],
+        value: Float[Tensor, "B S H D"],
+        position: Float[Tensor, "S H D"],
+        u: Float[Tensor, "H D"],
+        v: Float[Tensor, "H D"],
+        scope: KeyScope,
+        dropout: float = 0.0,
+    ) -> Float[Tensor, "B T H D"]:
+        """Return what every query of a segment attends to: the switch between the ways to compute it."""
+        attend = self.train if dropout > 0 or torch.is_grad_enabled() else self.read
+        return attend(query, key, value, position, u, v, scope, dropout)
+
     def refusal(
         self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
     ) -> str | None:
-        """Why it cannot train a model there, and what to do about it; None if it can.
+        """Say why it cannot train a model there, and what to do about it; None if it can.
 
         Args:
             model: the configuration.
@@ -75,7 +158,7 @@ class Backend:
         return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
-        """The first part of the model that it does not have."""
+        """Name the first part of the model that it does not support."""
         if not self.any_encoding and model.encoding != "relative":
             return f"needs the sinusoid R (model.encoding is {model.encoding})"
         if not self.clamp_len and model.clamp_len is not None:
@@ -92,7 +175,7 @@ class Backend:
         return None
 
     def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-        """What is wrong with the device or the arithmetic."""
+        """Say what is wrong with the device or the dtype."""
         if device and self.devices and device.partition(":")[0] not in self.devices:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
@@ -103,12 +186,18 @@ class Backend:
 BACKENDS = {
     each.name: each
     for each in (
-        Backend("reference", "the equations, one query at a time", reference_attention),
-        Backend("shifted", "one product for all distances, read through a shifted view", shifted_attention),
+        Backend("reference", "the equations, one query at a time", reference_attention, reference_attention),
+        Backend(
+            "shifted",
+            "one product for all distances, read through a shifted view",
+            shifted_attention,
+            compiled_step=True,
+        ),
         Backend(
             "compiled",
             "a block of keys at a time in code compiled for the CPU, no matrix of all scores",
             compiled_attention,
+            compiled_step=True,
             devices=("cpu",),
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=lambda device, dtype, _: why_not_training(device, dtype or torch.float32),
@@ -146,19 +235,16 @@ BACKENDS = {
     )
 }
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
-"""What `auto` and `fastest` try. `shifted` supports every model everywhere, and is what records were trained with; only
-what has been measured to be faster may stand before it. `flex` has not been measured on a GPU yet."""
+"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and recorded results were
+trained with it; only what has been measured to be faster may stand before it. Nothing has been measured on a GPU."""
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
-    """The backend that a configuration asks for; "auto" and "fastest" are the first of theirs that supports it there.
+    """Return the backend that a configuration asks for: with "auto" and "fastest" the first that supports the model.
 
     Args:
         model: the configuration.
-        device: where the model will train; None: not known yet.
-
-    Raises:
-        UserError: for a name that is not a backend, or one that cannot train the model there.
+        device: device that the model will train on; None: not known yet.
     """
     if model.attention in _CHOICES:
         candidates = [BACKENDS[name] for name in _CHOICES[model.attention]]

@@ -1,12 +1,8 @@
 """Relative attention as Section 3.3 of the paper writes it, one query at a time. Slow and obvious: the oracle.
 
-Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head.
+Beside the equations: the sinusoid R, and the rule of which keys a query sees.
 
-Which keys a query sees: the memory's length, the window, and lanes whose memory is shorter than others'.
-
-Shapes: B lanes, T queries of the segment, M positions of memory, S = M + T keys.
-
-The sinusoid encoding R of relative distances (Section 3.3), which has no parameters.
+Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model.
 """
 
 from __future__ import annotations
@@ -16,11 +12,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
-def distances_farthest_first(n_key: int, clamp_len: int | None, device: torch.device | None = None) -> Tensor:
-    """Distances S-1, ..., 1, 0, none above `clamp_len`: int64 [S].
+def distances_farthest_first(
+    n_key: int, clamp_len: int | None, device: torch.device | None = None
+) -> Int64[Tensor, " S"]:
+    """Return the distances S-1, ..., 1, 0, those above `clamp_len` replaced by it.
 
     The order is that of the keys as the last query of a segment sees them.
     """
@@ -28,8 +27,8 @@ def distances_farthest_first(n_key: int, clamp_len: int | None, device: torch.de
     return distances if clamp_len is None else distances.clamp(max=min(clamp_len, n_key))
 
 
-def sinusoid(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """Rows R_d = [sin(d w_0), ..., sin(d w_{E/2-1}), cos(d w_0), ..., cos(d w_{E/2-1})]: [S] -> [S,E].
+def sinusoid(distances: Int64[Tensor, " S"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "S E"]:
+    """Compute the rows R_d = [sin(d w_0), ..., sin(d w_{E/2-1}), cos(d w_0), ..., cos(d w_{E/2-1})].
 
     w_k = 10000^(-2k/E). All sines come first, then all cosines, as in the authors' code. Computed in float32 for a
     float32 model, again as the authors did, so that weights trained there meet the same R to the last bit.
@@ -42,7 +41,7 @@ def sinusoid(distances: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyScope:
-    """Query i (0..T-1) stands at key M + i and sees key j if all of these hold:
+    """The rule of which keys a query sees: query i (0..T-1) stands at key M + i and sees key j if all of these hold.
 
     - causality: j <= M + i,
     - window N: M + i - j < N (the query itself is one of the N keys),
@@ -56,8 +55,8 @@ class KeyScope:
     filled: tuple[int, ...] | None = None
     """Filled positions of memory of each lane; None: all M in every lane."""
 
-    def mask(self, n_query: int, device: torch.device | None = None) -> Tensor:
-        """Boolean [T,S], or [B,T,S] where lanes differ: true where the query sees the key."""
+    def mask(self, n_query: int, device: torch.device | None = None) -> Bool[Tensor, "T S"] | Bool[Tensor, "B T S"]:
+        """Return true where a query sees a key; one mask for each lane where `filled` is given."""
         query = torch.arange(n_query, device=device)[:, None] + self.memory
         key = torch.arange(self.memory + n_query, device=device)
         mask = key <= query
@@ -71,30 +70,36 @@ class KeyScope:
 
 @dataclass(frozen=True)
 class ScoreTerms:
-    """The four terms of A^rel for one query, before the scale 1/sqrt(D): [B,H,S] each; c is [B,H,S], d is [H,S]."""
+    """The four terms of A^rel for one query, before the scale 1/sqrt(D)."""
 
-    a: Tensor
+    a: Float[Tensor, "B H S"]
     """q_i . k_j: content."""
-    b: Tensor
+    b: Float[Tensor, "B H S"]
     """q_i . W_kR R_{i-j}: content-dependent position."""
-    c: Tensor
+    c: Float[Tensor, "B H S"]
     """u . k_j: global content bias."""
-    d: Tensor
+    d: Float[Tensor, "H S"]
     """v . W_kR R_{i-j}: global position bias."""
 
-    def score(self) -> Tensor:
-        """a + b + c + d: [B,H,S]."""
+    def score(self) -> Float[Tensor, "B H S"]:
+        """Return a + b + c + d."""
         return self.a + self.b + self.c + self.d
 
 
-def score_terms(query: Tensor, key: Tensor, position: Tensor, u: Tensor, v: Tensor) -> ScoreTerms:
-    """The terms of one query with every key.
+def score_terms(
+    query: Float[Tensor, "B H D"],
+    key: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
+) -> ScoreTerms:
+    """Compute the terms of one query with every key.
 
     Args:
-        query: [B,H,D], q_i.
-        key: [B,S,H,D], k_j.
-        position: [S,H,D], W_kR R_{i-j} for this query i and every key j.
-        u, v: [H,D].
+        query: q_i.
+        key: k_j.
+        position: W_kR R_{i-j} for this query i and every key j.
+        u, v: the global biases.
     """
     return ScoreTerms(
         a=torch.einsum("bhd,bshd->bhs", query, key),
@@ -105,27 +110,24 @@ def score_terms(query: Tensor, key: Tensor, position: Tensor, u: Tensor, v: Tens
 
 
 def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
     scope: KeyScope,
     dropout: float = 0.0,
-) -> Tensor:
-    """a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i.
+) -> Float[Tensor, "B T H D"]:
+    """Compute a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i.
 
     Args:
-        query: [B,T,H,D].
-        key, value: [B,S,H,D], memory first.
-        position: [S,H,D], W_kR R_d with the farthest distance first: row S-1-d belongs to distance d.
-        u, v: [H,D].
+        query: q_i of the segment.
+        key, value: of memory and segment, memory first.
+        position: W_kR R_d with the farthest distance first: row S-1-d belongs to distance d.
+        u, v: the global biases.
         scope: which keys a query sees.
         dropout: probability with which an attention weight is dropped.
-
-    Returns:
-        [B,T,H,D].
     """
     n_query, n_key = query.shape[1], key.shape[1]
     mask = scope.mask(n_query, query.device).expand(query.shape[0], n_query, n_key)

@@ -16,13 +16,8 @@ is nearer to Section 3.3 than the authors' R, whose angles are rounded.
 
 The identity holds for R itself alone: not for a clamped distance, not for an R with dropout, not for a learned one.
 
-Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model, r rank.
-
-FlexAttention as the kernel of the factorised form: causality, window and memory as a mask of blocks, never [T,S].
-
-On a CUDA device it is compiled to one fused kernel. On a CPU PyTorch has its forward pass alone.
-
-Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a value, W width of a key.
+Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model, r rank,
+W = D + r width of a key.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -50,11 +46,18 @@ class FusedKernel(Protocol):
     """Attention that never writes its scores, and takes queries and keys that are wider than values."""
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Any:
-        """What `attend` takes as its mask, made once for all layers of a segment."""
+        """Make the mask for `attend`, of the kernel's own type, once for all layers of a segment."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
-        """[B,H,T,W], [B,H,S,W], [B,H,S,D] -> [B,H,T,D]."""
+    def attend(
+        self,
+        query: Float[Tensor, "B H T W"],
+        key: Float[Tensor, "B H S W"],
+        value: Float[Tensor, "B H S D"],
+        mask: Any,
+        scale: float,
+    ) -> Float[Tensor, "B H T D"]:
+        """Return softmax(scale * query . key) times the values, over the keys in the mask."""
         ...
 
 
@@ -62,12 +65,19 @@ class DotProductKernel:
     """PyTorch's `scaled_dot_product_attention` with a boolean mask [T,S], shared by lanes and heads where it can be."""
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Tensor:
-        """See `FusedKernel.mask`."""
+        """Make a boolean mask."""
         mask = scope.mask(n_query, device)
         return mask if mask.dim() == 2 else mask[:, None]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """See `FusedKernel.attend`."""
+    def attend(
+        self,
+        query: Float[Tensor, "B H T W"],
+        key: Float[Tensor, "B H S W"],
+        value: Float[Tensor, "B H S D"],
+        mask: Tensor,
+        scale: float,
+    ) -> Float[Tensor, "B H T D"]:
+        """Compute `FusedKernel.attend`."""
         if query.device.type == "cpu":
             # The fused kernel of a CPU wants one width for all; without it scores would be written out.
             n_more = key.shape[-1] - value.shape[-1]
@@ -84,12 +94,12 @@ class PhaseBasis:
     """The directions B that psi needs over N positions, counted from their middle."""
 
     n_position: int
-    directions: Tensor
-    """B: float64 [E,r], orthonormal columns."""
+    directions: Float64[Tensor, "E r"]
+    """B: orthonormal columns."""
 
     @classmethod
     def over(cls, n_position: int, d_model: int) -> PhaseBasis:
-        """The smallest one whose span all rows of psi are near enough to."""
+        """Find the smallest basis whose span is within `TOLERANCE` of all rows of psi."""
         rows = _psi(_centred(n_position), d_model)
         directions = torch.linalg.svd(rows, full_matrices=False).Vh
         # The part of each row that the first k directions leave out, for every k.
@@ -101,30 +111,29 @@ class PhaseBasis:
 
 @dataclass(frozen=True)
 class SegmentPhases:
-    """What all layers of one segment share; the place of R in `RelativeMultiHeadAttention.forward`."""
+    """Tables that all layers of one segment share; the place of R in `RelativeMultiHeadAttention.forward`."""
 
     kernel: FusedKernel
     mask: Any
-    sin: Tensor
-    """sin(i w) of the queries: [T,E/2]."""
-    cos: Tensor
-    basis: Tensor
-    """B: [E,r]."""
-    key: Tensor
-    """B^T psi_j: [S,r]."""
+    """Of the kernel's own type."""
+    sin: Float[Tensor, "T half"]
+    """sin(i w) of the queries, for the E/2 frequencies."""
+    cos: Float[Tensor, "T half"]
+    basis: Float[Tensor, "E r"]
+    """B."""
+    key: Float[Tensor, "S r"]
+    """B^T psi_j."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """The same function as `reference_attention`, from W_kR instead of W_kR R.
-
-        Args:
-            query: [B,T,H,D].
-            key, value: [B,S,H,D], memory first.
-            weight: W_kR, [H*D,E].
-            u, v: [H,D].
-
-        Returns:
-            [B,T,H,D].
-        """
+    def attend(
+        self,
+        query: Float[Tensor, "B T H D"],
+        key: Float[Tensor, "B S H D"],
+        value: Float[Tensor, "B S H D"],
+        weight: Float[Tensor, "HD E"],
+        u: Float[Tensor, "H D"],
+        v: Float[Tensor, "H D"],
+    ) -> Float[Tensor, "B T H D"]:
+        """Compute `reference_attention` from `weight`, W_kR, instead of W_kR R."""
         (n_lane, n_key, n_head, d_head), dtype = key.shape, query.dtype
         with torch.autocast(query.device.type, enabled=False):  # everything is in the dtype of the query
             by_head = weight.to(dtype).view(n_head, d_head, -1)
@@ -149,14 +158,14 @@ class PhaseTables:
     def phases(
         self, scope: KeyScope, n_query: int, n_lane: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> SegmentPhases:
-        """Those of a segment.
+        """Return the tables of a segment.
 
         Args:
             scope: which keys a query sees.
             n_query: T.
             n_lane: B.
-            capacity: positions that the memory will hold at most, for which B is made at once.
-            dtype, device: of what is computed with them.
+            capacity: most positions that the memory will hold, for which the basis is made at once.
+            dtype, device: of the queries that will attend.
         """
         n_key = scope.memory + n_query
         if self._basis is None or self._basis.n_position < n_key:
@@ -174,25 +183,28 @@ class PhaseTables:
 
 
 def _centred(n_position: int) -> Tensor:
-    """Whole positions around 0. Those of a shorter stretch are among those of a longer one."""
+    """Return whole positions around 0; those of a shorter stretch are among those of a longer one."""
     return torch.arange(n_position, dtype=torch.float64) - n_position // 2
 
 
 def _psi(positions: Tensor, d_model: int) -> Tensor:
-    """Rows [sin(j w), cos(j w)]: float64 [N] -> [N,E]."""
+    """Compute the rows [sin(j w), cos(j w)]: float64 [N] -> [N,E]."""
     exponents = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
     angles = torch.outer(positions, 1.0 / (10000.0**exponents))
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class FlexKernel:
-    """A `FusedKernel`. Compiled at its first call on a CUDA device."""
+    """FlexAttention: causality, window and memory as a mask of blocks, never [T,S].
+
+    On a CUDA device it is compiled to one fused kernel at its first call. On a CPU PyTorch has its forward pass alone.
+    """
 
     def __init__(self) -> None:
         self._compiled: Callable[..., Any] | None = None
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> BlockMask:
-        """See `FusedKernel.mask`."""
+        """Make a mask of blocks."""
         memory, window = scope.memory, scope.window
         first = None if scope.filled is None else memory - torch.tensor(scope.filled, device=device)
 
@@ -206,8 +218,15 @@ class FlexKernel:
         lanes = None if first is None else n_lane
         return create_block_mask(sees, lanes, None, n_query, memory + n_query, device=device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-        """See `FusedKernel.attend`."""
+    def attend(
+        self,
+        query: Float[Tensor, "B H T W"],
+        key: Float[Tensor, "B H S W"],
+        value: Float[Tensor, "B H S D"],
+        mask: BlockMask,
+        scale: float,
+    ) -> Float[Tensor, "B H T D"]:
+        """Compute `FusedKernel.attend`."""
         function: Callable[..., Any] = flex_attention
         if query.device.type == "cuda":
             if self._compiled is None:
@@ -216,5 +235,5 @@ class FlexKernel:
         return function(query, key, value, block_mask=mask, scale=scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
-        """A copy of a model compiles its own."""
+        """Return a new kernel: a copy of a model compiles its own."""
         return FlexKernel()

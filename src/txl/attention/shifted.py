@@ -20,38 +20,41 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl.attention.equations import KeyScope
-from txl.native.attention import fused_attention
 
 
-def shifted_view(buffer: Tensor, n_lane: int, n_query: int) -> Tensor:
-    """The shifted view [H*B,T,S] of a buffer [H,B*T,W]."""
+def shifted_view(buffer: Float[Tensor, "H BT W"], n_lane: int, n_query: int) -> Float[Tensor, "HB T S"]:
+    """Return the shifted view of a buffer of products."""
     n_head, _, pitch = buffer.shape
     return buffer.as_strided((n_head * n_lane, n_query, pitch - 1), (n_query * pitch, pitch - 1, 1), n_query)
 
 
-def padded_positions(position: Tensor) -> Tensor:
-    """[S,H,D] -> [H,W,D] with nothing in front."""
+def padded_positions(position: Float[Tensor, "S H D"]) -> Float[Tensor, "H W D"]:
+    """Return the positions behind one row of zeros."""
     n_key, n_head, d_head = position.shape
     padded = position.new_zeros(n_head, n_key + 1, d_head)
     padded[:, 1:] = position.transpose(0, 1)
     return padded
 
 
-def masked_scores(query_u: Tensor, query_v: Tensor, key: Tensor, position: Tensor, scope: KeyScope) -> Tensor:
-    """Scores of all four terms, -inf where the query does not see the key.
+def masked_scores(
+    query_u: Float[Tensor, "H B T D"],
+    query_v: Float[Tensor, "H B T D"],
+    key: Float[Tensor, "H B S D"],
+    position: Float[Tensor, "H W D"],
+    scope: KeyScope,
+) -> Float[Tensor, "HB T S"]:
+    """Compute A^rel of all queries at once: terms (a) to (d), -inf where the query does not see the key.
 
     Args:
-        query_u, query_v: (q + u) and (q + v), both times the scale: [H,B,T,D].
-        key: [H,B,S,D].
-        position: [H,W,D], farthest distance first behind one row of padding.
+        query_u, query_v: (q + u) and (q + v), both times the scale.
+        key: of memory and segment.
+        position: W_kR R, farthest distance first behind one row of padding (`padded_positions`).
         scope: which keys a query sees.
-
-    Returns:
-        [H*B,T,S].
     """
     n_head, n_lane, n_query, _ = query_u.shape
     n_key = key.shape[2]
@@ -69,7 +72,7 @@ def masked_scores(query_u: Tensor, query_v: Tensor, key: Tensor, position: Tenso
 
 
 def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
-    """-inf in [H,B,T,S] where a lane's memory holds nothing."""
+    """Set scores [H,B,T,S] to -inf where a lane's memory holds nothing."""
     if scope.filled is not None:
         for lane, filled in enumerate(scope.filled):
             scores[:, lane, :, : scope.memory - filled] = -math.inf
@@ -78,7 +81,7 @@ def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
 def _one_query(
     query_u: Tensor, query_v: Tensor, key: Tensor, value: Tensor, position: Tensor, scope: KeyScope
 ) -> Tensor:
-    """What a single query a lane attends to, T = 1: no shift, no causality, and no copy of `position` [H,S,D].
+    """Compute the attention of a single query a lane, T = 1: no shift, no causality, no copy of `position` [H,S,D].
 
     Products are written with the long matrix first, which a CPU's library reads about as fast as memory allows.
     """
@@ -152,41 +155,28 @@ class _ShiftedAttention(torch.autograd.Function):
 
 
 def _batched(matrices: Tensor) -> Tensor:
-    """Matrices [...,S,D] that a batched product reads without a copy of its own.
+    """Return matrices [...,S,D] that a batched product reads without a copy of its own.
 
-    As they are, if their rows lie behind one another. Keys and values of a memory's buffers do; those of a training
-    step are copied here, once for all their products.
+    Keys and values in a memory's buffers are such already; those of a training step are copied here, once for all their
+    products.
     """
     return matrices if matrices.stride()[-2:] == (matrices.shape[-1], 1) else matrices.contiguous()
 
 
 def shifted_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
     scope: KeyScope,
     dropout: float = 0.0,
-) -> Tensor:
-    """The same function as `reference_attention`, to which it is tested, in outputs and all gradients.
+) -> Float[Tensor, "B T H D"]:
+    """Compute `reference_attention`, against which outputs and all gradients are tested; arguments as there.
 
-    Args:
-        query: [B,T,H,D].
-        key, value: [B,S,H,D], memory first.
-        position: [S,H,D], W_kR R_d with the farthest distance first: row S-1-d belongs to distance d.
-        u, v: [H,D].
-        scope: which keys a query sees.
-        dropout: probability with which an attention weight is dropped.
-
-    Returns:
-        [B,T,H,D]. Its gradient can be taken once (no second derivatives).
+    The gradient can be taken once (no second derivatives).
     """
-    if dropout == 0:
-        fused = fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
-        if fused is not None:
-            return fused
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
     query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))

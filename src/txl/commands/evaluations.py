@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from txl.evaluation.dynamic import Adaptation, GradientStatistics
     from txl.evaluation.perplexity import EvaluationResult
     from txl.models.cache import ContinuousCache
-    from txl.models.decoder import Decoder
+    from txl.models.family import FamilyModel
     from txl.models.language_model import LanguageModel
 
 _RULES, _STATISTICS, _WEIGHTS = ("rms", "sgd"), ("mean", "sum"), ("all", "feed-forward", "biases")
@@ -136,7 +136,7 @@ def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
 
 
 def collect_statistics(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     training_split: Callable[[], Tokens],
     request: DynamicRequest,
     settings: dict[str, Any],
@@ -176,7 +176,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability")
 
 
-def with_cache(model: Decoder[Any], arguments: argparse.Namespace) -> Decoder[Any] | ContinuousCache:
+def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel | ContinuousCache:
     """Return the model, in a continuous cache if the options ask for one."""
     names = ("cache_size", "cache_theta", "cache_lambda")
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]

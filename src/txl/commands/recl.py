@@ -136,7 +136,6 @@ def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None
 
 def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, Any]:
     """Return a model's size and limits, after loading it once to find out whether it is damaged."""
-    from txl.evaluation.perplexity import resolved_lengths
 
     model, _ = directory.load(device=device)
     try:
@@ -146,7 +145,7 @@ def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, An
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "longest_context": model.context,
-        "clamp_len": resolved_lengths(state)["clamp_len"],
+        "clamp_len": state.lengths.clamp_len,
     }
 
 

@@ -43,7 +43,7 @@ _USUAL_LANES = 8
 class CodingModel:
     """A trained model that files are coded by."""
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     """Any language model, on the CPU, in evaluation mode."""
     vocabulary: Vocabulary
     """Its own: bytes, characters or byte pairs."""
@@ -74,7 +74,7 @@ class DynamicRecipe:
     """Segments of the training split that are read for gradient statistics; None: all. Of rms alone, as the next."""
     statistics_batch_size: int = 1
 
-    def segment_of(self, model: LanguageModel[Any]) -> int:
+    def segment_of(self, model: LanguageModel) -> int:
         """Return the segment that a model can learn from."""
         return self.segment if model.context is None else min(self.segment, model.context)
 

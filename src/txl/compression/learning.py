@@ -63,7 +63,7 @@ class OnlineRecipe:
         """Undo `to_plain`."""
         return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
 
-    def build(self, vocab_size: int) -> LanguageModel[Any]:
+    def build(self, vocab_size: int) -> LanguageModel:
         """Build the model with its first weights; torch's own generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)

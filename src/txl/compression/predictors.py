@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl.generation.engine import DecodeEngine
+from txl.generation.engine import DecodeEngine, decodes
 from txl.models.language_model import LanguageModel
 from txl.models.transformer_xl import TransformerXL
 
@@ -82,7 +82,7 @@ class ModelPredictor(Predictor):
 
     def __init__(
         self,
-        model: LanguageModel[Any],
+        model: LanguageModel,
         lanes: int,
         start: int,
         lengths: dict[str, Any],
@@ -150,8 +150,8 @@ def _without_onednn() -> Iterator[None]:
         flags.enabled = before
 
 
-def fixed_predictor(model: LanguageModel[Any], lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
+def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
     """Return a model with fixed weights, in the fastest way there is."""
-    if isinstance(model, TransformerXL):
+    if decodes(model):
         return EnginePredictor(model, lanes, start, lengths)
     return ModelPredictor(model, lanes, start, lengths)

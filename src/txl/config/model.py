@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
-from txl.config.sections import EvalConfig, TrainConfig
+from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
 from txl.config.values import ANYTHING, check_ranges, hints_of, require, setting, shown
 from txl.errors import UserError
 
@@ -256,6 +256,21 @@ class ModelConfig(ABC):
         """Check the rules of how this model can be trained and tested."""
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
+
+    def lengths(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
+        """Return the lengths that a state of the model gets: those given, else the configuration's own.
+
+        Args:
+            mem_len: positions of memory; None: the configuration's, as for the other two.
+            window: keys a query sees, itself included; "none": no limit.
+            clamp_len: largest distance told apart; "none": no clamp.
+        """
+        if self.no_memory:
+            self.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
+            return Lengths()
+        lengths = Lengths(self.mem_len, self.window, self.clamp_len).given(mem_len, window, clamp_len)
+        lengths.validate()
+        return lengths
 
     def refuse_lengths(self, lengths: dict[str, int | str | None], prefix: str = "") -> None:
         """Refuse the lengths of a memory, for a model that has none.

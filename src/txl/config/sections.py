@@ -22,22 +22,64 @@ RANDOM_LENGTHS = 40
 _FRACTION = "from 0 up to but not including 1"
 
 
-def validate_lengths(mem_len: int, window: int | None, clamp_len: int | None, prefix: str = "") -> None:
-    """The rules of memory length, window and clamp.
+Limit = int | Literal["none"] | None
+"""A window or clamp as a caller gives it: "none" is no limit, None is the configuration's value."""
 
-    Raises:
-        UserError: naming the first one that breaks a rule, with `prefix` in front of its name.
-    """
-    require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
-    if window is not None:
-        require(window >= 1, f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none")
-        if mem_len < window - 1:
-            raise UserError(
-                f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
-                f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
-            )
-    if clamp_len is not None:
-        require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+
+@dataclass(frozen=True)
+class Lengths:
+    """How far a model looks back. Here None is no limit; `given` and `options` translate the callers' "none"."""
+
+    mem_len: int = 0
+    """Positions of memory carried from segment to segment."""
+    window: int | None = None
+    """Keys a query sees, itself included."""
+    clamp_len: int | None = None
+    """Distances above this one count as it."""
+
+    @property
+    def capacity(self) -> int:
+        """Most positions of memory worth holding: beyond the window nothing is ever seen."""
+        return self.mem_len if self.window is None else min(self.mem_len, self.window - 1)
+
+    def given(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
+        """Return the lengths a caller asks for; None leaves one as it is here."""
+        return Lengths(
+            self.mem_len if mem_len is None else mem_len, _limit(window, self.window), _limit(clamp_len, self.clamp_len)
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the lengths as keyword arguments of the public functions, "none" for no limit."""
+        window, clamp_len = ("none" if limit is None else limit for limit in (self.window, self.clamp_len))
+        return {"mem_len": self.mem_len, "window": window, "clamp_len": clamp_len}
+
+    def validate(self, prefix: str = "") -> None:
+        """Check the rules of memory length, window and clamp.
+
+        Raises:
+            UserError: naming the first one that breaks a rule, with `prefix` in front of its name.
+        """
+        mem_len, window, clamp_len = self.mem_len, self.window, self.clamp_len
+        require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
+        if window is not None:
+            require(window >= 1, f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none")
+            if mem_len < window - 1:
+                raise UserError(
+                    f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
+                    f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
+                )
+        if clamp_len is not None:
+            require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+
+
+def _limit(given: Limit, own: int | None) -> int | None:
+    if given is None:
+        return own
+    if isinstance(given, str):
+        if given != "none":
+            raise UserError(f"a window or clamp_len is {given!r}; expected a number or 'none'")
+        return None
+    return given
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
@@ -277,8 +319,13 @@ class EvalConfig:
         clamp_len = "none" if self.clamp_len is None else self.clamp_len
         return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
 
+    @property
+    def lengths(self) -> Lengths:
+        """Memory length, window and clamp."""
+        return Lengths(self.mem_len, self.window, self.clamp_len)
+
     def validate(self) -> None:
         """Check the rules of how a model is tested."""
         check_ranges(self, "eval.")
-        validate_lengths(self.mem_len, self.window, self.clamp_len, "eval.")
+        self.lengths.validate("eval.")
         validate_temperature(self.temperature, "eval.temperature")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
-from txl.config.sections import EvalConfig, TrainConfig, validate_lengths
+from txl.config.sections import EvalConfig, Lengths, TrainConfig
 from txl.config.values import ANYTHING, setting
 from txl.errors import UserError
 
@@ -81,7 +81,7 @@ class TransformerXLConfig(TransformerConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        validate_lengths(self.mem_len, self.window, self.clamp_len, "model.")
+        Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count the Transformer's; W_{k,R}, u and v, or the learned vectors of distances."""

@@ -1,7 +1,7 @@
 """The two numbers of a continuous cache, found on a validation split (Grave et al. 2016, Section 4).
 
-The split is read once: each target's loss under the model and its probability under the cache, at every theta, are
-mixed with every lambda on the spot, and only sums are kept.
+The split is read once: each target's loss under the model and its probability in the cache, at every theta, are mixed
+with every lambda at once, and only sums are kept.
 
 Shapes: B lanes, T tokens of a segment, Q thetas, L lambdas.
 """
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Lanes,
     Progress,
+    TokenIds,
     check_ids,
     checked_ids,
     evaluate,
@@ -27,13 +29,12 @@ from txl.evaluation.perplexity import (
     same_length,
 )
 from txl.models.cache import ContinuousCache, check_cache
-from txl.models.decoder import Decoder
-from txl.models.language_model import Limit
+from txl.models.language_model import LanguageModel, State
 
 LAMBDAS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Shares of the cache that are tried."""
 SHARPNESS = (0.0, 1.0, 2.0, 2.8, 4.0, 5.6, 8.0, 11.3, 16.0, 22.6, 32.0, 45.3, 64.0, 128.0)
-"""Thetas that are tried, times the mean of h . h: what a hidden state would score with itself."""
+"""Thetas that are tried, times the mean of h . h, which is a hidden state's score with itself."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class CacheTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Which of the two lies at an end of what was tried, and so may be better beyond it."""
+        """Names of those of theta and lambda that lie at an end of their range, and may be better beyond it."""
         thetas, lambdas = sorted(self.thetas), sorted(self.lambdas)
         found = []
         if len(thetas) > 1 and (self.theta == thetas[-1] or (self.theta == thetas[0] and self.theta > 0)):
@@ -68,7 +69,7 @@ class CacheTuning:
 
 @dataclass(frozen=True)
 class CacheGain:
-    """A cache tuned on one split, and what it brings on another."""
+    """A cache tuned on one split, and the results with and without it on another."""
 
     tuning: CacheTuning
     without: EvaluationResult
@@ -76,9 +77,9 @@ class CacheGain:
 
 
 def measure_cache(
-    model: Decoder[Any],
-    tune_on: Any,
-    measured: Any,
+    model: LanguageModel,
+    tune_on: TokenIds,
+    measured: TokenIds,
     *,
     size: int = 2000,
     thetas: Sequence[float] | None = None,
@@ -94,11 +95,8 @@ def measure_cache(
         tune_on: tokens of the validation split.
         measured: tokens of the split that is reported.
         size, thetas, lambdas: as in `tune_cache`.
-        tuning_progress, progress: told how far each part is.
+        tuning_progress, progress: called with the targets scored so far and their number, of each part.
         settings: of `txl.evaluate`, the same for all three passes.
-
-    Raises:
-        UserError: for settings out of their ranges, too few tokens, or losses that are not numbers.
     """
     tuned = tune_cache(
         model, tune_on, size=size, thetas=thetas, lambdas=lambdas or LAMBDAS, **settings, progress=tuning_progress
@@ -109,8 +107,8 @@ def measure_cache(
 
 
 def tune_cache(
-    model: Decoder[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     size: int = 2000,
     thetas: Sequence[float] | None = None,
@@ -125,7 +123,7 @@ def tune_cache(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> CacheTuning:
-    """The theta and lambda with the least mean loss over a stream of tokens, in one pass over it.
+    """Find the theta and lambda with the least mean loss over a stream of tokens, in one pass over it.
 
     Args:
         model: any model of this project.
@@ -134,9 +132,6 @@ def tune_cache(
         thetas: to try; None: `SHARPNESS` over the mean of h . h in the first segment.
         lambdas: to try.
         segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as `txl.evaluate`.
-
-    Raises:
-        UserError: for settings out of their ranges, or too few tokens.
     """
     if not lambdas or (thetas is not None and not thetas):
         raise UserError("there is no theta or no lambda to try; give one or more of each")
@@ -180,7 +175,7 @@ def tune_cache(
 
 
 def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, weights: Tensor) -> Tensor:
-    """Sums over [B,T] of -log((1 - lambda) p_model + lambda p_cache), by theta and lambda: [Q,L]."""
+    """Sum -log((1 - lambda) p_model + lambda p_cache) over [B,T], by theta and lambda: [Q,L]."""
     plain = nll[~any_pair].sum()
     likely, cached = -nll[any_pair], cached[:, any_pair].log()
     sums = [
@@ -190,8 +185,8 @@ def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, weights: Tensor) -> Te
     return torch.stack(sums, dim=-1) + plain
 
 
-def _spread(model: Decoder[Any], inputs: Tensor, state: Any) -> list[float]:
-    """Thetas that suit the size of this model's hidden states."""
+def _spread(model: LanguageModel, inputs: Tensor, state: State) -> list[float]:
+    """Return thetas that suit the size of this model's hidden states."""
     hidden, _ = model.hidden_states(inputs, state)
     square = hidden.double().square().sum(dim=-1).mean().item()
     return [float(f"{each / square:.3g}") for each in SHARPNESS]

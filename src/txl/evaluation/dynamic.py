@@ -1,8 +1,8 @@
-"""Dynamic evaluation: a copy of a model whose weights follow what it reads (Krause et al. 2018 and 2019).
+"""Dynamic evaluation: the weights of a copy of a model follow the text that it reads (Krause et al. 2018 and 2019).
 
 A segment is scored first, by the weights as they are; then one step is taken along the gradient g of its mean loss. The
 next segment is scored by the new weights. A token's probability therefore depends on the tokens before it alone.
-Memory goes on across updates; what it holds was computed by earlier weights, and is not computed again.
+Memory goes on across updates; its states were computed by earlier weights, and are not computed again.
 
 With theta_0 the trained weights, eta the learning rate and lambda the decay, the rules are
 
@@ -12,8 +12,8 @@ With theta_0 the trained weights, eta the learning rate and lambda the decay, th
 
 where G is the square root of the mean, and r that of the sum, of g² over segments of the training split, element by
 element, and D is G over the mean of the tensors' mean G. "mean" is Krause et al. 2018 (arXiv 1709.07432, Section 4 and
-their code), "sum" is the code of Krause et al. 2019 (arXiv 1904.08378), which gave Transformer-XL's best numbers. The
-two differ in what their hyper-parameters mean, and in that only the first limits the decay.
+their code), "sum" is the code of Krause et al. 2019 (arXiv 1904.08378), which gave Transformer-XL's best numbers. Their
+hyper-parameters have different scales, and only the first limits the decay.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -23,29 +23,29 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Lanes,
     Progress,
+    TokenIds,
     bytes_per_token,
-    cache_settings,
     check_ids,
     checked_ids,
-    nll_at,
-    resolved_lengths,
     same_length,
 )
-from txl.models.cache import ContinuousCache
-from txl.models.decoder import PositionwiseFeedForward
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel, State
+from txl.models.layers import PositionwiseFeedForward
 
 RULES = ("rms", "sgd")
 STATISTICS = ("mean", "sum")
@@ -54,11 +54,7 @@ WEIGHTS = ("all", "feed-forward", "biases")
 
 @dataclass(frozen=True)
 class Adaptation:
-    """How weights follow what is read.
-
-    Raises:
-        UserError: for a setting out of its range.
-    """
+    """The rule by which weights follow the text, and its hyper-parameters."""
 
     rule: str
     """"rms" divides each element's gradient by its size in training; "sgd" does not."""
@@ -67,12 +63,12 @@ class Adaptation:
     decay: float = 0.0
     """lambda, towards the trained weights."""
     epsilon: float = 2e-5
-    """What is added to an element's size of gradient; of rms alone."""
+    """Added to the size of each element's gradient; of rms alone."""
     statistics: str = "mean"
-    """Whether that size is the root of the "mean" of squares (2018) or of their "sum" (2019); of rms alone."""
+    """That size is the root of the "mean" of squares (2018) or of their "sum" (2019); of rms alone."""
     weights: str = "all"
-    """Which weights adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (u and v of attention
-    are such) and LayerNorms."""
+    """The weights that adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (with u and v of
+    attention) and LayerNorms."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -96,7 +92,7 @@ class GradientStatistics:
     """Sums of squared gradients over segments of a training split."""
 
     squares: dict[str, Tensor]
-    """By parameter; those that never had a gradient are left out, and do not adapt."""
+    """By parameter. Parameters that never had a gradient are left out, and do not adapt."""
     segments: int
     """Segments that were read."""
     segment: int
@@ -104,21 +100,12 @@ class GradientStatistics:
     batch_size: int
     """Lanes that each gradient is the mean of."""
     weights: str = "all"
-    """Which weights were chosen, one of `WEIGHTS`."""
+    """The choice of weights, one of `WEIGHTS`."""
 
 
-def plain_model(model: LanguageModel[Any]) -> LanguageModel[Any]:
-    """The model itself, or what a continuous cache has in it."""
-    return model.model if isinstance(model, ContinuousCache) else model
-
-
-def adapted_parameters(model: LanguageModel[Any], weights: str = "all") -> dict[str, nn.Parameter]:
-    """The parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once.
-
-    Raises:
-        UserError: if the model has none of them.
-    """
-    model = plain_model(model)
+def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
+    """Return the parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once."""
+    model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
         layers = [(name, each) for name, each in model.named_modules() if isinstance(each, PositionwiseFeedForward)]
@@ -138,27 +125,24 @@ def adapted_parameters(model: LanguageModel[Any], weights: str = "all") -> dict[
 class AdaptingModel:
     """A copy of a model that scores a segment, then adapts to it. The model given is not changed.
 
-    What it does depends on the weights, the settings and the segments alone: the same ones in the same order give the
-    same numbers on the same machine with the same number of threads.
+    Results depend on the weights, the settings and the segments alone: the same ones in the same order give the same
+    numbers on the same machine with the same number of threads.
 
     Args:
-        model: any language model, a continuous cache too: then the loss of the model inside is followed. Its weights
-            are those that decay leads back to, and must not change meanwhile.
+        model: any language model, also a continuous cache: then the loss of the model inside is followed. Decay leads
+            back to its weights, which must not change meanwhile.
         adaptation: the rule.
         statistics: `gradient_statistics` of the model's training split; rms needs them.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: as `txl.evaluate`; the loss that is followed has it too.
-
-    Raises:
-        UserError: if rms has no statistics, or they are those of other weights.
     """
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     """The copy. Between calls it is an ordinary model in evaluation mode, with the weights as they are now."""
 
     def __init__(
         self,
-        model: LanguageModel[Any],
+        model: LanguageModel,
         adaptation: Adaptation,
         statistics: GradientStatistics | None = None,
         *,
@@ -176,27 +160,31 @@ class AdaptingModel:
                 )
             trained = {name: each for name, each in trained.items() if name in statistics.squares}
         self.model = _copied(model, trained)
-        current = dict(plain_model(self.model).named_parameters())
+        current = dict(self.model.own_model.named_parameters())
         self._current = [current[name] for name in trained]
         self._trained = [each.detach() for each in trained.values()]
-        self._scales: list[Any] = [adaptation.learning_rate] * len(trained)
-        self._pulls: list[Any] = [adaptation.decay] * len(trained)
+        self._scales: Sequence[Tensor | float] = [adaptation.learning_rate] * len(trained)
+        self._pulls: Sequence[Tensor | float] = [adaptation.decay] * len(trained)
         if adaptation.rule == "rms":
             assert statistics is not None
             self._scales, self._pulls = _rms_rates(adaptation, statistics, list(trained))
 
     def score_then_adapt(
-        self, tokens: Tensor, targets: Tensor, state: Any, counted: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """The loss of each target under the weights as they are, and only then one update by all of them.
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: State,
+        counted: Bool[Tensor, "B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T"], State]:
+        """Score each target with the weights as they are, and only then update the weights by the mean loss.
 
         Args:
-            tokens, targets: int64 [B,T]. Several lanes share the weights, which follow the mean of their losses.
+            tokens, targets: of several lanes, which share the weights.
             state: as the model's `nll` takes it; `self.model.init_state` makes the first.
-            counted: bool [B,T], the targets that count in the loss that is followed; None: all.
+            counted: targets that count in the loss that is followed; None: all.
 
         Returns:
-            [B,T] nats and the state after the segment, both without gradient.
+            the losses in nats and the next state, both without gradient.
         """
         scored, gradients, state = _gradients(
             self.model, self._current, tokens, targets, state, counted, self.dtype, self.temperature
@@ -207,7 +195,7 @@ class AdaptingModel:
 
     @torch.no_grad()
     def _update(self, gradients: list[Tensor | None]) -> None:
-        """One step of the rule."""
+        """Take one step of the rule."""
         for weight, trained, gradient, scale, pull in zip(
             self._current, self._trained, gradients, self._scales, self._pulls, strict=True
         ):
@@ -226,7 +214,7 @@ class AdaptingModel:
 def _rms_rates(
     adaptation: Adaptation, statistics: GradientStatistics, names: list[str]
 ) -> tuple[list[Tensor], list[Tensor | float]]:
-    """What each tensor's gradient, and its way back to the trained weights, is multiplied by."""
+    """Return the factors of each tensor's gradient, and of its distance from the trained weights."""
     count = statistics.segments if adaptation.statistics == "mean" else 1
     sizes = [(statistics.squares[name] / count).sqrt() for name in names]
     scales = [adaptation.learning_rate / (size + adaptation.epsilon) for size in sizes]
@@ -241,10 +229,10 @@ def _rms_rates(
 
 
 @torch.inference_mode(False)
-def _copied(model: LanguageModel[Any], adapted: dict[str, nn.Parameter]) -> LanguageModel[Any]:
-    """A copy in evaluation mode in which only the adapted parameters take gradients."""
+def _copied(model: LanguageModel, adapted: dict[str, nn.Parameter]) -> LanguageModel:
+    """Copy a model in evaluation mode; only the adapted parameters of the copy take gradients."""
     copied = copy.deepcopy(model).eval()
-    for name, each in plain_model(copied).named_parameters():
+    for name, each in copied.own_model.named_parameters():
         each.requires_grad_(name in adapted)
     for module in copied.modules():
         if isinstance(module, nn.RNNBase):
@@ -254,23 +242,19 @@ def _copied(model: LanguageModel[Any], adapted: dict[str, nn.Parameter]) -> Lang
 
 @torch.inference_mode(False)
 def _gradients(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     parameters: list[nn.Parameter],
     tokens: Tensor,
     targets: Tensor,
-    state: Any,
+    state: State,
     counted: Tensor | None,
     dtype: str,
     temperature: float,
-) -> tuple[Tensor, list[Tensor | None] | None, Any]:
-    """Losses [B,T], the gradient of the mean of those that count (None if none does), and the state after."""
+) -> tuple[Tensor, list[Tensor | None] | None, State]:
+    """Return losses [B,T], the gradient of the mean of those that count (None if none does), and the next state."""
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     with torch.enable_grad(), autocast:
-        if isinstance(model, ContinuousCache):
-            scored, followed, state = model.mixed_and_plain(tokens, targets, state, temperature)
-        else:
-            followed, state = nll_at(temperature, model, tokens, targets, state)
-            scored = followed
+        scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
         if counted is not None:
             followed = followed[counted]
     # An autocast around us would keep this segment's weights, converted, for the next one.
@@ -283,8 +267,8 @@ def _gradients(
 
 @torch.inference_mode(False)
 def gradient_statistics(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     weights: str = "all",
     segments: int | None = 500,
@@ -297,26 +281,23 @@ def gradient_statistics(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> GradientStatistics:
-    """The sums of squared gradients that rms needs, over the first segments of a training split, read in their order.
+    """Sum the squared gradients that rms needs over the first segments of a training split, read in their order.
 
     Args:
         model: the trained model; it is not changed.
         tokens: the training split's tokens, or any one-dimensional array of token ids.
-        weights: which of them will adapt, one of `WEIGHTS`.
-        segments: how many to read; None, or more than there are: all. Krause et al. read all in 2018, in 100 lanes, and
-            a 5,000th in 2019, in one.
+        weights: the weights that will adapt, one of `WEIGHTS`.
+        segments: number of segments to read; None, or more than there are: all. Krause et al. read all in 2018, in 100
+            lanes, and a 5,000th in 2019, in one.
         segment, mem_len, window, clamp_len, batch_size, dtype, temperature: as in the evaluation to come.
-        progress: is told how many targets are read.
-
-    Raises:
-        UserError: for a setting out of its range, too few tokens, or a model without such weights.
+        progress: called with the targets read so far and their number.
     """
     if segments is not None and segments < 1:
         raise UserError(f"segments for gradient statistics are {segments}; expected 1 or more")
     ids = checked_ids(tokens, None, dtype, segment=segment, temperature=temperature)
     lanes = Lanes.cut(len(ids), batch_size)
     parameters = adapted_parameters(model, weights)
-    model = plain_model(_copied(model, parameters))
+    model = _copied(model, parameters).own_model
     copied = dict(model.named_parameters())
     state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
     squares: dict[str, Tensor] = {}
@@ -348,8 +329,8 @@ def gradient_statistics(
 
 @torch.inference_mode(False)
 def evaluate_dynamically(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     adaptation: Adaptation,
     statistics: GradientStatistics | None = None,
     *,
@@ -364,12 +345,12 @@ def evaluate_dynamically(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> EvaluationResult:
-    """The mean loss of a model that adapts to a stream of tokens while it reads it. The model given is not changed.
+    """Return the mean loss of a copy of a model that adapts to a stream of tokens while it reads it.
 
     Args:
-        model: any language model, or a continuous cache around one.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids. Never those that the
-            learning rate was tuned on, if the result is to be reported.
+        model: any language model, or a continuous cache around one; it is not changed.
+        tokens: a split's tokens, or any one-dimensional array or tensor of token ids. To report the result, do not use
+            the tokens that the learning rate was tuned on.
         adaptation: the rule and its settings; `tune_dynamic` finds learning rate and decay.
         statistics: `gradient_statistics` of the training split, for rms.
         segment: tokens T that are scored between two updates; it changes the result.
@@ -378,10 +359,7 @@ def evaluate_dynamically(
         mem_len, window, clamp_len, max_tokens, exhaustive, dtype, temperature, progress: as `txl.evaluate`.
 
     Returns:
-        As `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights diverged.
-
-    Raises:
-        UserError: for settings that contradict each other, too few tokens, or statistics that are missing.
+        as `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights diverged.
     """
     ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)
@@ -390,7 +368,7 @@ def evaluate_dynamically(
     state = adapting.model.init_state(
         batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len
     )
-    settings = resolved_lengths(state)
+    lengths = state.lengths
     device = next(model.parameters()).device
     total, done = torch.zeros((), dtype=torch.float64, device=device), 0
     for inputs, targets, counts in lanes.segments(ids, segment):
@@ -414,13 +392,13 @@ def evaluate_dynamically(
         dtype=dtype,
         temperature=temperature,
         dynamic=described(adaptation, statistics),
-        **settings,
-        **cache_settings(model),
+        **asdict(lengths),
+        **model.cache_settings,
     )
 
 
 def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> dict[str, Any]:
-    """The settings of an adaptation that make a difference, ready for JSON."""
+    """Return the settings of an adaptation that affect its result, ready for JSON."""
     settings = asdict(adaptation)
     if adaptation.rule == "sgd":
         return {name: value for name, value in settings.items() if name not in ("epsilon", "statistics")}

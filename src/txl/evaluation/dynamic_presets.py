@@ -16,7 +16,7 @@ from txl.evaluation.dynamic import Adaptation
 
 @dataclass(frozen=True)
 class PublishedSettings:
-    """What an evaluation was made with."""
+    """Settings of a published evaluation."""
 
     adaptation: Adaptation
     statistics_segments: int | None

@@ -9,7 +9,7 @@ from typing import Any
 
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, GradientStatistics, evaluate_dynamically
-from txl.evaluation.perplexity import EvaluationResult, Progress, evaluate
+from txl.evaluation.perplexity import EvaluationResult, Progress, TokenIds, evaluate
 from txl.models.language_model import LanguageModel
 
 LEARNING_RATES = {
@@ -23,7 +23,7 @@ DECAYS = (0.0, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1)
 
 @dataclass(frozen=True)
 class DynamicTuning:
-    """Mean losses of what was tried, and the best of it."""
+    """Mean losses of all pairs that were tried, and the best pair."""
 
     learning_rates: list[float]
     decays: list[float]
@@ -39,7 +39,7 @@ class DynamicTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Which of the two lies at an end of what might be tried, and so may be better beyond it."""
+        """Names of those of learning rate and decay that lie at an end of their range, and may be better beyond it."""
         rates, decays = sorted(self.learning_rates), sorted(self.decays)
         found = []
         if len(rates) > 1 and self.adaptation.learning_rate in (rates[0], rates[-1]):
@@ -49,7 +49,7 @@ class DynamicTuning:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: an infinite loss is None."""
+        """Return everything, ready for JSON: an infinite loss is None."""
         tried = [
             {"learning_rate": rate, "decay": decay, "nll": nll if math.isfinite(nll) else None}
             for rate, decay, nll in self.tried
@@ -74,9 +74,9 @@ class DynamicGain:
 
 
 def measure_dynamic(
-    model: LanguageModel[Any],
-    tune_on: Any,
-    measured: Any,
+    model: LanguageModel,
+    tune_on: TokenIds,
+    measured: TokenIds,
     adaptation: Adaptation,
     statistics: GradientStatistics | None = None,
     *,
@@ -116,8 +116,8 @@ def measure_dynamic(
 
 
 def tune_dynamic(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     adaptation: Adaptation,
     statistics: GradientStatistics | None = None,
     *,
@@ -126,23 +126,20 @@ def tune_dynamic(
     progress: Progress | None = None,
     **settings: Any,
 ) -> DynamicTuning:
-    """The learning rate and decay with the least loss over a stream of tokens that they can be tuned on.
+    """Find the learning rate and decay with the least loss over a stream of tokens.
 
-    Of the grid of all pairs, the search begins at the middle learning rate and the least decay and goes to the best
+    In the grid of all pairs, the search begins at the middle learning rate and the least decay and goes to the best
     neighbour as long as that is better: a dozen evaluations, not one for each pair.
 
     Args:
         model: any language model, or a continuous cache around one; it is not changed.
         tokens: a validation split's tokens.
-        adaptation: what is not tuned; its learning rate and decay do not matter.
+        adaptation: the settings that are not tuned; its learning rate and decay do not matter.
         statistics: as `txl.evaluate_dynamically`.
         learning_rates: to try; None: `LEARNING_RATES`.
         decays: to try.
-        progress: is told the targets scored in the evaluation under way.
+        progress: called with the targets scored in the current evaluation, and their number.
         settings: segment, memory and so on, as `txl.evaluate_dynamically`; a small `max_tokens` makes it faster.
-
-    Raises:
-        UserError: as `txl.evaluate_dynamically`, or if nothing is left to try or every learning rate diverges.
     """
     rates = sorted(set(LEARNING_RATES[adaptation.rule] if learning_rates is None else learning_rates))
     pulls = sorted(set(decays))

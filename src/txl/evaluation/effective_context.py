@@ -1,4 +1,4 @@
-"""Relative effective context length (Section 4.3 and Appendix C): how much context a model still gains from.
+"""Relative effective context length (Section 4.3 and Appendix C): the longest context that a model still gains from.
 
 Symbols as in the paper: l_i(c,t) is the loss of model i at target t when it sees exactly c tokens, b(c,t) the least of
 all models' at the short length c, f_i(c,c') a model's mean loss at the longer c' where it is below that baseline, and
@@ -14,33 +14,31 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from txl.errors import UserError
 
-Losses = Mapping[str, Mapping[int, Any]]
-"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere, each a
-tensor, an array or a list of numbers."""
+Losses = Mapping[str, Mapping[int, Tensor | ArrayLike]]
+"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere."""
 
 
 def relative_effective_context_length(
     losses: Losses, r: float = 1.0, threshold: float = 0.01, longest: Mapping[str, int | None] | None = None
 ) -> dict[str, int]:
-    """The context length of each model of a group from which on a longer one gains less than `threshold`.
+    """Return each model's context length from which on a longer context gains less than `threshold`.
 
-    The lengths c that were measured are gone through in increasing order, each compared with the next (whose distance
-    is the paper's step): the first c at which g_i(c,c') < `threshold` is the answer, and the largest length measured
-    where gains never stop. All models share one baseline, so the answer depends on the group.
+    Each measured length c is compared with the next longer c' (at the paper's step): the result is the first c with
+    g_i(c,c') < `threshold`, or the largest measured length if there is none. All models share one baseline, so the
+    result depends on the group.
 
     Args:
         losses: at the same lengths and targets for all models.
         r: fraction of the targets, those with the largest b(c,t), that are compared at each c.
         threshold: least relative gain in perplexity that counts, 0.01 in the paper.
-        longest: the most tokens that a model reads at once, for models whose losses at every context beyond that are
-            those at that many tokens (`txl.losses_at_contexts`). None of them gets a longer answer.
-
-    Raises:
-        UserError: if the losses are not those of a group, or a number is out of its range.
+        longest: the most tokens that a model reads at once, for models whose losses stay the same beyond it
+            (`txl.losses_at_contexts`); their result is at most that.
     """
     check_fractions(r, threshold)
     lengths = _checked(losses)
@@ -58,7 +56,7 @@ def relative_effective_context_length(
 
 @dataclass(frozen=True)
 class EffectiveContext:
-    """The relative effective context length of every model of a group, and the gains that it rests on."""
+    """The relative effective context length of every model of a group, and the gains behind it."""
 
     recl: dict[float, dict[str, int]]
     """By r and model."""
@@ -74,11 +72,7 @@ def effective_context(
     threshold: float = 0.01,
     longest: Mapping[str, int | None] | None = None,
 ) -> EffectiveContext:
-    """Measure a group at every fraction r of the hardest targets; arguments as in `relative_effective_context_length`.
-
-    Raises:
-        UserError: if the losses are not those of a group, or a number is out of its range.
-    """
+    """Compare a group at every fraction r of the hardest targets; as `relative_effective_context_length`."""
     recl = {r: relative_effective_context_length(losses, r, threshold, longest) for r in fractions}
     lengths = _checked(losses)
     pairs = [(short, long) for short in lengths for long in lengths if long > short]
@@ -138,11 +132,7 @@ def spread_targets(n_token: int, longest: int, count: int) -> range:
 
 
 def check_fractions(r: float, threshold: float) -> None:
-    """What RECL is asked with, which can be told before anything is scored.
-
-    Raises:
-        UserError: for a number out of its range.
-    """
+    """Refuse a fraction or threshold that is out of its range."""
     if not 0 < r <= 1:
         raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
     if not 0 <= threshold < 1:
@@ -150,7 +140,7 @@ def check_fractions(r: float, threshold: float) -> None:
 
 
 def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
-    """g_i(c,c') = (exp f_i(c,c) - exp f_i(c,c')) / exp f_i(c,c) of each model, for c = `short` and c' = `long`."""
+    """Return g_i(c,c') = (exp f_i(c,c) - exp f_i(c,c')) / exp f_i(c,c) of each model, for c = `short`, c' = `long`."""
     baseline, chosen = _hardest(losses, short, r)
     # f_i(c,c) is the mean baseline for every model: b(c,t) is no larger than any l_i(c,t).
     before = baseline[chosen].mean()
@@ -162,21 +152,21 @@ def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dic
 
 
 def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
-    """exp f_i(c,c) - exp f_i(c,c') of each model: what Figure 3 shows."""
+    """Return exp f_i(c,c) - exp f_i(c,c') of each model, as in Figure 3."""
     baseline, chosen = _hardest(losses, short, r)
     perplexity = baseline[chosen].mean().exp().item()
     return {name: gain * perplexity for name, gain in relative_gains(losses, short, long, r).items()}
 
 
-def _hardest(losses: Losses, length: int, r: float) -> tuple[Tensor, Tensor]:
-    """b(c,t) in float64, and the indices of the fraction r of targets where it is largest (at least one)."""
+def _hardest(losses: Losses, length: int, r: float) -> tuple[Float64[Tensor, " targets"], Int64[Tensor, " hardest"]]:
+    """Return b(c,t), and the indices of the fraction r of targets where it is largest (at least one)."""
     baseline = torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
     count = max(1, round(r * len(baseline)))
     return baseline, baseline.topk(count, sorted=False).indices
 
 
 def _checked(losses: Losses) -> list[int]:
-    """The context lengths in increasing order."""
+    """Check the losses, and return the context lengths in increasing order."""
     if not losses:
         raise UserError("no models were given; expected the losses of one or more")
     for name, each in losses.items():
@@ -211,5 +201,5 @@ def _checked(losses: Losses) -> list[int]:
     return lengths
 
 
-def _float64(losses: Any) -> Tensor:
+def _float64(losses: Tensor | ArrayLike) -> Tensor:
     return torch.as_tensor(losses, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Perplexity and bits per character of a split, as the authors measure them, at any memory length.
+"""Perplexity and bits per character of a split, measured as the authors do, at any memory length.
 
 The protocol: the token stream is cut into B contiguous lanes of equal length (the remainder is dropped); each lane
 starts with empty memory; its first token is never a target; the last, short segment counts by its length; the loss is
@@ -20,23 +20,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int64
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from txl.config import validate_lengths, validate_temperature
+from txl.config import Lengths, Limit, validate_temperature
+from txl.data.prepared import Tokens
 from txl.errors import UserError
-from txl.models.cache import CacheState, ContinuousCache
-from txl.models.cross_entropy import nll_at_temperature
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 from txl.models.structure import ModuleT, evaluation_view
 from txl.processes import Processes
 
+TokenIds = Tokens | ArrayLike
+"""A split's tokens, or any one-dimensional array, tensor or list of token ids."""
 Progress = Callable[[int, int], None]
 """Called with the targets scored so far and their total number."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What was measured, and the settings under which."""
+    """The result of an evaluation, and its settings."""
 
     nll: float
     """Mean negative log-likelihood, nats a token."""
@@ -45,7 +48,7 @@ class EvaluationResult:
     dropped: int
     """Targets of the split that were not scored (its first token is no target)."""
     bytes_per_token: float | None
-    """Bytes of text a token that was read stands for, on average; None where the text is not known."""
+    """Bytes of text for each token read, on average; None where the text is not known."""
     seconds: float
     segment: int
     mem_len: int
@@ -56,7 +59,7 @@ class EvaluationResult:
     dtype: str
     temperature: float
     sliding: bool = False
-    """Whether each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
+    """True: each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
     cache_size: int | None = None
     """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
     cache_theta: float | None = None
@@ -90,27 +93,23 @@ class EvaluationResult:
         return self.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures and settings, ready for JSON."""
+        """Return all figures and settings, ready for JSON."""
         derived = ("ppl", "bpc", "bits_per_byte", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where each lane's targets lie in the token stream: lane b scores tokens first[b] to end[b] - 1."""
+    """The division of a token stream into lanes: lane b scores tokens first[b] to end[b] - 1."""
 
     first: tuple[int, ...]
     end: tuple[int, ...]
     longest: int = 0
-    """Targets of the longest lane, of those that other processes have too."""
+    """Targets of the longest lane of all processes."""
 
     @classmethod
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
-        """The lanes of a stream of `n_token` tokens.
-
-        Raises:
-            UserError: if a lane would have no target.
-        """
+        """Divide a stream of `n_token` tokens into lanes."""
         if batch_size < 1:
             raise UserError(f"batch is {batch_size}; expected 1 lane or more")
         if n_token // batch_size < 2:
@@ -127,7 +126,7 @@ class Lanes:
         return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
 
     def share(self, processes: Processes) -> Lanes:
-        """The lanes of this process. All have equally many, some perhaps without a target, and as many segments."""
+        """Return this process's lanes. All processes have the same number, some perhaps without a target."""
         missing = -len(self.first) % processes.count
         padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
         mine = processes.share(len(padded.first))
@@ -138,8 +137,10 @@ class Lanes:
         """Targets of all lanes."""
         return sum(self.end) - sum(self.first)
 
-    def segments(self, tokens: np.ndarray, segment: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets [B,T] int64 and the mask [B,T] of targets that count (lanes may differ by one token)."""
+    def segments(
+        self, tokens: np.ndarray, segment: int
+    ) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
+        """Yield inputs, targets and the mask of targets that count (lanes may differ by one token)."""
         for start in range(0, self.longest, segment):
             width = min(segment, self.longest - start)
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
@@ -154,8 +155,8 @@ class Lanes:
 
 
 def evaluate(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     segment: int = 128,
     mem_len: int | None = None,
@@ -169,9 +170,9 @@ def evaluate(
     progress: Progress | None = None,
     processes: Processes = Processes(),  # noqa: B008 (a value)
 ) -> EvaluationResult:
-    """The mean loss of a model over a stream of tokens.
+    """Return the mean loss of a model over a stream of tokens.
 
-    What is unset is taken from the model's configuration, which is that of its training; the command `txl eval` takes
+    Lengths that are unset are those of the model's configuration, which its training had; the command `txl eval` takes
     the run's test settings instead.
 
     Args:
@@ -188,19 +189,16 @@ def evaluate(
         dtype: "float32", or "bfloat16" for autocast.
         temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
             than 1 it needs the probabilities of the whole vocabulary: slower, and more memory. A continuous cache is
-            mixed with what comes out.
-        progress: is told how far the evaluation is; with several processes, this one's part of it.
+            mixed in afterwards.
+        progress: called with the targets scored so far and their number, of this process.
         processes: those that evaluate together, a part of the lanes each; all of them get the whole result.
-
-    Raises:
-        UserError: for settings that contradict each other, or too few tokens.
     """
     ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
     window = same_length(mem_len, window)
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)
     mine = lanes.share(processes)
     state = model.init_state(len(mine.first), mem_len=mem_len, window=window, clamp_len=clamp_len)
-    settings = resolved_lengths(state)
+    lengths = state.lengths
     device = next(model.parameters()).device
     counted = counted_over(tokens, ids)
 
@@ -211,7 +209,7 @@ def evaluate(
         for inputs, targets, counts in mine.segments(ids, segment):
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
-            nll, state = nll_at(temperature, model, inputs.to(device), targets.to(device), state)
+            nll, state = model.nll_at(inputs.to(device), targets.to(device), state, temperature)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
@@ -228,27 +226,26 @@ def evaluate(
         exhaustive=exhaustive,
         dtype=dtype,
         temperature=temperature,
-        **settings,
+        **asdict(lengths),
         **counted,
-        **cache_settings(model),
+        **model.cache_settings,
     )
 
 
 def evaluate_memory_lengths(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     mem_lens: Sequence[int],
     *,
     on_result: Callable[[EvaluationResult], None] | None = None,
     **settings: Any,
 ) -> list[EvaluationResult]:
-    """`evaluate` at several memory lengths, the same targets at each; `on_result` sees each result as it comes.
+    """Evaluate at several memory lengths, the same targets at each; `on_result` is called with each result as it comes.
 
-    Raises:
-        UserError: as `evaluate`, or for a length that is negative.
+    `settings` are those of `evaluate`.
     """
     for mem_len in mem_lens:
-        validate_lengths(mem_len, None, None)
+        Lengths(mem_len).validate()
     results = []
     for mem_len in mem_lens:
         result = evaluate(model, tokens, mem_len=mem_len, **settings)
@@ -259,13 +256,9 @@ def evaluate_memory_lengths(
 
 
 def checked_ids(
-    tokens: Any, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
+    tokens: TokenIds, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
 ) -> np.ndarray:
-    """The ids that an evaluation reads of `tokens`, one-dimensional; its other settings are checked first.
-
-    Raises:
-        UserError: naming the first setting that is out of its range.
-    """
+    """Return the first `max_tokens` ids of `tokens`, one-dimensional, after checking an evaluation's other settings."""
     if segment < 1:
         raise UserError(f"segment is {segment}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
@@ -280,25 +273,8 @@ def checked_ids(
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:
-    """The window of an evaluation: `mem_len` where only that is given ("none" for 0), as the authors' `same_length`."""
+    """Return an evaluation's window: `mem_len` where only that is given ("none" for 0), the authors' `same_length`."""
     return window if window is not None or mem_len is None else mem_len or "none"
-
-
-def cache_settings(model: Any) -> dict[str, Any]:
-    """Size, theta and lambda of a continuous cache; nothing for a model without."""
-    if not isinstance(model, ContinuousCache):
-        return {}
-    return {"cache_size": model.size, "cache_theta": model.theta, "cache_lambda": model.weight}
-
-
-def resolved_lengths(state: Any) -> dict[str, Any]:
-    """The memory length, window and clamp that a state carries (0 and none for a model without memory)."""
-    state = state.inner if isinstance(state, CacheState) else state
-    return {
-        "mem_len": getattr(state, "mem_len", 0),
-        "window": getattr(state, "window", None),
-        "clamp_len": getattr(state, "clamp_len", None),
-    }
 
 
 @contextmanager
@@ -311,27 +287,8 @@ def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
         yield evaluation_view(model)
 
 
-def nll_at(
-    temperature: float, model: LanguageModel[Any], inputs: Tensor, targets: Tensor, state: Any
-) -> tuple[Tensor, Any]:
-    """The loss of each target with every probability p of the softmax replaced by p^(1/temperature), normalised: [B,T].
-
-    A continuous cache is mixed in afterwards.
-    """
-    if temperature == 1:
-        return model.nll(inputs, targets, state)
-    if isinstance(model, ContinuousCache):
-        return model.nll(inputs, targets, state, temperature)
-    log_probs, state = model.log_probs(inputs, state)
-    return nll_at_temperature(log_probs, targets, temperature), state
-
-
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Token ids are those of the vocabulary.
-
-    Raises:
-        UserError: if one is not.
-    """
+    """Refuse token ids that are not in the vocabulary."""
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise UserError(
@@ -340,21 +297,19 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def counted_over(tokens: Any, ids: np.ndarray) -> dict[str, Any]:
-    """`bytes_per_token` and `unknown` of an evaluation that reads `ids`, the beginning of `tokens` or all of it."""
-    if not hasattr(tokens, "unk_id"):
-        unknown = None
-    else:
+def counted_over(tokens: TokenIds, ids: np.ndarray) -> dict[str, Any]:
+    """Return `bytes_per_token` and `unknown` for an `EvaluationResult` over `ids`, the beginning of `tokens` or all."""
+    unknown = None
+    if isinstance(tokens, Tokens):
         unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
     return {"bytes_per_token": bytes_per_token(tokens, len(ids)), "unknown": unknown}
 
 
-def bytes_per_token(tokens: Any, n_read: int) -> float | None:
-    """Bytes of text a token stands for, of the first `n_read` tokens, where the text is known."""
-    n_bytes = getattr(tokens, "n_bytes", None)
-    if not n_bytes:
+def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
+    """Return the bytes of text for each of the first `n_read` tokens, where the text is known."""
+    if not isinstance(tokens, Tokens) or not tokens.n_bytes:
         return None
-    if n_read == len(tokens) or n_bytes == len(tokens):
-        return n_bytes / len(tokens)
-    part = tokens.bytes_of_first(n_read) if hasattr(tokens, "bytes_of_first") else None
+    if n_read == len(tokens) or tokens.n_bytes == len(tokens):
+        return tokens.n_bytes / len(tokens)
+    part = tokens.bytes_of_first(n_read)
     return part / n_read if part else None

@@ -1,7 +1,7 @@
 """Evaluation by a window that slides by one token, everything in it recomputed (Section 3.1; Al-Rfou et al. 2018).
 
-This is how the paper tests the vanilla Transformer: every target is predicted from exactly the `context` tokens before
-it, which no memory has to carry. It costs `context` times what reading the text once does.
+The paper tests the vanilla Transformer in this way: every target is predicted from exactly the `context` tokens before
+it, without memory. It costs `context` times as much as reading the text once.
 
 Shapes: B windows, L tokens of a window.
 """
@@ -10,31 +10,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
-from txl.config import validate_temperature
+from txl.config import Limit, validate_temperature
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
     Progress,
-    cache_settings,
+    TokenIds,
     check_ids,
     checked_ids,
     counted_over,
     evaluation_mode,
-    nll_at,
-    resolved_lengths,
 )
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel, State
 
 
 def evaluate_sliding(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     context: int,
     batch_size: int = 16,
@@ -44,9 +42,9 @@ def evaluate_sliding(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> EvaluationResult:
-    """The mean loss of a model over a stream, each target predicted from the `context` tokens before it.
+    """Return the mean loss of a model over a stream, each target predicted from the `context` tokens before it.
 
-    The first `context` targets have no more than what there is before them. Every token but the first is a target.
+    The first `context` targets are predicted from fewer, those that there are. Every token but the first is a target.
 
     Args:
         model: any language model; those with memory are used without it.
@@ -57,10 +55,7 @@ def evaluate_sliding(
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: as for `evaluate`.
-        progress: is told how far the evaluation is.
-
-    Raises:
-        UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
+        progress: called with the targets scored so far and their number.
     """
     validate_temperature(temperature)
     ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
@@ -69,10 +64,10 @@ def evaluate_sliding(
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
-        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
-        total = nll_at(temperature, model, start[:, :-1], start[:, 1:], state)[0].double().sum()
+        state = without_memory(model, clamp_len)
+        total = model.nll_at(start[:, :-1], start[:, 1:], state, temperature)[0].double().sum()
         later = np.arange(first + 1, len(ids))
-        for losses in window_losses(model, ids, context, later, batch_size, clamp_len, progress, temperature):
+        for losses in window_losses(model, ids, context, later, batch_size, state, progress, temperature):
             total += losses.sum()
     done = len(ids) - 1
     return EvaluationResult(
@@ -83,20 +78,20 @@ def evaluate_sliding(
         segment=context,
         mem_len=0,
         window=None,
-        clamp_len=resolved_lengths(state)["clamp_len"],
+        clamp_len=state.lengths.clamp_len,
         batch_size=batch_size,
         exhaustive=True,
         dtype=dtype,
         temperature=temperature,
         sliding=True,
         **counts,
-        **cache_settings(model),
+        **model.cache_settings,
     )
 
 
 def losses_at_context(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     context: int,
     targets: Sequence[int] | range,
@@ -104,12 +99,12 @@ def losses_at_context(
     clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
-) -> Tensor:
-    """l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) for chosen targets (Appendix C).
+) -> Float64[Tensor, " targets"]:
+    """Return l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) in nats for chosen targets, on the CPU (Appendix C).
 
     Each target is predicted from exactly `context` tokens that the model reads from empty memory, so a model with
-    memory sees no more than one without: memory that was filled before would let what lies beyond the context through,
-    layer by layer. Nothing is shared between targets, which makes this as dear as it sounds: `context` tokens a target.
+    memory sees no more than one without: through memory filled before, tokens beyond the context would have an
+    influence, layer by layer. Targets share nothing, so each costs reading `context` tokens.
 
     Args:
         model: any language model; those with memory are used without it.
@@ -119,13 +114,7 @@ def losses_at_context(
         batch_size: windows computed at once.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
-        progress: is told how far the evaluation is.
-
-    Returns:
-        [targets] nats, float64, on the CPU.
-
-    Raises:
-        UserError: for settings that make no sense, too few tokens, or a window longer than the model allows.
+        progress: called with the targets scored so far and their number.
     """
     ids = _checked_ids(model, tokens, None, context, batch_size, dtype)
     chosen = np.asarray(targets, dtype=np.int64)
@@ -136,13 +125,14 @@ def losses_at_context(
         )
     device = next(model.parameters()).device
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        windows = window_losses(model, ids, context, chosen, batch_size, clamp_len, progress)
+        state = without_memory(model, clamp_len)
+        windows = window_losses(model, ids, context, chosen, batch_size, state, progress)
         return torch.cat([losses.cpu() for losses in windows])
 
 
 def losses_at_contexts(
-    model: LanguageModel[Any],
-    tokens: Any,
+    model: LanguageModel,
+    tokens: TokenIds,
     *,
     contexts: Sequence[int] | range,
     targets: Sequence[int] | range,
@@ -152,22 +142,19 @@ def losses_at_contexts(
     begins: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[int, Tensor]:
-    """`losses_at_context` at several lengths, for a group that models with few positions belong to.
+    """Return `losses_at_context` at several lengths, also for models that read at most `model.context` tokens at once.
 
-    A model that reads at most `model.context` tokens at once is held at that many where more are asked for: its losses
-    there are those at its longest context, as the paper's row for its Transformer (128 throughout, Table 8) suggests.
+    At longer contexts such a model's losses are those at its longest one, as the paper's row for its Transformer
+    (128 throughout, Table 8) suggests.
 
     Args:
         contexts: the lengths c.
-        begins: is told the tokens of each length before they are read; a length is read once.
-        progress: is told how many tokens of all lengths' windows have been read.
+        begins: called with each length before its windows are read; a length is read once.
+        progress: called with the tokens read of all lengths' windows, and their number.
         model, tokens, targets, batch_size, clamp_len, dtype: as for `losses_at_context`.
 
     Returns:
-        By length, [targets] nats each.
-
-    Raises:
-        UserError: as `losses_at_context`.
+        losses in nats by length, [targets] each.
     """
     held = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(held.values()))
@@ -189,7 +176,7 @@ def losses_at_contexts(
 
 
 def _weighted(progress: Progress, context: int, before: int, whole: int) -> Progress:
-    """Windows of `context` tokens as so many tokens, behind those of lengths that add up to `before`."""
+    """Turn counts of windows of `context` tokens into counts of tokens, after lengths that add up to `before`."""
 
     def told(done: int, total: int) -> None:
         progress(before * total + context * done, whole * total)
@@ -198,9 +185,9 @@ def _weighted(progress: Progress, context: int, before: int, whole: int) -> Prog
 
 
 def _checked_ids(
-    model: LanguageModel[Any], tokens: Any, max_tokens: int | None, context: int, batch_size: int, dtype: str
+    model: LanguageModel, tokens: TokenIds, max_tokens: int | None, context: int, batch_size: int, dtype: str
 ) -> np.ndarray:
-    """The tokens to read, int64 [tokens]."""
+    """Check the settings, and return the tokens to read, int64 [tokens]."""
     if context < 1 or batch_size < 1:
         raise UserError(f"context is {context} and batch_size {batch_size}; expected 1 or more of each")
     ids = checked_ids(tokens, max_tokens, dtype).astype(np.int64)
@@ -210,25 +197,38 @@ def _checked_ids(
     return ids
 
 
+def without_memory(model: LanguageModel, clamp_len: Limit) -> State:
+    """Return a state of one lane that never carries memory."""
+    return model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
+
+
 def window_losses(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     ids: np.ndarray,
     context: int,
     targets: np.ndarray,
     batch_size: int,
-    clamp_len: Limit = None,
+    empty: State,
     progress: Progress | None = None,
     temperature: float = 1.0,
-) -> Iterator[Tensor]:
-    """Losses of the targets, [at most B] at a time, each from the `context` tokens before it.
+) -> Iterator[Float64[Tensor, " windows"]]:
+    """Yield the losses of the targets, at most B at a time, each from the `context` tokens before it.
 
-    To be called in evaluation mode. `ids` are int64, `targets` indices among them.
+    Args:
+        model: in evaluation mode.
+        ids: the stream, int64.
+        context: tokens L of a window.
+        targets: indices among `ids`.
+        batch_size: windows B computed at once.
+        empty: the state before each window, of one lane (`without_memory`).
+        progress: called with the targets scored so far and their number.
+        temperature: as for `evaluate`.
     """
     device = next(model.parameters()).device
     for start in range(0, len(targets), batch_size):
         chosen = targets[start : start + batch_size]
         windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
-        state = model.init_state(len(chosen), mem_len=0, window="none", clamp_len=clamp_len)
+        state = empty.select(torch.zeros(len(chosen), dtype=torch.int64))
         yield model.last_nll(windows[:, :-1], windows[:, -1], state, temperature).double()
         if progress is not None:
             progress(start + len(chosen), len(targets))

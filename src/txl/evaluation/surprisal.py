@@ -1,7 +1,7 @@
-"""Surprisal of every token of a text: -log2 of its probability given what came before.
+"""Surprisal of every token of a text: -log2 of its probability given the tokens before it.
 
-The text is one lane that is read as `txl.evaluate` reads it, segment by segment with its memory, so the surprisals add
-up to its loss. Nothing is held but one block of the text and one segment: a text may be longer than memory.
+The text is one lane that is read as `txl.evaluate` reads it, segment by segment with memory, so the surprisals add up
+to its loss. One block of the text and one segment are held at a time, so a text may be of any length.
 
 Shapes: T tokens of a segment.
 """
@@ -21,16 +21,15 @@ from unicodedata import category
 import numpy as np
 import torch
 
-from txl.config import validate_temperature
+from txl.config import Limit, validate_temperature
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.prepared import normalised_note
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
-from txl.evaluation.perplexity import check_ids, nll_at
-from txl.evaluation.sliding import window_losses
-from txl.models.cache import CacheState
-from txl.models.language_model import LanguageModel, Limit
+from txl.evaluation.perplexity import check_ids
+from txl.evaluation.sliding import window_losses, without_memory
+from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
 _LN2 = math.log(2)
@@ -45,20 +44,20 @@ _WINDOWS = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenSurprisal:
-    """A token of a text and what the model made of it."""
+    """A token of a text and its surprisal."""
 
     index: int
     """Number of the token, from 0."""
     start: int
     """Byte of the text at which it begins."""
     end: int
-    """Byte behind its last; `start` for a mark that the text does not hold."""
+    """Byte after its last one; `start` for a mark that the text does not hold."""
     word: int | None
-    """Number of the word that it belongs to (see `txl.data.located`); None: to none."""
+    """Number of its word (see `txl.data.located`); None: it belongs to no word."""
     text: bytes
     """Its part of the text."""
     unknown: bool
-    """Whether the vocabulary lacks it: the surprisal is then that of `<unk>`."""
+    """True: the vocabulary lacks it, and the surprisal is that of `<unk>`."""
     surprisal: float | None
     """Bits; None for the text's first token, which has nothing before it."""
     word_surprisal: float | None
@@ -70,7 +69,7 @@ class TokenSurprisal:
 
 
 def surprisals(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary,
     text: str | Path | IO[bytes],
     *,
@@ -84,31 +83,28 @@ def surprisals(
     dtype: str = "float32",
     normalise: bool | None = None,
 ) -> Iterator[TokenSurprisal]:
-    """The surprisal of each token of a text, in order.
+    """Yield the surprisal of each token of a text, in order.
 
-    What is unset is taken from the model's configuration, as `txl.evaluate` does.
+    Lengths that are unset are those of the model's configuration, as in `txl.evaluate`.
 
     Args:
-        model: any language model; it is read without dropout; it may train at the same time.
+        model: any language model; it is read without dropout, and may train at the same time.
         vocabulary: the model's.
         text: the text itself; or the path of a file (.gz, .xz and .zst are unpacked); or a binary file opened for
             reading. It is encoded as a corpus is; characters and words that the vocabulary lacks become `<unk>`.
-        segment: tokens T of one step; None: 128, or what the model reads at once if that is less. A model without
+        segment: tokens T of one step; None: 128, or the model's longest segment if that is less. A model without
             memory reads each segment from nothing.
         mem_len: positions of memory; None: the model's configuration.
         window: keys a query sees. None: `mem_len` if that is given and above 0, else the model's configuration.
             "none": everything in memory and segment.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
-        sliding: predict each token from so many tokens before it, read anew, without memory, as
+        sliding: predict each token from this many tokens before it, read anew, without memory, as
             `txl.evaluate_sliding`; `segment`, `mem_len` and `window` are then not used.
         prompt: read before the text and not scored, so that the text's first token has something before it.
         temperature: X for probabilities in proportion to p^(1/X).
         dtype: "float32", or "bfloat16" for autocast.
         normalise: read the text without a byte order mark, and \\r\\n as one line's end; never done to bytes. None: as
-            the vocabulary says, which is how its training text was read.
-
-    Raises:
-        UserError: for settings that contradict each other; while reading, for a text that cannot be read, or is empty.
+            the vocabulary's training text was read.
     """
     if segment is None:
         segment = min(128, model.context or 128)
@@ -132,7 +128,7 @@ def surprisals(
     tokens = chain(before, _not_empty(_located(text, vocabulary, normalise)))
     reader = _Reader(evaluation_view(model), dtype, temperature)
     if sliding is not None:
-        return _with_words(_rows(reader.slide(tokens, sliding, clamp_len), vocabulary))
+        return _with_words(_rows(reader.slide(tokens, sliding, without_memory(model, clamp_len)), vocabulary))
     state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
     return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
 
@@ -156,7 +152,7 @@ def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A token with its loss in nats, and how much its prediction saw."""
+    """A token with its loss in nats, and the positions of memory and tokens that its prediction saw."""
 
     token: LocatedToken
     nll: float | None
@@ -168,12 +164,12 @@ class _Scored:
 class _Reader:
     """Scores a stream of tokens, segment by segment."""
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     dtype: str
     temperature: float
 
-    def read(self, tokens: Iterable[LocatedToken], state: Any, segment: int) -> Iterator[_Scored]:
-        """As `txl.evaluate` with one lane."""
+    def read(self, tokens: Iterable[LocatedToken], state: State, segment: int) -> Iterator[_Scored]:
+        """Score tokens as `txl.evaluate` with one lane."""
         tokens = iter(tokens)
         last = next(tokens)
         yield _Scored(last, None, 0, 0)
@@ -185,15 +181,14 @@ class _Reader:
                 yield _Scored(token, loss, memory, context)
             last, n_read = targets[-1], n_read + len(targets)
 
-    def slide(self, tokens: Iterable[LocatedToken], context: int, clamp_len: Limit) -> Iterator[_Scored]:
-        """As `txl.evaluate_sliding`: the first `context` targets have what there is before them."""
+    def slide(self, tokens: Iterable[LocatedToken], context: int, empty: State) -> Iterator[_Scored]:
+        """Score tokens as `txl.evaluate_sliding`: the first `context` targets have fewer tokens before them."""
         tokens = iter(tokens)
         first = list(islice(tokens, context + 1))
         yield _Scored(first[0], None, 0, 0)
         ids = [token.id for token in first]
         if len(first) > 1:
-            state = self.model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
-            losses, _ = self._nll(ids[:-1], first[1:], state)
+            losses, _ = self._nll(ids[:-1], first[1:], empty)
             for place, loss in enumerate(losses):
                 yield _Scored(first[place + 1], loss, 0, place + 1)
         while targets := list(islice(tokens, 4 * _WINDOWS)):
@@ -203,43 +198,37 @@ class _Reader:
             with torch.no_grad(), self._autocast():
                 read = np.array(ids, dtype=np.int64)
                 windows = window_losses(
-                    self.model, read, context, places, _WINDOWS, clamp_len, temperature=self.temperature
+                    self.model, read, context, places, _WINDOWS, empty, temperature=self.temperature
                 )
                 losses = torch.cat(list(windows)).tolist()
             for token, loss in zip(targets, losses, strict=True):
                 yield _Scored(token, loss, 0, context)
 
-    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: Any) -> tuple[list[float], Any]:
+    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: State) -> tuple[list[float], State]:
         read = torch.tensor([inputs])
         wanted = torch.tensor([[token.id for token in targets]])
         for ids in (read, wanted):
             check_ids(ids, self.model.vocab_size)
         device = next(self.model.parameters()).device
         with torch.no_grad(), self._autocast():
-            nll, state = nll_at(self.temperature, self.model, read.to(device), wanted.to(device), state)
+            nll, state = self.model.nll_at(read.to(device), wanted.to(device), state, self.temperature)
         return nll[0].double().tolist(), state
 
     def _autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device
         return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def _seen(self, state: Any, n_token: int, n_read: int) -> list[tuple[int, int]]:
-        """Positions of memory and tokens in all that each prediction of the next segment sees.
-
-        A recurrent state has no positions, and carries all that was read.
-        """
-        state = state.inner if isinstance(state, CacheState) else state
-        held: int | None = getattr(state, "length", None)
-        if held is None:
-            carried = n_read if self.model.context is None else 0
-            return [(0, carried + place + 1) for place in range(n_token)]
-        window = math.inf if state.window is None else state.window
-        keys = [int(min(window, held + place + 1)) for place in range(n_token)]
+    def _seen(self, state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
+        """Return the positions of memory, and the tokens in all, that each prediction of the next segment sees."""
+        if state.length is None:
+            return [(0, n_read + place + 1) for place in range(n_token)]
+        window = math.inf if state.lengths.window is None else state.lengths.window
+        keys = [int(min(window, state.length + place + 1)) for place in range(n_token)]
         return [(max(0, each - place - 1), each) for place, each in enumerate(keys)]
 
 
 def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[TokenSurprisal, bool]]:
-    """Rows without the sums of words, and whether each token holds more than white space."""
+    """Yield rows without the sums of words, and true for each token that holds more than white space."""
     index = 0
     for each in scored:
         token = each.token
@@ -260,7 +249,7 @@ def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[T
 
 
 def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSurprisal]:
-    """Rows with the sum of each word at its last token."""
+    """Yield rows with the sum of each word at its last token."""
     held: TokenSurprisal | None = None
     total: float | None = 0.0
     has_text = False

@@ -1,4 +1,4 @@
-"""Many streams of tokens at once, a token of each a step, in constant memory.
+"""Decoding of many streams of tokens at once, one token of each a step, in constant memory.
 
     engine = txl.DecodeEngine(model, max_streams=8)
     first = engine.join(prompt, seed=1)
@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from txl.config import Limit
 from txl.errors import UserError
 from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.generation.steps import CompiledStep, MemorySlots, ModuleStep, Slots, make_step
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel
 from txl.models.memory import Memory, Projections
 from txl.models.structure import Structure, evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
@@ -42,9 +45,9 @@ class Stream:
     drawn: int = 0
     """Tokens drawn so far."""
     waiting: bool = True
-    """Whether there is a token that has not been read yet."""
+    """True: it has a token that has not been read yet."""
     ended: str | None = None
-    """Why the engine ended it, if it could not go on."""
+    """The reason why the engine ended it, if it could not go on."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,18 @@ class DecodeEngine:
     A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
     this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place.
 
-    The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. Where
-    it has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line
-    says so. The engine refuses to go on when weights, modules or hooks have changed since it was made.
+    The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. If it
+    has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line says
+    so. The engine refuses to go on when weights, modules or hooks have changed since it was made.
 
     Args:
         model: a Transformer-XL.
-        max_streams: streams that there is room for.
-        dtype: what weights, keys and values are kept in; None: the model's own. With another dtype the engine has a
-            copy of the weights, converted once.
+        max_streams: most streams at a time.
+        dtype: dtype of weights, keys and values; None: the model's own. With another dtype the engine has a copy of the
+            weights, converted once.
         compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: PyTorch, operation by operation.
-            Where it cannot be had one line says so.
+            Where there is none, one line says so.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
-
-    Raises:
-        UserError: for another model, or lengths that make no sense.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DecodeEngine:
         window: Limit = None,
         clamp_len: Limit = None,
     ):
-        if not isinstance(model, TransformerXL):
+        if not decodes(model):
             raise UserError(f"the model is a {type(model).__name__}; the decode engine needs a Transformer-XL")
         if max_streams < 1:
             raise UserError(f"max_streams is {max_streams}; expected 1 or more")
@@ -111,20 +111,20 @@ class DecodeEngine:
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
         self._structure = frozen_structure(model if converted is None else self.model)
-        self._lengths = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
         self._like = self.model.softmax.bias
         with torch.inference_mode():
-            state = self.model.init_state(1, **self._lengths)
+            state = self.model.init_state(1, mem_len, window, clamp_len)
+            self._lengths = state.lengths
             shape = self.model.config
             if self._structure.outsider is None:
                 self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, self._like)
-                self._step = make_step(self.model, self._slots, state.clamp_len, compile, self._structure)
+                self._step = make_step(self.model, self._slots, self._lengths.clamp_len, compile, self._structure)
             else:
                 _logger.warning("streams go through the model's modules, one by one: %s", self._structure.outsider)
                 self._slots = MemorySlots(max_streams)
                 self._step = ModuleStep(self.model, self._slots)
         self.compiled = isinstance(self._step, CompiledStep)
-        """Whether steps are the compiled library's."""
+        """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
         self._streams: list[Stream] = []
         self._free = list(range(max_streams))
@@ -133,12 +133,12 @@ class DecodeEngine:
 
     @property
     def max_streams(self) -> int:
-        """Streams that there is room for."""
+        """Most streams at a time."""
         return self._next.shape[0]
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """Those at work, in the order in which they joined."""
+        """The streams that have joined and not left, in order."""
         return tuple(self._streams)
 
     def join(
@@ -149,16 +149,13 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """A new stream that has read all of the prompt but its last token, which is the first to be read by a step.
+        """Start a stream. It reads all of the prompt but the last token, which the first step will read.
 
         Args:
             prompt: token ids, at least one; may be longer than the memory.
             seed: the same seed gives the same text.
             sampling: how tokens are drawn; by default from the 40 likeliest.
             forbidden: token ids that are never drawn.
-
-        Raises:
-            UserError: if there is no room, for ids outside of the vocabulary, or if all of them are forbidden.
         """
         if not isinstance(sampling, Sampling | None):
             raise UserError(f"sampling is {sampling!r}; expected a txl.Sampling")
@@ -231,7 +228,7 @@ class DecodeEngine:
         """
         self._rings()
         with torch.inference_mode():
-            empty = self.model.init_state(1, **self._lengths)
+            empty = self.model.empty_state(1, self._lengths)
             if state.n_token == 0:
                 return empty
             n_held = state.keys[0].shape[1]
@@ -241,11 +238,7 @@ class DecodeEngine:
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
     def fork(self, stream: Stream, *, seed: int) -> Stream:
-        """A second stream that has read what a stream has read, to go on by another seed.
-
-        Raises:
-            UserError: if there is no room.
-        """
+        """Start a second stream that has read the same, and goes on by another seed."""
         self._check_member(stream)
         twin = self._enter(replace(stream, slot=-1, seed=checked_seed(seed)))
         with torch.inference_mode():
@@ -254,16 +247,16 @@ class DecodeEngine:
         return twin
 
     def leave(self, stream: Stream) -> None:
-        """End a stream; its place is free."""
+        """End a stream and free its place."""
         self._check_member(stream)
         self._streams.remove(stream)
         self._free.append(stream.slot)
 
-    def step(self) -> Tensor:
-        """Draw the next token of every stream: int64 [B], in the order of `streams` as it is then.
+    def step(self) -> Int64[Tensor, " B"]:
+        """Draw the next token of every stream, in the order of `streams` after the step.
 
-        A stream for which none can be drawn, because its probabilities are not numbers or it may draw none that has
-        any, ends alone: it has left the engine, and its `ended` says why.
+        A stream ends if no token can be drawn for it, because its probabilities are not numbers or all that have any
+        are forbidden: it leaves the engine, and its `ended` says why.
 
         Raises:
             UserError: if the model has changed since the engine was made.
@@ -295,11 +288,11 @@ class DecodeEngine:
             stream.waiting = True
         return tokens.clone()
 
-    def advance(self, streams: Sequence[Stream] | None = None) -> Tensor:
-        """Read the token that each of some streams (by default all) has waiting; `put` says what comes then.
+    def advance(self, streams: Sequence[Stream] | None = None) -> Float[Tensor, "B V"]:
+        """Read the token that each of some streams (by default all) has waiting; `put` gives them the next one.
 
         Returns:
-            Log-probabilities of the following token, [B,V], in the order given.
+            log-probabilities of the following token, in the order given.
 
         Raises:
             UserError: if a stream has none waiting, or the model has changed since the engine was made.
@@ -321,18 +314,14 @@ class DecodeEngine:
         return log_probs
 
     def put(self, stream: Stream, token: int) -> None:
-        """Say what a stream reads next, after `advance` or in the place of the token drawn last.
-
-        Raises:
-            UserError: for a token outside of the vocabulary.
-        """
+        """Give a stream the token that it reads next, after `advance` or in the place of the token drawn last."""
         self._check_member(stream)
         with torch.inference_mode():
             self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]
         stream.waiting = True
 
     def _draw(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
-        """[B,V] -> int64 [B], and why a stream has none; streams that are drawn for in the same way, together."""
+        """Draw a token for every row of [B,V]: int64 [B], and the reason where there is none (else None)."""
         groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
         for row, stream in enumerate(streams):
             groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
@@ -348,7 +337,7 @@ class DecodeEngine:
         return tokens, reasons
 
     def _draw_alike(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
-        """`_draw` for streams whose sampling is the same."""
+        """Compute `_draw` for streams whose sampling is the same."""
         first = streams[0]
         log_probs, reasons = permitted(log_probs, first.forbidden)
         if any(reasons):
@@ -441,7 +430,7 @@ class Reading:
             self.memory = engine.memory_of(after, self._model)
         else:
             with torch.inference_mode():
-                self.memory = engine.model.init_state(1, **engine._lengths)
+                self.memory = engine.model.empty_state(1, engine._lengths)
         self._ids, self._at = ids, 0
         self.waiting = int(ids[-1])
         self.n_token = ids.shape[0] + (after.n_token - 1 if after is not None and continues else 0)
@@ -480,3 +469,8 @@ class Reading:
             return replace(self._engine.empty_state(), n_token=1, waiting=int(self._ids[0]))
         keys, values = (tuple(each[:, 0].clone() for each in kind) for kind in (held.keys, held.values))
         return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)
+
+
+def decodes(model: LanguageModel) -> TypeGuard[TransformerXL]:
+    """Say if the decode engine can decode a model."""
+    return isinstance(model, TransformerXL)

@@ -1,6 +1,6 @@
-"""How the next token is drawn, by chance that depends on a stream's seed and on the token's number alone.
+"""Sampling of the next token. Chance depends on a stream's seed and on the token's number alone.
 
-Whoever else is drawn for at the same time, on whatever device, changes nothing.
+Other streams that are drawn for at the same time, and the device, change nothing.
 
 Shapes: B lanes (streams), V vocabulary, K candidates.
 """
@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 from txl.errors import UserError
 
 if TYPE_CHECKING:  # bad settings are refused without PyTorch, which takes seconds to import
+    from jaxtyping import Float, Float64, Int64
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: from the `top_k` likeliest (40 in the paper), cut to the nucleus `top_p`."""
+    """Settings of sampling: from the `top_k` likeliest tokens (40 in the paper), cut to the nucleus `top_p`."""
 
     top_k: int | None = 40
     top_p: float | None = None
     temperature: float = 1.0
-    """0 takes the likeliest token always."""
+    """0 always takes the likeliest token."""
 
     def __post_init__(self) -> None:
         if self.top_k is not None and _whole(self.top_k, "top_k") < 1:
@@ -39,19 +40,15 @@ class Sampling:
         if self.temperature is None or not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
-    def draw(self, log_probs: Tensor, chances: Tensor) -> Tensor:
-        """One token a lane, where its chance, from 0 to below 1, falls: [B,V], float64 [B] -> int64 [B].
-
-        Raises:
-            UserError: if the probabilities are not numbers.
-        """
+    def draw(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+        """Draw one token a lane by its chance, from 0 to below 1, after checking that the probabilities are numbers."""
         _, reasons = permitted(log_probs, ())
         for reason in filter(None, reasons):
             raise UserError(reason)
         return self.pick(log_probs, chances)
 
-    def pick(self, log_probs: Tensor, chances: Tensor) -> Tensor:
-        """`draw`, where `permitted` has found a token to draw in every lane."""
+    def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+        """Compute `draw` for probabilities in which `permitted` has found a token to draw in every lane."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
@@ -66,8 +63,10 @@ class Sampling:
         return candidates.gather(-1, place.clamp_(max=n_candidate - 1)).squeeze(-1)
 
 
-def permitted(log_probs: Tensor, forbidden: Sequence[int]) -> tuple[Tensor, list[str | None]]:
-    """Log-probabilities [B,V] without the forbidden tokens, and why none can be drawn for a lane; None if one can."""
+def permitted(
+    log_probs: Float[Tensor, "B V"], forbidden: Sequence[int]
+) -> tuple[Float[Tensor, "B V"], list[str | None]]:
+    """Remove the forbidden tokens, and say for each lane why no token can be drawn; None if one can."""
     allowed = log_probs
     if forbidden:
         allowed = log_probs.clone()
@@ -87,11 +86,7 @@ NOTHING_LEFT = "every token that is not forbidden has probability 0; forbid fewe
 
 
 def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Ids that are never to be drawn, each once, in order.
-
-    Raises:
-        UserError: for an id outside of the vocabulary, or if nothing would be left.
-    """
+    """Return ids that must not be drawn, each once, in order, after checking that they leave a token."""
     ids = sorted({_whole(each, "a forbidden token id") for each in forbidden})
     for each in ids:
         if not 0 <= each < vocab_size:
@@ -101,12 +96,8 @@ def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, .
     return tuple(ids)
 
 
-def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "the prompt") -> Tensor:
-    """Token ids as int64 [n].
-
-    Raises:
-        UserError: for none, for what is no whole number, or for an id outside of the vocabulary.
-    """
+def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "the prompt") -> Int64[Tensor, " n"]:
+    """Return one or more token ids as a tensor, after checking that they are in the vocabulary."""
     import torch
 
     try:
@@ -124,11 +115,7 @@ def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "th
 
 
 def checked_seed(seed: int) -> int:
-    """A seed from 0 to below 2^63.
-
-    Raises:
-        UserError: if it is no whole number.
-    """
+    """Return a whole number as a seed from 0 to below 2^63."""
     return _whole(seed, "seed") % 2**63
 
 
@@ -139,8 +126,8 @@ def _whole(value: Any, what: str) -> int:
         raise UserError(f"{what} is {value!r}; expected a whole number") from None
 
 
-def chances(seeds: Tensor, numbers: Tensor) -> Tensor:
-    """Uniform in [0, 1), one for each seed and number of a token: int64 [B] twice -> float64 [B].
+def chances(seeds: Int64[Tensor, " B"], numbers: Int64[Tensor, " B"]) -> Float64[Tensor, " B"]:
+    """Draw uniformly from [0, 1) for each seed and number of a token.
 
     SplitMix64 (Steele, Lea and Flood 2014) of the two, one after the other: 53 bits.
     """
@@ -149,7 +136,7 @@ def chances(seeds: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """A step of SplitMix64; int64 products wrap around."""
+    """Take a step of SplitMix64; int64 products wrap around."""
     state = state + _signed(0x9E3779B97F4A7C15)
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
@@ -157,7 +144,7 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in."""
+    """Shift to the right; zeros come in."""
     return (state >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -1,19 +1,9 @@
-"""One token of every stream through a model's layers.
+"""One token of every stream through a model's layers: in the compiled library, in PyTorch, or module by module.
 
-In the compiled library, in PyTorch with static shapes, or where a model has hooks or other modules, by calling it.
+A slot is a stream's place. `Slots` are rings: a slot holds the keys and values of the positions that the next query may
+see, the query's own among them, and a new position takes the place of the oldest. Nothing moves, nothing grows.
 
-Shapes: B slots, B' slots that take part, R positions of a ring, H heads, D width of a head, E d_model.
-
-What every stream has read: keys and values in rings of one size, or memory as the model carries it.
-
-A slot is a stream's place. In a ring it holds the keys and values of the positions that the next query may see, the
-query's own among them; a new position takes the place of the oldest. Nothing moves, nothing grows.
-
-Shapes: B slots, R positions of a ring, H heads, D width of a head.
-
-A step recorded once as a CUDA graph and replayed: a token's hundreds of kernels cost one launch.
-
-Shapes are the caller's; they must stay what they were at the first call.
+Shapes: B slots, P slots that take part, R positions of a ring, H heads, D width of a head, E d_model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from txl.models.compiled_step import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
@@ -33,7 +24,10 @@ from txl.native.build import library
 
 
 class Captured:
-    """A function of CUDA tensors of fixed shapes, which may write to tensors of its own, as a graph."""
+    """A function of CUDA tensors, recorded once as a graph and replayed: a step's hundreds of kernels cost one launch.
+
+    Shapes must stay those of the first call. The function may write to tensors of its own.
+    """
 
     def __init__(self, function: Callable[..., Tensor]):
         self._function = function
@@ -42,7 +36,7 @@ class Captured:
         self._output: Tensor | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """What the function gives; overwritten by the next call."""
+        """Return the function's result; the next call overwrites it."""
         if self._graph is None:
             self._record(inputs)
         assert self._graph is not None
@@ -66,7 +60,7 @@ class Captured:
 
 
 class Slots:
-    """The rings of all layers, and how far each has got."""
+    """The rings of all layers, and the number of tokens that each stream has read."""
 
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
         self.size = capacity + 1
@@ -74,18 +68,18 @@ class Slots:
             [like.new_zeros(n_head, n_slot, self.size, d_head) for _ in range(n_layer)] for _ in range(2)
         )
         self.read = torch.zeros(n_slot, dtype=torch.int64)
-        """Tokens that each stream has read, prompt included: the next one is this one by number."""
+        """Tokens that each stream has read, prompt included."""
 
-    def place(self, slots: Tensor) -> Tensor:
-        """Where the keys of the slots' next tokens go: int64 [B'] -> [B']."""
+    def place(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
+        """Return the ring positions for the keys of the slots' next tokens."""
         return self.read[slots] % self.size
 
-    def seen(self, slots: Tensor) -> Tensor:
-        """Keys that the slots' next tokens see, their own among them: int64 [B'] -> [B']."""
+    def seen(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
+        """Return the number of keys that the slots' next tokens see, their own among them."""
         return (self.read[slots] + 1).clamp(max=self.size)
 
     def fill(self, slot: int, memory: Memory, read: int) -> None:
-        """Put the memory of a stream of `read` tokens into a slot, whatever is in it."""
+        """Put the memory of a stream that has read `read` tokens into a slot, whatever is in it."""
         self.read[slot] = read
         held = memory.projections
         if held is None or memory.length == 0:
@@ -105,13 +99,13 @@ class Slots:
         return keys, values
 
     def copy(self, source: int, target: int) -> None:
-        """Put a second stream that has read the same into another slot."""
+        """Copy a stream into another slot."""
         self.read[target] = self.read[source]
         for ring in (*self.keys, *self.values):
             ring[:, target].copy_(ring[:, source])
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds: values that are not numbers would reach its next stream, with weights of 0."""
+        """Set a slot to zeros: values that are not numbers would reach its next stream even with weights of 0."""
         with torch.inference_mode():
             for ring in (*self.keys, *self.values):
                 ring[:, slot].zero_()
@@ -123,26 +117,26 @@ class MemorySlots:
     def __init__(self, n_slot: int):
         self.states: list[Memory | None] = [None] * n_slot
         self.read = torch.zeros(n_slot, dtype=torch.int64)
-        """As in `Slots`."""
+        """Tokens that each stream has read, prompt included."""
 
     def fill(self, slot: int, memory: Memory, read: int) -> None:
-        """As `Slots.fill`."""
+        """Put the memory of a stream into a slot."""
         self.states[slot], self.read[slot] = memory, read
 
     def copy(self, source: int, target: int) -> None:
-        """As `Slots.copy`; a state is a value."""
+        """Give another slot the same state, which is a value."""
         self.states[target], self.read[target] = self.states[source], self.read[source]
 
     def clear(self, slot: int) -> None:
-        """As `Slots.clear`."""
+        """Forget the state of a slot."""
         self.states[slot] = None
 
 
 class StaticStep:
-    """All slots at once, whoever takes part: every shape is the same at every step.
+    """A step of all slots at once in PyTorch, whichever take part: every shape is the same at every step.
 
-    A slot that does not take part is given a token all the same. What that writes lies where its next token will, and
-    is never seen.
+    A slot that does not take part reads a token all the same. Its key is written where that of its next token will be,
+    and is never seen.
     """
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
@@ -153,18 +147,21 @@ class StaticStep:
         self.ring = torch.arange(slots.size, device=like.device)
         self._through: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
         if captured:
-            from txl.generation.steps import Captured
-
             self._through = Captured(self._layers)
 
-    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Log-probabilities of what follows: int64 [B] of all slots, and [B'] -> [B',V]."""
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+        """Read the next token of some slots, and return log-probabilities of the one after it.
+
+        Args:
+            tokens: next token of every slot.
+            slots: those that take part.
+        """
         place, seen = self.slots.place(self.lanes), self.slots.seen(self.lanes)
         hidden = self.model.embedding.of_every_cluster(tokens[:, None])
         return self.model.log_probs_of(self._through(hidden, place, seen))[slots, 0]
 
     def _layers(self, hidden: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """h^0 [B,1,E] -> h^N. `place` and `seen` int64 [B]: where the token's key goes, and how many keys it sees."""
+        """Return h^N from h^0 [B,1,E]; `place` and `seen` are those of `Slots` for all slots."""
         distance = (place[:, None] - self.ring) % self.slots.size
         hidden_keys = (distance >= seen[:, None])[None]
         row = (self.slots.size - 1 - distance).expand(self.model.config.n_head, -1, -1)
@@ -187,15 +184,15 @@ class StaticStep:
 
 
 class CompiledStep:
-    """The slots that take part, by the compiled library; each is given the same to the last bit in any company."""
+    """A step in the compiled library: a stream's numbers are the same to the last bit whoever else takes part."""
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, weights: LayerWeights):
         self.model, self.slots, self.clamp_len, self.weights = model, slots, clamp_len, weights
         self.positions = model.position_projections(slots.size, clamp_len, slots.keys[0])
         self.caches = caches_of(slots.keys, slots.values, None, self.positions)
 
-    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """As `StaticStep.__call__`."""
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+        """Take a step; arguments as for `StaticStep`."""
         # The embedding's and the softmax's products are the library's up to so many rows, and then alike for all.
         return torch.cat([self._some(tokens[some], some) for some in slots.split(MOST_ROWS)])
 
@@ -208,13 +205,13 @@ class CompiledStep:
 
 
 class ModuleStep:
-    """The slots that take part, one after the other, through every module of the model."""
+    """A step of the slots one after the other, through every module of the model."""
 
     def __init__(self, model: TransformerXL, slots: MemorySlots):
         self.model, self.slots = model, slots
 
-    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """As `StaticStep.__call__`."""
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+        """Take a step; arguments as for `StaticStep`."""
         chosen = slots.tolist()
         read = [self.model.log_probs(tokens[slot].view(1, 1), self._state(slot)) for slot in chosen]
         for slot, (_, state) in zip(chosen, read, strict=True):
@@ -230,9 +227,9 @@ class ModuleStep:
 def make_step(
     model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool, structure: Structure
 ) -> StaticStep | CompiledStep:
-    """The compiled step where it is wanted and can be had (if not, the library has said why), else the static one."""
+    """Make the compiled step if it is wanted and available (if not, the library has said why), else the static one."""
     device = slots.keys[0].device.type
-    if compile and device == "cpu" and model.attention_name in ("shifted", "compiled") and library() is not None:
+    if compile and device == "cpu" and model.backend.compiled_step and library() is not None:
         weights = layer_weights(model, structure)
         if weights is not None:
             return CompiledStep(model, slots, clamp_len, weights)

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
+from txl.config import Limit
 from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.generation.engine import DecodeEngine
+from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, decodes
 from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
-from txl.models.language_model import LanguageModel, Limit
+from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
-from txl.models.transformer_xl import TransformerXL
-
-PROMPT_SEGMENT = 128
-"""Tokens of the prompt read in one step."""
 
 
 def generate_tokens(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     prompt: Sequence[int] | Tensor,
     *,
     max_tokens: int,
@@ -40,8 +37,8 @@ def generate_tokens(
     forbidden: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     compile: bool = True,
-) -> Iterator[Tensor]:
-    """Continue a prompt, several times at once: yields `max_tokens` times the next token of each sample, int64 [B].
+) -> Iterator[Int64[Tensor, " B"]]:
+    """Continue a prompt, several times at once: yield the next token of each sample, `max_tokens` times.
 
     Args:
         model: any language model.
@@ -52,10 +49,7 @@ def generate_tokens(
         seed: None draws a new one each time.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         forbidden: token ids that are never drawn.
-        dtype, compile: as in `DecodeEngine`, by which a Transformer-XL on a CPU is decoded; None for all others.
-
-    Raises:
-        UserError: for an empty prompt, ids outside of the vocabulary, or counts below 1.
+        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL on a CPU; `dtype` is None for all others.
     """
     sampling = sampling or Sampling()
     ids = checked_tokens(prompt, model.vocab_size)
@@ -64,15 +58,14 @@ def generate_tokens(
         raise UserError(f"max_tokens is {max_tokens}; expected 1 or more")
     if samples < 1:
         raise UserError(f"samples is {samples}; expected 1 or more")
-    lengths: dict[str, Any] = {"mem_len": mem_len, "window": window, "clamp_len": clamp_len}
     first_seed = torch.Generator().seed() if seed is None else checked_seed(seed)
-    if isinstance(model, TransformerXL) and model.softmax.bias.device.type == "cpu":
-        model.init_state(1, **lengths)  # refuses bad lengths now, not at the first token
+    state = model.init_state(1, mem_len, window, clamp_len)
+    if decodes(model) and model.softmax.bias.device.type == "cpu":
+        lengths = state.lengths.options()
         make = functools.partial(DecodeEngine, model, max_streams=samples, dtype=dtype, compile=compile, **lengths)
         return _decode(make, ids, max_tokens, first_seed, sampling, forbidden)
     if dtype is not None:
         raise UserError(f"dtype is {dtype}; only a Transformer-XL on a CPU is converted for generation")
-    state = model.init_state(1, **lengths)
     return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, forbidden)
 
 
@@ -98,9 +91,9 @@ def _decode(
 
 
 def _continue(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     ids: Tensor,
-    state: Any,
+    state: State,
     max_tokens: int,
     samples: int,
     sampling: Sampling,
@@ -109,7 +102,7 @@ def _continue(
 ) -> Iterator[Tensor]:
     device = next(model.parameters()).device
     seeds = torch.tensor([(first_seed + lane) % 2**63 for lane in range(samples)], device=device)
-    context = getattr(model, "context", None)  # whoever has the methods of the interface need not inherit from it
+    context = model.context
     model = evaluation_view(model)
     with torch.no_grad():
         ids = ids.to(device)[None]
@@ -140,7 +133,7 @@ def _continue(
 
 
 def generate(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary | None,
     prompt: str,
     *,
@@ -157,23 +150,20 @@ def generate(
     compile: bool = True,
     detokenise: Convention | None = None,
 ) -> Iterator[str]:
-    """Continue a prompt and yield the text piece by piece as it is made, the prompt not among it.
+    """Continue a prompt and yield the text piece by piece as it is made, without the prompt.
 
     Args:
         model: any language model.
         vocabulary: the one it was trained with.
-        prompt: text; characters that the vocabulary lacks are an error that names them.
+        prompt: text; characters that the vocabulary lacks are refused by name.
         max_tokens: tokens to make.
         top_k, top_p, temperature: see `Sampling`.
         seed: the same seed gives the same text.
         stop: strings at which the text ends; they are not part of it.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         dtype, compile: as in `generate_tokens`.
-        detokenise: how the words of the training text were cut apart, to be undone in the pieces; the prompt has to be
-            tokenised in that way.
-
-    Raises:
-        UserError: for an empty prompt, or settings that make no sense.
+        detokenise: convention by which the training text was tokenised, to be undone in the pieces; the prompt has to
+            be tokenised in that way.
     """
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None
@@ -195,7 +185,7 @@ def generate(
 
 
 def generate_samples(
-    model: LanguageModel[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary | None,
     prompt: str,
     *,
@@ -247,12 +237,8 @@ def generate_samples(
     return texts
 
 
-def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Tensor:
-    """The prompt's token ids, int64 [P].
-
-    Raises:
-        UserError: if there is no vocabulary, the prompt is empty, or it holds what the vocabulary lacks.
-    """
+def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
+    """Return the prompt's token ids, of a prompt that is not empty."""
     if vocabulary is None:
         raise UserError("this model has no vocabulary, so it cannot read or print text; use token ids instead")
     if not prompt:
@@ -261,9 +247,9 @@ def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Tensor:
 
 
 def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
-    """Tokens that are never to be drawn: the unknown character, of which no text can be made.
+    """Return the tokens that must not be drawn: the unknown character, which is no text.
 
-    (An unknown word is a word of the benchmarks' texts.)
+    The unknown word may be drawn: it is a word of the benchmarks' texts.
     """
     if vocabulary is None or vocabulary.kind != "char" or vocabulary.unk_id is None:
         return ()
@@ -271,7 +257,7 @@ def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
 
 
 class StopStrings:
-    """Holds text back while it may be the beginning of a string at which generation ends."""
+    """Text held back while it may be the beginning of a string at which generation ends."""
 
     def __init__(self, strings: Sequence[str]):
         strings = [strings] if isinstance(strings, str) else list(strings)
@@ -282,7 +268,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that can be shown now; `found` is set once a stop string has been met."""
+        """Add text and return the part that can be shown now; set `found` at a stop string."""
         self.held += text
         ends = [place for place in (self.held.find(string) for string in self.strings) if place >= 0]
         if ends:
@@ -295,18 +281,18 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text held back, at the end."""
         shown, self.held = self.held, ""
         return shown
 
     def _overlap(self, string: str) -> int:
-        """Length of the longest proper beginning of `string` with which the held text ends."""
+        """Return the length of the longest proper beginning of `string` with which the held text ends."""
         longest = min(len(string) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
 def _pieces(steps: Iterator[Tensor], decoder: Decoder, stop: StopStrings) -> Iterator[str]:
-    """Text of the first lane's tokens, up to a stop string."""
+    """Yield the text of the first lane's tokens, up to a stop string."""
     for tokens in steps:
         piece = stop.push(decoder.push(int(tokens[0])))
         if piece:

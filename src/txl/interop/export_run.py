@@ -163,7 +163,8 @@ def flat_modules(start: str) -> dict[str, str]:
     """Return the source of a module of this package and of all of its that it imports, as files of one flat folder.
 
     transformers opens such a folder by itself: `from txl.models.adaptive import X` becomes
-    `from .txl_models_adaptive import X`.
+    `from .txl_models_adaptive import X`. Imports of jaxtyping go: annotations are never evaluated, and it may not be
+    installed there.
     """
     found: dict[str, str] = {}
     waiting = [start]
@@ -181,7 +182,8 @@ def flat_modules(start: str) -> dict[str, str]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "txl":
                 waiting.append(node.module)
-        flat = re.sub(r"^(\s*)from (txl[\w.]*) import", _relative, source, flags=re.MULTILINE)
+        flat = re.sub(r"^from jaxtyping import .*\n", "", source, flags=re.MULTILINE)
+        flat = re.sub(r"^(\s*)from (txl[\w.]*) import", _relative, flat, flags=re.MULTILINE)
         found[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
     return found
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from txl.config import ModelConfig
@@ -25,11 +26,7 @@ from txl.models.layers import linear, logits
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First token and end of every cluster.
-
-    Raises:
-        UserError: if the cutoffs do not increase strictly from above 0 to below the vocabulary's size.
-    """
+    """Return the first token and the end of every cluster."""
     edges = [0, *cutoffs, vocab_size]
     if any(first >= end for first, end in pairwise(edges)):
         raise UserError(
@@ -40,12 +37,12 @@ def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int,
 
 
 def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
-    """d_i = d_embed / div_val^i, rounded down (`ModelConfig.validate` refuses a cluster without features)."""
+    """Return d_i = d_embed / div_val^i, rounded down (`ModelConfig.validate` refuses a cluster without features)."""
     return [d_embed // div_val**i for i in range(n_cluster)]
 
 
 def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """The table [V_i, d_i] of every cluster, from one table a cluster or one for all.
+    """Return the table [V_i, d_i] of every cluster, from one table a cluster or one for all.
 
     One split of a common table, not a slice a cluster: each slice's gradient would be as large as the table.
     """
@@ -74,21 +71,21 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def split(self) -> bool:
-        """Whether every cluster has a table of its own."""
+        """True if every cluster has a table of its own."""
         return len(self.tables) > 1
 
     def cluster_tables(self) -> list[Tensor]:
-        """The embeddings [V_i, d_i] of every cluster."""
+        """Return the embeddings [V_i, d_i] of every cluster."""
         return cluster_parts(self.tables, self.bounds)
 
     def projection(self, cluster: int) -> Tensor | None:
-        """The projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
+        """Return the projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
         if len(self.projections) == 0:
             return None
         return self.projections[cluster if self.split else 0]
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [...] -> [..., E]."""
+    def forward(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
+        """Embed tokens."""
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])
             if len(self.projections) > 0:
@@ -105,8 +102,8 @@ class AdaptiveEmbedding(nn.Module):
             embedded = embedded.view(*tokens.shape, self.d_model)
         return embedded if self.scale == 1 else embedded * self.scale
 
-    def of_every_cluster(self, tokens: Tensor) -> Tensor:
-        """The same function, of a few tokens, with shapes that do not depend on which clusters they are of."""
+    def of_every_cluster(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
+        """Compute `forward` for a few tokens, with shapes that do not depend on the tokens' clusters."""
         if not self.split:
             return self(tokens)
         embedded = self.tables[0].new_full((*tokens.shape, self.d_model), math.nan)
@@ -133,7 +130,8 @@ class AdaptiveSoftmax(nn.Module):
         if n_tail:
             self.cluster_weight = nn.Parameter(torch.empty(n_tail, d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(n_tail))
-        if not config.tie_embeddings:
+        self.has_own_tables = not config.tie_embeddings
+        if self.has_own_tables:
             self.own_tables = nn.ParameterList(torch.empty_like(table) for table in embedding.tables)
         self.dropout_tail = nn.Dropout(config.dropout_tail)
         # Baevski and Auli 2018, Section 3: tails share the embedding's projections, the shortlist's logits need none.
@@ -149,8 +147,10 @@ class AdaptiveSoftmax(nn.Module):
             if shared is not None and not tied:
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
 
-    def nll(self, hidden: Tensor, targets: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Negative log-likelihood in nats, each in its own place: [N,E], int64 [N] -> [N]."""
+    def nll(
+        self, hidden: Float[Tensor, "N E"], targets: Int64[Tensor, " N"], embedding: AdaptiveEmbedding
+    ) -> Float[Tensor, " N"]:
+        """Return the negative log-likelihood of each target in nats, each in its own place."""
         tables = self._tables(embedding)
         if len(self.bounds) == 1:
             return linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
@@ -168,8 +168,8 @@ class AdaptiveSoftmax(nn.Module):
                 nll = nll.index_add(0, places, within)
         return nll
 
-    def log_probs(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Log-probabilities over the whole vocabulary: [N,E] -> [N,V]."""
+    def log_probs(self, hidden: Float[Tensor, "N E"], embedding: AdaptiveEmbedding) -> Float[Tensor, "N V"]:
+        """Return log-probabilities over the whole vocabulary."""
         tables = self._tables(embedding)
         head = self._logits(hidden, embedding, tables, 0)
         shortlist = self.bounds[0][1]
@@ -186,17 +186,16 @@ class AdaptiveSoftmax(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, tables: list[Tensor], cluster: int) -> Tensor:
-        """Of one cluster's tokens: [N,E] -> [N,V_i]."""
+        """Return the logits of one cluster's tokens: [N,E] -> [N,V_i]."""
         first, end = self.bounds[cluster]
         return logits(self._projected(hidden, embedding, cluster), tables[cluster], self.bias[first:end])
 
     def _tables(self, embedding: AdaptiveEmbedding) -> list[Tensor]:
-        """The output's table [V_i, d_i] of every cluster."""
-        own = getattr(self, "own_tables", None)
-        return embedding.cluster_tables() if own is None else cluster_parts(own, self.bounds)
+        """Return the output's table [V_i, d_i] of every cluster."""
+        return cluster_parts(self.own_tables, self.bounds) if self.has_own_tables else embedding.cluster_tables()
 
     def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
-        """Hidden states in the width of a cluster's table: [N,E] -> [N,d_i]."""
+        """Project hidden states to the width of a cluster's table: [N,E] -> [N,d_i]."""
         if cluster == 0 and self.plain_head:
             return hidden
         own = str(cluster) in self.own_projections
@@ -205,7 +204,7 @@ class AdaptiveSoftmax(nn.Module):
         return projected if cluster == 0 else self.dropout_tail(projected)
 
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias of a cluster's logits; those of the tail clusters follow cluster 0: [V_i (+ C), d_i]."""
+        """Return weight [V_i,d_i] and bias of a cluster's logits; in the head those of the C tail clusters follow."""
         first, end = self.bounds[cluster]
         weight, bias = tables[cluster], self.bias[first:end]
         if cluster == 0 and len(self.bounds) > 1:

@@ -1,4 +1,4 @@
-"""The continuous cache (Grave et al. 2016) around any model: what was read lately is likelier to come again.
+"""The continuous cache (Grave et al. 2016) around any model: tokens that were read lately become likelier.
 
 The cache holds pairs (h_i, x_{i+1}) of a hidden state and the token that followed it. At position t, which predicts
 x_{t+1}, it gives (Equation 3 of the paper)
@@ -6,8 +6,8 @@ x_{t+1}, it gives (Equation 3 of the paper)
     p_cache(w) proportional to the sum over the pairs with x_{i+1} = w of exp(theta h_t . h_i),
 
 over the last `size` pairs with i < t, and the model's distribution becomes (1 - lambda) p_model + lambda p_cache
-(Equation 4). Where there is no pair yet it is p_model. A softmax temperature is the model's: p_model has it before it
-is mixed. Nothing is trained: theta and lambda are tuned by `txl.tune_cache`.
+(Equation 4). Where there is no pair yet it is p_model. A softmax temperature changes p_model before it is mixed.
+Nothing is trained: `txl.tune_cache` tunes theta and lambda.
 
 Shapes: B lanes, T tokens of a segment, E width of the hidden states, S pairs within reach, V vocabulary, Q thetas.
 """
@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from txl.config import Lengths, Limit
 from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.decoder import Decoder
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Limit, Objective
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
 
 MAX_SCORES = 1 << 24
 """Products h_t . h_i that may exist at a time."""
@@ -35,35 +36,55 @@ MAX_SIZE = 1 << 32
 
 @dataclass(frozen=True)
 class CacheState:
-    """What the model itself carries, and the newest hidden states with the tokens that followed all but the last."""
+    """The model's own state, and the newest n hidden states with the tokens that followed all but the last."""
 
-    inner: Any
-    hidden: Tensor
-    """[B,n,E], oldest first; what follows the last one is the next token to be read."""
-    following: Tensor
-    """int64 [B,n-1] (none where n is 0)."""
-    valid: Tensor
-    """bool [B,n]: false for what a lane read before it was reset."""
+    inner: State
+    """The model's own."""
+    hidden: Float[Tensor, "B n E"]
+    """Oldest first; the last one is followed by the next token to be read."""
+    following: Int64[Tensor, "B pairs"]
+    """n - 1 tokens (none where n is 0)."""
+    valid: Bool[Tensor, "B n"]
+    """False for what a lane read before it was reset."""
 
     @property
     def batch_size(self) -> int:
         """Number of lanes B."""
         return self.hidden.shape[0]
 
+    @property
+    def lengths(self) -> Lengths:
+        """Those of the model's own state."""
+        return self.inner.lengths
+
+    @property
+    def length(self) -> int | None:
+        """Positions of memory of the model's own state."""
+        return self.inner.length
+
     def detach(self) -> CacheState:
-        """The same state, cut off from the graph that computed it."""
+        """Return the state cut off from the graph that computed it."""
         return replace(self, inner=self.inner.detach(), hidden=self.hidden.detach())
 
-    def select(self, lanes: Tensor) -> CacheState:
-        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+    def select(self, lanes: Int64[Tensor, " lanes"]) -> CacheState:
+        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         chosen = lanes.to(self.hidden.device)
         inner = self.inner.select(lanes)
         return CacheState(inner, self.hidden[chosen], self.following[chosen], self.valid[chosen])
 
-    def reset(self, mask: Tensor) -> CacheState:
-        """The state with nothing in the lanes where the boolean `mask` [B] is true."""
+    def reset(self, mask: Bool[Tensor, " B"]) -> CacheState:
+        """Return the state with nothing in the lanes where `mask` is true."""
         kept = ~mask.to(self.valid.device)
         return replace(self, inner=self.inner.reset(mask), valid=self.valid & kept[:, None])
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything as named tensors."""
+        inner = {f"{_INNER}{name}": each for name, each in self.inner.to_tensors().items()}
+        return inner | {"hidden": self.hidden, "following": self.following, "valid": self.valid}
+
+    def filled_with_noise(self) -> CacheState:
+        """Return the state with the model's own filled; the pairs stay."""
+        return replace(self, inner=self.inner.filled_with_noise())
 
 
 @dataclass(frozen=True)
@@ -71,12 +92,13 @@ class _Block:
     """Some positions of a segment and the pairs that any of them sees."""
 
     positions: slice
-    scores: Tensor
-    """h_t . h_i, [B,t,S]."""
-    seen: Tensor
-    """bool [B,t,S]."""
-    following: Tensor
-    """int64 [B,S]."""
+    scores: Float[Tensor, "B t S"]
+    """h_t . h_i."""
+    seen: Bool[Tensor, "B t S"]
+    following: Int64[Tensor, "B S"]
+
+
+_INNER = "inner."
 
 
 class ContinuousCache(LanguageModel[CacheState]):
@@ -87,41 +109,57 @@ class ContinuousCache(LanguageModel[CacheState]):
         size: pairs that a position sees.
         theta: how much more similar contexts count, 0 or more; 0 counts all pairs alike.
         weight: lambda, the cache's share of the probability, from 0 up to but not including 1.
-
-    Raises:
-        UserError: for a number out of its range.
     """
 
-    def __init__(self, model: Decoder[Any], size: int, theta: float, weight: float):
+    def __init__(self, model: LanguageModel, size: int, theta: float, weight: float):
         super().__init__()
         check_cache(size, [theta], [weight])
         self.model, self.size, self.theta, self.weight = model, size, theta, weight
-        self.vocab_size, self.context = model.vocab_size, model.context
+        self.vocab_size, self.context, self.config = model.vocab_size, model.context, model.config
+
+    @property
+    def own_model(self) -> LanguageModel:
+        """The model inside."""
+        return self.model
+
+    @property
+    def cache_settings(self) -> dict[str, Any]:
+        """Size, theta and lambda."""
+        return {"cache_size": self.size, "cache_theta": self.theta, "cache_lambda": self.weight}
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
     ) -> CacheState:
-        """The model's empty memory, and an empty cache; see `LanguageModel.init_state`."""
+        """Return the model's empty memory, and an empty cache; see `LanguageModel.init_state`."""
         inner = self.model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
         like = next(self.model.parameters()).detach()
         nothing = torch.zeros(batch_size, 0, device=like.device)
         return CacheState(inner, like.new_zeros(batch_size, 0, 0), nothing.long(), nothing.bool())
 
-    @torch.no_grad()
-    def nll(
-        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float = 1.0
-    ) -> tuple[Tensor, CacheState]:
-        """Negative log-likelihood of each target; see `LanguageModel.nll`. Without gradient.
+    def state_from_tensors(self, tensors: dict[str, Tensor]) -> CacheState:
+        """Return the state that `CacheState.to_tensors` described."""
+        inner = {name.removeprefix(_INNER): each for name, each in tensors.items() if name.startswith(_INNER)}
+        pairs = (tensors[name] for name in ("hidden", "following", "valid"))
+        return CacheState(self.model.state_from_tensors(inner), *pairs)
 
-        `temperature` is that of the model's softmax.
-        """
-        mixed, _, state = self.mixed_and_plain(tokens, targets, state, temperature)
+    def nll(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState
+    ) -> tuple[Float[Tensor, "B T"], CacheState]:
+        """Return the negative log-likelihood of each target, without gradient; see `LanguageModel.nll`."""
+        return self.nll_at(tokens, targets, state, 1.0)
+
+    @torch.no_grad()
+    def nll_at(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
+    ) -> tuple[Float[Tensor, "B T"], CacheState]:
+        """Return `nll` with a temperature of the model's softmax, to which the cache is mixed in afterwards."""
+        mixed, _, state = self.nll_and_own(tokens, targets, state, temperature)
         return mixed, state
 
-    def mixed_and_plain(
-        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor, CacheState]:
-        """The loss of each target with the cache, without gradient, and the model's own: [B,T] nats twice."""
+    def nll_and_own(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], CacheState]:
+        """Return the loss of each target with the cache, without gradient, and the model's own with gradient."""
         plain, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
         nll = plain.detach()
         mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
@@ -129,17 +167,17 @@ class ContinuousCache(LanguageModel[CacheState]):
 
     def parts(
         self,
-        tokens: Tensor,
-        targets: Tensor,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
         state: CacheState,
         thetas: Sequence[float],
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Tensor, CacheState]:
-        """What is mixed, for several thetas at once; of it only the model's loss may have a gradient.
+    ) -> tuple[Float[Tensor, "B T"], Float64[Tensor, "Q B T"], Bool[Tensor, "B T"], CacheState]:
+        """Return the two losses that are mixed, for several thetas at once.
 
         Returns:
-            the model's loss of each target [B,T] in nats; the cache's probability of it, float64 [Q,B,T]; whether there
-            was any pair, bool [B,T] (where not, the cache says 0); the state after the segment.
+            the model's loss of each target in nats, which alone may have a gradient; the target's probability in the
+            cache, for each theta; true where there was any pair (elsewhere that probability is 0); the next state.
         """
         hidden, blocks, after = self._read(tokens, state)
         if temperature == 1:
@@ -157,8 +195,8 @@ class ContinuousCache(LanguageModel[CacheState]):
         return nll, cached, any_pair, after
 
     @torch.no_grad()
-    def log_probs(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
-        """Log-probabilities of the next token; see `LanguageModel.log_probs`. Without gradient."""
+    def log_probs(self, tokens: Int64[Tensor, "B T"], state: CacheState) -> tuple[Float[Tensor, "B T V"], CacheState]:
+        """Return log-probabilities of the next token, without gradient; see `LanguageModel.log_probs`."""
         hidden, blocks, after = self._read(tokens, state)
         log_probs = self.model.log_probs_of(hidden)
         for block in blocks:
@@ -169,25 +207,23 @@ class ContinuousCache(LanguageModel[CacheState]):
             log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
         return log_probs, after
 
-    def last_nll(self, tokens: Tensor, target: Tensor, state: CacheState, temperature: float = 1.0) -> Tensor:
-        """See `LanguageModel.last_nll`; `temperature` is that of the model's softmax."""
+    def last_nll(
+        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: CacheState, temperature: float = 1.0
+    ) -> Float[Tensor, " B"]:
+        """Return the last loss of each lane; see `LanguageModel.last_nll`."""
         if temperature == 1:
             return super().last_nll(tokens, target, state)
         targets = torch.cat([tokens[:, 1:], target[:, None]], dim=1)
-        return self.nll(tokens, targets, state, temperature)[0][:, -1]
+        return self.nll_at(tokens, targets, state, temperature)[0][:, -1]
 
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
     ) -> NoReturn:
-        """There is nothing to train.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse: there is nothing to train."""
         raise UserError("a continuous cache has nothing to train; train the model inside it")
 
     def _read(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, Iterator[_Block], CacheState]:
-        """The model's hidden states [B,T,E], the segment block by block, and the state after it."""
+        """Return the model's hidden states [B,T,E], the segment block by block, and the next state."""
         if not isinstance(state, CacheState):
             raise UserError("the state belongs to another model; expected one that this cache's init_state made")
         hidden, inner = self.model.hidden_states(tokens, state.inner)
@@ -200,7 +236,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         return hidden, self._blocks(keys, following, valid, n_before), after
 
     def _blocks(self, keys: Tensor, following: Tensor, valid: Tensor, n_before: int) -> Iterator[_Block]:
-        """The positions after the first `n_before`, as many at a time as `MAX_SCORES` allows."""
+        """Yield the positions after the first `n_before`, as many at a time as `MAX_SCORES` allows."""
         n_token = keys.shape[1] - n_before
         # A block of t positions sees at most size + t pairs, and no more than there are.
         most = min(self.size + n_token, keys.shape[1])
@@ -220,7 +256,7 @@ class ContinuousCache(LanguageModel[CacheState]):
 
 
 def _shares(block: _Block, theta: float) -> Tensor:
-    """What each pair has of the cache's probability: [B,t,S], rows of zeros where nothing is seen."""
+    """Return each pair's share of the cache's probability: [B,t,S], rows of zeros where nothing is seen."""
     largest = block.scores.masked_fill(~block.seen, -math.inf).amax(dim=-1, keepdim=True)
     # A pair that is not seen may have a larger product: it must not overflow before its share becomes 0.
     shares = ((block.scores - largest).clamp(max=0) * theta).exp() * block.seen
@@ -232,11 +268,7 @@ def _log(weight: float) -> float:
 
 
 def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) -> None:
-    """The ranges of a cache's settings.
-
-    Raises:
-        UserError: naming the first that is out of its range.
-    """
+    """Refuse settings of a cache that are out of their ranges."""
     if not 1 <= size <= MAX_SIZE:
         raise UserError(f"the cache's size is {size}; expected 1 pair or more, at most {MAX_SIZE}")
     for theta in thetas:

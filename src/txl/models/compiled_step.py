@@ -1,18 +1,25 @@
-"""One-token steps by the compiled library: what it is given, and when it can be used.
+"""One-token steps through all layers in the compiled library, and its products of a few rows.
 
-Shapes: B lanes, E d_model, I and O inputs and outputs of a linear layer.
+Everything here gives None where the library cannot be used: PyTorch then computes the same.
+
+Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer, N rows, I and O inputs and
+outputs of a linear layer.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from txl.attention.backends import Backend
+from txl.config import TransformerXLConfig
 from txl.models.memory import FrozenSegment, Memory, Projections
+from txl.models.structure import Structure
 from txl.native.build import library
 
 MOST_ROWS = 8
@@ -20,9 +27,8 @@ MOST_ROWS = 8
 _MOST_D = 512  # MOST_D in decode.cpp
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 _Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
-_Pointers = Any  # an array of pointers
+_Pointers = ctypes.Array[ctypes.c_void_p]
 
-# The order of `Layer` in decode.cpp, below `layers.N.`; with the shapes: A is H*D, for the others see the models.
 WEIGHTS = {
     "attention.q_proj.weight": "AE",
     "attention.k_proj.weight": "AE",
@@ -37,6 +43,16 @@ WEIGHTS = {
     "feed_forward.norm.weight": "E",
     "feed_forward.norm.bias": "E",
 }
+"""A layer's weights in the order of `Layer` in decode.cpp, with their shapes: A is H*D, E d_model, F d_inner."""
+
+
+class _TransformerXL(Protocol):
+    """The parts of a `TransformerXL` that are read here; its module imports this one."""
+
+    config: TransformerXLConfig
+    backend: Backend
+    layers: nn.ModuleList
+    _parameters: dict[str, nn.Parameter | None]
 
 
 class _Model(ctypes.Structure):
@@ -48,8 +64,10 @@ class _Model(ctypes.Structure):
 
 
 class Places(ctypes.Structure):
-    """Where the tokens of a step stand; `places_of` makes them."""
+    """`Places` in decode.cpp: where the tokens of a step stand. `places_of` makes them."""
 
+    indices: tuple[Tensor, ...]
+    """The tensors behind `lanes`, `at` and `seen`, alive as long as their addresses."""
     _fields_ = [
         *((name, _Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
         *((name, _Pointer) for name in ("lanes", "at", "seen")),
@@ -57,12 +75,14 @@ class Places(ctypes.Structure):
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are computed in, with weights of this dtype."""
+    """Return the dtype that the library sums in, for weights of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`F.linear` of a few rows in the precision of the sums: [N,I], [O,I], [O] -> [N,O].
+def few_rows(
+    rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
+) -> Float[Tensor, "N O"] | None:
+    """Compute `F.linear` of a few rows in the precision of the sums.
 
     None where the library cannot do it, or PyTorch is as fast.
     """
@@ -99,13 +119,9 @@ def few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
 
 
 class LayerWeights:
-    """A model's layers as the library reads them, where they lie. `layer_weights` makes them.
+    """Addresses of a model's weights for the library, made by `layer_weights`; valid as long as `structure` holds."""
 
-    They are good as long as `structure` holds.
-    """
-
-    def __init__(self, model: nn.Module, tensors: list[Tensor], structure: Any):
-        config: Any = model.config
+    def __init__(self, config: TransformerXLConfig, tensors: list[Tensor], structure: Structure):
         compiled = library()
         assert compiled is not None
         self.tensors, self.structure = tensors, structure
@@ -123,13 +139,8 @@ class LayerWeights:
             ctypes.cast(self._addresses, _Pointer),
         )
 
-    def step(
-        self,
-        hidden: Tensor,
-        caches: _Pointers,
-        places: Places,
-    ) -> None:
-        """h^0 [B,E] becomes h^N, in place, in the precision of the sums; keys and values are written."""
+    def step(self, hidden: Float[Tensor, "B E"], caches: _Pointers, places: Places) -> None:
+        """Turn h^0 into h^N in place, in the precision of the sums, and write the token's keys and values."""
         self._run(
             ctypes.byref(self._model),
             caches,
@@ -140,22 +151,23 @@ class LayerWeights:
         )
 
 
-def layer_weights(model: nn.Module, structure: Any) -> LayerWeights | None:
-    """The layers of a Transformer-XL for the library; None if they are not what it knows.
+def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights | None:
+    """Return the layers of a Transformer-XL for the library; None if it cannot compute them.
 
-    That is: learned distances, another device, weights of several dtypes or other shapes, another attention function.
+    It cannot with learned distances, on another device, with weights of several dtypes or other shapes, and where the
+    attention function was replaced.
 
     Args:
         model: one without hooks, of this package's own modules.
-        structure: the `txl.models.structure.Structure` that says so.
+        structure: its structure, which says so.
     """
-    config: Any = model.config
+    config = model.config
     if config.encoding != "relative" or config.d_head > _MOST_D:
         return None
     sizes = {"A": config.n_head * config.d_head, "E": config.d_model, "F": config.d_inner}
     tensors: list[Tensor | None] = []
     shapes: list[tuple[int, ...]] = []
-    for layer in model.get_submodule("layers").children():
+    for layer in model.layers:
         attention = layer.get_submodule("attention")
         for name, shape in WEIGHTS.items():
             path, _, last = name.rpartition(".")
@@ -165,7 +177,7 @@ def layer_weights(model: nn.Module, structure: Any) -> LayerWeights | None:
                 return None
             tensors.append(owner._parameters.get(last))
             shapes.append(tuple(sizes[letter] for letter in shape))
-        if attention.attend is not model.backend.attend:  # pyright: ignore[reportAttributeAccessIssue]
+        if attention.attend is not model.backend:
             return None
         biases = attention if config.untie_r else model
         tensors += (biases._parameters["u"], biases._parameters["v"])
@@ -177,7 +189,7 @@ def layer_weights(model: nn.Module, structure: Any) -> LayerWeights | None:
     alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
     if not alike or dtype not in _SUFFIXES or [each.shape for each in present] != shapes:
         return None
-    return LayerWeights(model, present, structure)
+    return LayerWeights(config, present, structure)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
@@ -188,26 +200,32 @@ def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
 def caches_of(
     keys: Sequence[Tensor], values: Sequence[Tensor], hidden: Sequence[Tensor] | None, positions: Sequence[Tensor]
 ) -> _Pointers:
-    """Each layer's buffers: keys and values [H,B,size,D], entries [B,size,E] if they are kept, W_kR R [H,L,D]."""
+    """Return the addresses of each layer's buffers.
+
+    Args:
+        keys, values: [H,B,R,D], one a layer.
+        hidden: what enters each layer, [B,R,E]; None: it is not kept.
+        positions: W_kR R, [H,L,D], one a layer.
+    """
     entries = [None] * len(keys) if hidden is None else hidden
     return _addresses([each for layer in zip(keys, values, entries, positions, strict=True) for each in layer])
 
 
 def places_of(
-    key: Tensor,
-    hidden: Tensor | None,
-    position: Tensor,
+    key: Float[Tensor, "H lanes R D"],
+    hidden: Float[Tensor, "lanes R E"] | None,
+    position: Float[Tensor, "H L D"],
     clamp_len: int | None,
-    lanes: Tensor,
-    at: Tensor,
-    seen: Tensor,
+    lanes: Int64[Tensor, " B"],
+    at: Int64[Tensor, " B"],
+    seen: Int64[Tensor, " B"],
 ) -> Places:
-    """Where a token stands.
+    """Describe where the next tokens stand.
 
     Args:
-        key, hidden, position: buffers of one layer, all of whose layers are alike.
-        clamp_len: distances above this one count as it.
-        lanes: which lanes of the buffers take part; this and the next two int64 [B].
+        key, hidden, position: buffers of one layer; those of the other layers are laid out alike.
+        clamp_len: distances above this one count as it; None: no clamp.
+        lanes: lanes of the buffers that take part.
         at: the place of this token's key in a buffer, where the one before the first place is the last one.
         seen: keys that it sees, itself among them.
     """
@@ -222,12 +240,14 @@ def places_of(
         at.data_ptr(),
         seen.data_ptr(),
     )
-    places.indices = (lanes, at, seen)  # alive as long as their addresses are
+    places.indices = (lanes, at, seen)
     return places
 
 
-def read_token(model: nn.Module, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory] | None:
-    """h^N and the next memory of one token a lane, h^0 [B,1,E]; None where PyTorch has to do it."""
+def read_token(
+    model: _TransformerXL, hidden: Float[Tensor, "B T E"], state: Memory, held: Projections
+) -> tuple[Float[Tensor, "B T E"], Memory] | None:
+    """Return h^N and the next memory from h^0, for one token a lane; None where PyTorch has to compute them."""
     if (
         hidden.shape[:2].numel() > MOST_ROWS
         or hidden.shape[1] != 1
@@ -237,7 +257,7 @@ def read_token(model: nn.Module, hidden: Tensor, state: Memory, held: Projection
     ):
         return None
     weights = held.buffers and held.buffers.compiled
-    if weights is None or weights.structure is not held.structure:
+    if not isinstance(weights, LayerWeights) or weights.structure is not held.structure:
         weights = layer_weights(model, held.structure)
     kept = (hidden, state.hidden[0], held.keys[0], held.positions[0])
     if weights is None or any(each.dtype != weights.dtype for each in kept):
@@ -247,13 +267,13 @@ def read_token(model: nn.Module, hidden: Tensor, state: Memory, held: Projection
     segment.buffers.compiled = weights
     n_lane, entries, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
     filled = state.filled or (state.length,) * n_lane
-    window = state.length + 1 if state.window is None else state.window
+    window = state.length + 1 if state.lengths.window is None else state.lengths.window
     at = torch.full((n_lane,), segment.end - 1)
     seen = torch.tensor([min(count + 1, window) for count in filled])
     through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
     weights.step(
         through,
         caches_of(keys, values, entries, held.positions),
-        places_of(keys[0], entries[0], held.positions[0], state.clamp_len, torch.arange(n_lane), at, seen),
+        places_of(keys[0], entries[0], held.positions[0], state.lengths.clamp_len, torch.arange(n_lane), at, seen),
     )
     return through.to(hidden.dtype)[:, None], state.extended_by(segment)

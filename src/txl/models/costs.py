@@ -1,4 +1,4 @@
-"""What the layers of a model hold while they train: the families' parts of `txl.training.estimate`.
+"""Bytes that the layers of a model take while they train: the families' parts of `txl.training.estimate`.
 
 Letters: N layers, B lanes of one micro-batch, T tokens, M positions of memory that a window leaves in use, S = M + T
 keys, E d_model, F d_inner, A = n_head * d_head, H heads, f = 4 bytes, w = 4 (2 for bfloat16).
@@ -20,15 +20,15 @@ class LayerCosts:
     scratch: int
     """Of the backward pass alone."""
     state: int
-    """What goes into a step and what comes out of it, all lanes."""
+    """The states that go into a step and come out of it, of all lanes."""
     beside_softmax: bool = True
-    """Whether the scratch is needed while the softmax's tensors are there, rather than after them."""
+    """True: scratch is needed while the softmax's tensors exist; False: after them."""
 
 
 def dropout_copies(model: ModelConfig, rate: float | None) -> tuple[int, int]:
-    """Tensors of its input's size that one dropout keeps for the backward pass: what came out, and its mask.
+    """Count the tensors of its input's size that one dropout keeps for the backward pass: its output, and its mask.
 
-    Both are 1 if there is dropout, else 0; the mask of locked dropout, which all positions share, counts as 0.
+    Both counts are 1 if there is dropout, else 0; the mask of locked dropout, which all positions share, counts as 0.
 
     Args:
         model: a model's configuration.
@@ -41,7 +41,7 @@ def dropout_copies(model: ModelConfig, rate: float | None) -> tuple[int, int]:
 def transformer_costs(
     model: TransformerConfig, train: TrainConfig, *, n_memory: int, queries: int, keeps_scores: bool
 ) -> LayerCosts:
-    """All layers of a Transformer.
+    """Estimate all layers of a Transformer.
 
     - memory: 2 * f*N*(all lanes)*max(M,T)*E, the states that go into a step and those that come out (which keep their
       layer's whole input alive), if there is any,
@@ -60,7 +60,7 @@ def transformer_costs(
         train: how it is trained.
         n_memory: M; carried along if it is a Transformer-XL, even where it is 0.
         queries: 3 for q+u, q+v and what attention gives, 2 for one query.
-        keeps_scores: whether attention probabilities are kept; else H*T*S is 0.
+        keeps_scores: attention probabilities are kept; else H*T*S is 0.
     """
     n_query, n_key = train.segment, n_memory + train.segment
     full, low = 4, 2 if train.dtype == "bfloat16" else 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -18,31 +19,36 @@ _NEVER = -(2**62)
 """No class is ignored (PyTorch's default silently gives target -100 a loss of 0)."""
 
 
-def nll_at_temperature(log_probs: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """-log p of each target once every p has become p^(1/temperature), normalised: [B,T,V], int64 [B,T] -> [B,T]."""
+def nll_at_temperature(
+    log_probs: Float[Tensor, "B T V"], targets: Int64[Tensor, "B T"], temperature: float
+) -> Float[Tensor, "B T"]:
+    """Return -log p of each target once every p has become p^(1/temperature), normalised."""
     flattened = (log_probs / temperature).log_softmax(dim=-1)
     return -flattened.gather(-1, targets[..., None]).squeeze(-1)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, max_logits: int | None = None
-) -> Tensor:
-    """-log softmax(hidden W^T + b)[target], row by row.
+    hidden: Float[Tensor, "N E"],
+    weight: Float[Tensor, "V E"],
+    bias: Float[Tensor, " V"],
+    targets: Int64[Tensor, " N"],
+    max_logits: int | None = None,
+) -> Float[Tensor, " N"]:
+    """Return -log softmax(hidden W^T + b)[target], row by row, in nats.
 
     Up to `max_logits` logits this is PyTorch's own linear and cross_entropy. Above, the rows are taken in chunks whose
     logits are thrown away at once and computed again in the backward pass: memory stays constant for one more matrix
     product.
 
     Args:
-        hidden: [N,E].
-        weight: [V,E].
-        bias: [V].
-        targets: int64 [N].
+        hidden: rows to classify.
+        weight, bias: of the linear layer, W and b.
+        targets: classes.
         max_logits: logits that may exist at a time (one row at least); None: `MAX_LOGITS`.
 
     Returns:
-        [N] nats in float32 (also under autocast), or float64 for float64. The gradient of the chunked form can be taken
-        once (no second derivatives).
+        float32 (also under autocast), or float64 for float64. The gradient of the chunked form can be taken once (no
+        second derivatives).
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     if hidden.shape[0] * weight.shape[0] <= max_logits:
@@ -60,7 +66,7 @@ def linear_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """`rows` rows at a time; only the log of the softmax's sum is kept of a row's logits."""
+    """Cross-entropy of `rows` rows at a time, which keeps only the log of the softmax's sum of a row's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -101,6 +107,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return at_least_float32(F.linear(hidden, weight)).add_(bias)
 
 
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits in float32 even where autocast computed them in bfloat16; float64 stays."""
+def at_least_float32(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Convert logits to float32 where autocast computed them in bfloat16; float64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()

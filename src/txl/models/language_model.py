@@ -1,33 +1,39 @@
-"""The one interface behind which every model stands: Transformer-XL, vanilla or recurrent.
+"""The interface of every model and of its state: Transformer-XL, Transformers without memory, recurrent networks.
 
-Shapes: B lanes, T tokens of a segment, V vocabulary. Losses are in nats.
+Whoever trains, evaluates, generates or analyses uses a model through these two classes alone. State goes in and comes
+out:
 
-What of a segment training counts.
+    state = model.init_state(batch_size)
+    nll, state = model.nll(tokens, targets, state)
+
+Shapes: B lanes, T tokens of a segment, E width of the final hidden states, V vocabulary. Losses are in nats.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import LossName
+from txl.config import Lengths, Limit, LossName, ModelConfig
+from txl.errors import UserError
 from txl.models.cross_entropy import nll_at_temperature
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Which positions of a segment have a loss, and how far training is: passed to a model in every step."""
+    """Positions of a segment that have a loss, and the progress of training: given to the model in every step."""
 
     loss: LossName = "full"
     """full: every position's; half: that of the recent half (Section 4.2, Table 6); last: the last one's alone."""
     progress: float = 0.0
-    """Fraction of all updates that are made, 0 to 1: what schedules of auxiliary losses go by."""
+    """Fraction of all updates made so far, 0 to 1, for schedules of auxiliary losses."""
 
     def counted(self, n_position: int) -> int:
-        """How many of a segment's positions count, the most recent ones; of an odd number the larger half."""
+        """Return how many of a segment's positions count, the most recent ones; of an odd number the larger half."""
         return {"full": n_position, "half": n_position - n_position // 2, "last": 1}[self.loss]
 
 
@@ -36,7 +42,7 @@ EVERY_TARGET = Objective()
 
 
 class State(Protocol):
-    """What a model carries from one segment to the next, for B lanes.
+    """The state that a model carries from one segment to the next, for B lanes.
 
     A state is a value: no method changes it, and it stays valid after a step has been taken from it.
     """
@@ -46,21 +52,41 @@ class State(Protocol):
         """Number of lanes B."""
         ...
 
+    @property
+    def lengths(self) -> Lengths:
+        """Memory length, window and clamp that travel with the state; zero and none for a model without memory."""
+        ...
+
+    @property
+    def length(self) -> int | None:
+        """Positions of memory held now; None for a recurrent state, which has none and carries all that was read."""
+        ...
+
     def detach(self) -> Self:
-        """The same state, cut off from the graph that computed it."""
+        """Return the state cut off from the graph that computed it."""
         ...
 
-    def select(self, lanes: Tensor) -> Self:
-        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+    def select(self, lanes: Int64[Tensor, " lanes"]) -> Self:
+        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         ...
 
-    def reset(self, mask: Tensor) -> Self:
-        """The state with empty memory in the lanes where the boolean `mask` [B] is true."""
+    def reset(self, mask: Bool[Tensor, " B"]) -> Self:
+        """Return the state with empty memory in the lanes where `mask` is true."""
+        ...
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything as named tensors, lanes first where a tensor has lanes.
+
+        `LanguageModel.state_from_tensors` is the inverse.
+        """
+        ...
+
+    def filled_with_noise(self) -> Self:
+        """Return a state of the greatest size, of random numbers, to measure time and memory with."""
         ...
 
 
 StateT = TypeVar("StateT", bound=State)
-Limit = int | Literal["none"] | None
 
 
 class LanguageModel(nn.Module, ABC, Generic[StateT]):
@@ -68,9 +94,13 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
 
     Given the same weights, a stream fed whole, in segments or token by token gives the same numbers:
     everywhere if the window is exact, else for the first ``mem_len + 1`` positions.
+
+    A subclass needs `init_state`, `nll` and `log_probs`; all else has a default. Where any model will do, code writes
+    `LanguageModel` without its state's class: a state goes back only into the model that it came from.
     """
 
     vocab_size: int
+    config: ModelConfig
     context: int | None = None
     """Most tokens that a model without memory reads at once; None for a model whose state carries what it has read."""
 
@@ -78,7 +108,7 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
     ) -> StateT:
-        """Empty memory for `batch_size` lanes.
+        """Return empty memory for `batch_size` lanes.
 
         `mem_len`, `window` and `clamp_len` travel with the state; None takes the model's configuration, and
         ``"none"`` switches a window or clamp of the configuration off.
@@ -88,21 +118,64 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         """
 
     @abstractmethod
-    def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Negative log-likelihood of each target: [B,T] int64 twice -> [B,T] nats, each in its own place.
+    def nll(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT
+    ) -> tuple[Float[Tensor, "B T"], StateT]:
+        """Return the negative log-likelihood of each target in nats, each in its own place, and the next state.
 
         float32, or float64 for a float64 model.
         """
 
     @abstractmethod
-    def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Log-probabilities of the next token over the whole vocabulary: [B,T] int64 -> [B,T,V]."""
+    def log_probs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T V"], StateT]:
+        """Return log-probabilities of the next token over the whole vocabulary, and the next state."""
 
-    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT, temperature: float = 1.0) -> Tensor:
-        """Negative log-likelihood of what follows each lane's last token: int64 [B,T] and [B] -> [B] nats.
+    def state_from_tensors(self, tensors: dict[str, Tensor]) -> StateT:
+        """Return the state that `State.to_tensors` described."""
+        self._lacks("states that can be saved")
 
-        Cheaper than `nll` where no other position matters. With `temperature` X every probability p is replaced by
-        p^(1/X), normalised.
+    def hidden_states(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T E"], StateT]:
+        """Return the final hidden states h^N, from which `nll_of` and `log_probs_of` compute, and the next state.
+
+        Raises:
+            UserError: for tokens that do not fit the state, a state of another model, or a model that is more than a
+                function of its hidden states (a continuous cache).
+        """
+        self._lacks("hidden states that its losses follow from")
+
+    def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Return the negative log-likelihood of each target from h^N, in nats."""
+        self._lacks("hidden states that its losses follow from")
+
+    def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
+        """Return log-probabilities of the next token from h^N."""
+        self._lacks("hidden states that its losses follow from")
+
+    def nll_at(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT, temperature: float
+    ) -> tuple[Float[Tensor, "B T"], StateT]:
+        """Return `nll` with every probability p of the softmax replaced by p^(1/temperature), normalised.
+
+        Other than 1, this takes the probabilities of the whole vocabulary.
+        """
+        if temperature == 1:
+            return self.nll(tokens, targets, state)
+        log_probs, state = self.log_probs(tokens, state)
+        return nll_at_temperature(log_probs, targets, temperature), state
+
+    def nll_and_own(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT, temperature: float
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], StateT]:
+        """Return `nll_at`, and the loss whose gradient the weights can follow: the same but for a continuous cache."""
+        nll, state = self.nll_at(tokens, targets, state, temperature)
+        return nll, nll, state
+
+    def last_nll(
+        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: StateT, temperature: float = 1.0
+    ) -> Float[Tensor, " B"]:
+        """Return the negative log-likelihood of what follows each lane's last token, in nats.
+
+        Cheaper than `nll` where no other position matters. `temperature` as in `nll_at`.
         """
         log_probs, _ = self.log_probs(tokens, state)
         if temperature != 1:
@@ -110,19 +183,40 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         return -log_probs[:, -1].gather(-1, target[:, None]).squeeze(-1)
 
     def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, Tensor, StateT]:
-        """The mean loss in nats over the targets that count, and what a model adds to it while training (0 if nothing).
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: StateT,
+        objective: Objective = EVERY_TARGET,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
+        """Return the mean loss in nats over the targets that count, the regularisers' sum (or 0), and the next state.
 
-        Two scalars with gradient; the state that comes out is detached.
+        Two scalars with gradient; the state is detached.
         """
         nll, state = self.nll(tokens, targets, state)
         counted = objective.counted(targets.shape[1])
         return nll[:, -counted:].mean(), nll.new_zeros(()), state.detach()
 
     def training_loss(
-        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, StateT]:
-        """What training minimises: the sum of `training_terms`, a scalar with gradient, and the detached state."""
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: StateT,
+        objective: Objective = EVERY_TARGET,
+    ) -> tuple[Float[Tensor, ""], StateT]:
+        """Return the loss to minimise (the sum of `training_terms`, with gradient) and the detached state."""
         loss, penalty, state = self.training_terms(tokens, targets, state, objective)
         return loss + penalty, state
+
+    @property
+    def own_model(self) -> LanguageModel:
+        """The model that has the weights: this one, or the one inside a continuous cache."""
+        return self
+
+    @property
+    def cache_settings(self) -> dict[str, Any]:
+        """Settings of a continuous cache, as fields of an `EvaluationResult`; empty for a model without."""
+        return {}
+
+    def _lacks(self, what: str) -> NoReturn:
+        raise UserError(f"a {type(self).__name__} has no {what}; use one of the models that txl.build_model makes")

@@ -1,34 +1,36 @@
-"""A linear layer that reads its weights at the speed of memory when it has a single row to multiply.
+"""Layers that the families share: products, dropout, feed-forward.
 
-Dropout of hidden states: ordinary, or with one mask for all positions of a segment.
-
-Shapes: L positions, E features.
+Shapes: B lanes, T tokens of a segment, E d_model, I and O inputs and outputs of a linear layer, N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from txl.config import TransformerConfig
 from txl.models.compiled_step import few_rows
 from txl.models.cross_entropy import at_least_float32
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, parameter for parameter; faster for the one row of a decoding step."""
+    """`nn.Linear`, parameter for parameter; faster for the few rows of a decoding step."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[...,I] -> [...,O]."""
+    def forward(self, input: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        """Return the product; see `linear`."""
         return linear(input, self.weight, self.bias)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: [...,I], [O,I], [O] -> [...,O].
+def linear(
+    rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
+) -> Float[Tensor, "*rows O"]:
+    """Compute `F.linear`, a few rows on a CPU at the speed of memory.
 
-    A few rows on a CPU are bound by reading the weights, which the compiled library does at the speed of memory.
-    Without it, PyTorch's matrix-vector kernels reach about half the rate of its batched ones for one row of float32:
-    the weights go in as a batch of two halves.
+    They are bound by reading the weights, which the compiled library does at that speed. Without it, PyTorch's
+    matrix-vector kernels reach about half the rate of its batched ones for one row of float32: the weights go in as a
+    batch of two halves.
     """
     few = few_rows(rows, weight, bias)
     if few is not None:
@@ -49,44 +51,64 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, weight, bias)
 
 
-def logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`linear` in float32, or float64 for a float64 model: [N,I], [V,I], [V] -> [N,V]."""
+def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
+    """Compute `linear` in float32, or float64 for a float64 model."""
     few = few_rows(rows, weight, bias)
     return few if few is not None else at_least_float32(linear(rows, weight, bias))
 
 
 class LockedDropout(nn.Module):
-    """Dropout that keeps its mask along the positions: [..., L, E] times a mask [..., 1, E].
+    """Dropout with one mask for all positions of a segment, and a mask of its own for every lane.
 
     Also called variational dropout (Gal and Ghahramani 2016, Section 4; "locked" in AWD-LSTM, Merity et al. 2017).
-    Every lane has a mask of its own. What is kept is scaled by 1/(1-p), so the expectation stays.
+    Features that are kept are scaled by 1/(1-p), so the expectation stays.
     """
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The same shape; the input itself outside of training."""
+    def forward(self, hidden: Float[Tensor, "*lanes T E"]) -> Float[Tensor, "*lanes T E"]:
+        """Drop features; outside of training, return the input itself."""
         if not self.training or self.p == 0:
             return hidden
         ones = hidden.new_ones(*hidden.shape[:-2], 1, hidden.shape[-1])
         return hidden * F.dropout(ones, self.p)
 
     def extra_repr(self) -> str:
-        """The rate, for printing."""
+        """Return the rate, for printing."""
         return f"p={self.p}"
 
 
 def make_dropout(p: float, locked: bool) -> nn.Module:
-    """Locked or ordinary dropout of rate `p`."""
+    """Make locked or ordinary dropout of rate `p`."""
     return LockedDropout(p) if locked else nn.Dropout(p)
 
 
-def word_mask(vocab_size: int, p: float, device: torch.device) -> Tensor:
-    """What each token's embedding is multiplied with for one step: 0 with probability `p`, else 1/(1-p): float32 [V].
+def word_mask(vocab_size: int, p: float, device: torch.device) -> Float32[Tensor, " V"]:
+    """Draw the factor of each token's embedding for one step: 0 with probability `p`, else 1/(1-p).
 
     A token that is dropped is dropped wherever it stands (Gal and Ghahramani 2016, Section 4.2; Merity et al. 2017,
     Section 4.3).
     """
     return F.dropout(torch.ones(vocab_size, device=device), p)
+
+
+class PositionwiseFeedForward(nn.Module):
+    """Linear, ReLU, Linear, with residual and LayerNorm."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.inner = Linear(config.d_model, config.d_inner)
+        self.outer = Linear(config.d_inner, config.d_model)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.dropout = make_dropout(config.dropout, config.locked_dropout)
+        inner = config.dropout if config.dropout_inner is None else config.dropout_inner
+        self.dropout_inner = make_dropout(inner, config.locked_dropout)
+
+    def forward(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """Compute the sub-layer for one segment."""
+        inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
+        output = self.dropout(self.outer(self.dropout_inner(F.relu(inner))))
+        return hidden + output if self.pre_norm else self.norm(hidden + output)

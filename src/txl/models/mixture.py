@@ -9,6 +9,7 @@ Shapes: N tokens, E_h width of a model's hidden states, E d_model, K softmaxes, 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
@@ -16,7 +17,7 @@ from txl.models.cross_entropy import at_least_float32
 
 
 class MixtureOfSoftmaxes(nn.Module):
-    """What the mixture adds to a softmax: the weights pi of its parts and their hidden states h_k."""
+    """The weights pi of a mixture's parts, and their hidden states h_k."""
 
     def __init__(self, d_hidden: int, d_model: int, n_softmax: int, dropout: nn.Module):
         super().__init__()
@@ -24,14 +25,22 @@ class MixtureOfSoftmaxes(nn.Module):
         self.latent = nn.Linear(d_hidden, n_softmax * d_model)
         self.n_softmax, self.dropout = n_softmax, dropout
 
-    def nll(self, hidden: Tensor, targets: Tensor, softmax: AdaptiveSoftmax, embedding: AdaptiveEmbedding) -> Tensor:
-        """Negative log-likelihood in nats: [B,T,E_h], int64 [B,T] -> [B,T]."""
+    def nll(
+        self,
+        hidden: Float[Tensor, "B T E_h"],
+        targets: Int64[Tensor, "B T"],
+        softmax: AdaptiveSoftmax,
+        embedding: AdaptiveEmbedding,
+    ) -> Float[Tensor, "B T"]:
+        """Return the negative log-likelihood of each target in nats."""
         repeated = targets[..., None].expand(*targets.shape, self.n_softmax)
         nll = softmax.nll(self._parts(hidden).flatten(0, -2), repeated.flatten(), embedding)
         return -(self._log_prior(hidden) - nll.view_as(repeated)).logsumexp(dim=-1)
 
-    def log_probs(self, hidden: Tensor, softmax: AdaptiveSoftmax, embedding: AdaptiveEmbedding) -> Tensor:
-        """Log-probabilities over the whole vocabulary: [B,T,E_h] -> [B,T,V], one softmax after the other."""
+    def log_probs(
+        self, hidden: Float[Tensor, "B T E_h"], softmax: AdaptiveSoftmax, embedding: AdaptiveEmbedding
+    ) -> Float[Tensor, "B T V"]:
+        """Return log-probabilities over the whole vocabulary, computed one softmax after the other."""
         log_prior, mixed = self._log_prior(hidden), None
         for part, log_weight in zip(self._parts(hidden).unbind(-2), log_prior.unbind(-1), strict=True):
             log_probs = softmax.log_probs(part.flatten(0, 1), embedding).unflatten(0, part.shape[:2])
@@ -41,9 +50,9 @@ class MixtureOfSoftmaxes(nn.Module):
         return mixed
 
     def _log_prior(self, hidden: Tensor) -> Tensor:
-        """log pi: [B,T,E_h] -> [B,T,K]."""
+        """Return log pi: [B,T,E_h] -> [B,T,K]."""
         return at_least_float32(self.prior(hidden)).log_softmax(dim=-1)
 
     def _parts(self, hidden: Tensor) -> Tensor:
-        """h_k: [B,T,E_h] -> [B,T,K,E]."""
+        """Return h_k: [B,T,E_h] -> [B,T,K,E]."""
         return self.dropout(torch.tanh(self.latent(hidden))).unflatten(-1, (self.n_softmax, -1))

@@ -1,22 +1,11 @@
 """Recurrent language models: LSTM and QRNN, plain or with the regularisation of AWD-LSTM.
 
-The layers stand one upon another, with a dropout between them; the last one has as many units as the softmax wants.
-What a step adds to a plain LSTM is in the configuration: `weight_drop`, `locked_dropout`, `dropout_words`,
-`activation_reg` (of the last layer's dropped states), `temporal_reg` (of what they were before; Merity et al. 2017,
-Section 4), and `train.average_patience` for NT-ASGD.
-
-Unlike the Transformers these models do not scale their embeddings: AWD-LSTM's code does not.
+The layers stand one upon another, with dropout between them; the last one has as many units as the softmax takes.
+AWD-LSTM's regularisation (Merity et al. 2017, Section 4) is in the configuration: `weight_drop`, `locked_dropout`,
+`dropout_words`, `activation_reg` (of the last layer's states after dropout), `temporal_reg` (of those before it), and
+`train.average_patience` for NT-ASGD. As in AWD-LSTM's code, and unlike in the Transformers, embeddings are not scaled.
 
 Shapes: B lanes, T tokens of a segment, I features that enter a layer, H units of it, K tokens of a convolution.
-
-The element-wise linear recurrence c_t = f_t c_{t-1} + b_t as a parallel scan.
-
-Two levels: the positions are cut into about sqrt(T) chunks of about sqrt(T); all chunks are scanned at once, each from
-zero; then what each one hands on; then every chunk gets what came before it. That is 2 sqrt(T) dependent steps on large
-tensors instead of T on small ones, for three times the arithmetic, and nothing is divided or taken to a logarithm, so
-it is as exact as one position after the other. A CPU, which has no thousands of lanes to fill, takes one chunk.
-
-Shapes: B lanes, T positions, H units.
 """
 
 from __future__ import annotations
@@ -27,28 +16,38 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from txl.config import RecurrentConfig, TrainConfig
+from txl.config import Lengths, RecurrentConfig, TrainConfig
 from txl.errors import UserError
 from txl.models.costs import LayerCosts, dropout_copies
 from txl.models.cross_entropy import at_least_float32
-from txl.models.decoder import Decoder
-from txl.models.language_model import Limit
+from txl.models.family import FamilyModel
 
 
-def linear_recurrence(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int | None = None) -> Tensor:
-    """c_t = f_t c_{t-1} + b_t for all t, element by element; the f*-pooling of Bradbury et al. 2016, Section 2.
+def linear_recurrence(
+    decay: Float[Tensor, "B T H"],
+    drive: Float[Tensor, "B T H"],
+    initial: Float[Tensor, "B H"],
+    chunk: int | None = None,
+) -> Float[Tensor, "B T H"]:
+    """Compute c_t = f_t c_{t-1} + b_t for all t, element by element: the f-pooling of Bradbury et al. 2016, Section 2.
+
+    A scan of two levels: about sqrt(T) chunks of about sqrt(T) positions are scanned at once, each from zero; then the
+    chunks' last states; then every chunk gets the state before it. That is 2 sqrt(T) dependent steps on large tensors
+    instead of T on small ones, for three times the arithmetic. Nothing is divided and no logarithm is taken, so it is
+    as exact as a loop over positions. On a CPU one chunk is fastest.
 
     Args:
-        decay: f, [B,T,H].
-        drive: b, [B,T,H].
-        initial: c before the first position, [B,H].
+        decay: f.
+        drive: b.
+        initial: c before the first position.
         chunk: positions of a chunk; None: all on a CPU, else about the root of T. It changes speed, not the result.
 
     Returns:
-        c, [B,T,H]; its gradients to all three can be taken once (no second derivatives).
+        c; its gradients to all three can be taken once (no second derivatives).
     """
     return _apply(decay, drive, initial, chunk)  # pyright: ignore (PyTorch's decorator loses the arguments' types)
 
@@ -62,7 +61,7 @@ def _apply(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int | None) -> 
 
 
 class _LinearRecurrence(torch.autograd.Function):
-    """With f and c kept for the backward pass, which is a recurrence of the same kind, from the last position."""
+    """The scan. Its backward pass is a recurrence of the same kind from the last position, which needs f and c."""
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
@@ -102,7 +101,7 @@ def _scan(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
 
 
 def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[Tensor]:
-    """The states [B,H] of all positions of [B,T,H]."""
+    """Return the states [B,H] of all positions of [B,T,H]."""
     states = []
     for place in range(decay.shape[1]):
         states.append(torch.addcmul(drive[:, place], decay[:, place], states[-1] if states else initial))
@@ -110,7 +109,7 @@ def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[
 
 
 LayerState = tuple[Tensor, ...]
-"""What a layer carries, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
+"""State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
 
 AUTOCAST_IS_FLOAT16 = ("cuda",)
 """Devices where autocast, of bfloat16 too, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
@@ -122,7 +121,7 @@ precision of their weights.
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What every layer carries from one segment to the next; zeros before the first."""
+    """The state of every layer; zeros before the first segment."""
 
     layers: tuple[LayerState, ...]
 
@@ -131,17 +130,27 @@ class RecurrentState:
         """Number of lanes B."""
         return self.layers[0][0].shape[0]
 
+    @property
+    def lengths(self) -> Lengths:
+        """No memory of positions, and no limits."""
+        return Lengths()
+
+    @property
+    def length(self) -> None:
+        """No positions: the state carries everything that was read."""
+        return None
+
     def detach(self) -> RecurrentState:
-        """The same state, cut off from the graph that computed it."""
+        """Return the state cut off from the graph that computed it."""
         return RecurrentState(tuple(tuple(each.detach() for each in layer) for layer in self.layers))
 
-    def select(self, lanes: Tensor) -> RecurrentState:
-        """The state of some lanes, in the order of the int64 indices `lanes` [B'] (repeats allowed)."""
+    def select(self, lanes: Int64[Tensor, " lanes"]) -> RecurrentState:
+        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         chosen = lanes.to(self.layers[0][0].device)
         return RecurrentState(tuple(tuple(each[chosen] for each in layer) for layer in self.layers))
 
-    def reset(self, mask: Tensor) -> RecurrentState:
-        """The state with zeros in the lanes where the boolean `mask` [B] is true."""
+    def reset(self, mask: Bool[Tensor, " B"]) -> RecurrentState:
+        """Return the state with zeros in the lanes where `mask` is true."""
         mask = mask.to(self.layers[0][0].device)
 
         def emptied(each: Tensor) -> Tensor:
@@ -149,8 +158,12 @@ class RecurrentState:
 
         return RecurrentState(tuple(tuple(emptied(each) for each in layer) for layer in self.layers))
 
+    def filled_with_noise(self) -> RecurrentState:
+        """Return the state as it is: it always has its greatest size."""
+        return self
+
     def to_tensors(self) -> dict[str, Tensor]:
-        """Everything as named tensors, to be saved."""
+        """Return everything as named tensors."""
         return {
             f"layers.{number}.{place}": each.contiguous()
             for number, layer in enumerate(self.layers)
@@ -171,11 +184,11 @@ class LSTMLayer(nn.Module):
         self.weight_drop, self.fan = weight_drop, n_unit
 
     def empty(self, batch_size: int, like: Tensor) -> LayerState:
-        """Zeros: h and c, [B,H] each."""
+        """Return zeros: h and c, [B,H] each."""
         return tuple(like.new_zeros(batch_size, self.lstm.hidden_size) for _ in range(2))
 
-    def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """[B,T,I] -> h [B,T,H], and the state after the last token."""
+    def forward(self, inputs: Float[Tensor, "B T I"], state: LayerState) -> tuple[Float[Tensor, "B T H"], LayerState]:
+        """Return h, and the state after the last token."""
         kind = inputs.device.type
         if kind in AUTOCAST_IS_FLOAT16 and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -191,7 +204,7 @@ class LSTMLayer(nn.Module):
         return outputs, (hidden[0], cell[0])
 
     def extra_repr(self) -> str:
-        """The rate, for printing."""
+        """Return the rate, for printing."""
         return f"weight_drop={self.weight_drop}"
 
 
@@ -209,12 +222,12 @@ class QRNNLayer(nn.Module):
         self.fan = kernel_size * n_in
 
     def empty(self, batch_size: int, like: Tensor) -> LayerState:
-        """Zeros: c [B,H], and as many inputs as the convolution looks back, [B,K-1,I]."""
+        """Return zeros: c [B,H], and as many inputs as the convolution looks back, [B,K-1,I]."""
         n_in, n_unit = self.convolution.in_features // self.kernel_size, self.convolution.out_features // 3
         return like.new_zeros(batch_size, n_unit), like.new_zeros(batch_size, self.kernel_size - 1, n_in)
 
-    def forward(self, inputs: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """[B,T,I] -> h [B,T,H], and the state after the last token."""
+    def forward(self, inputs: Float[Tensor, "B T I"], state: LayerState) -> tuple[Float[Tensor, "B T H"], LayerState]:
+        """Return h, and the state after the last token."""
         cell, earlier = state
         read = torch.cat([earlier.to(inputs.dtype), inputs], dim=1)
         windows = read if self.kernel_size == 1 else read.unfold(1, self.kernel_size, 1).transpose(2, 3).flatten(2)
@@ -233,19 +246,16 @@ class QRNNLayer(nn.Module):
         return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
 
     def extra_repr(self) -> str:
-        """The rates, for printing."""
+        """Return the rates, for printing."""
         return f"kernel_size={self.kernel_size}, weight_drop={self.weight_drop}, zoneout={self.zoneout}"
 
 
-class RecurrentModel(Decoder[RecurrentState]):
-    """The language model. Its state has a constant size, so it reads a stream of any length whole.
+class RecurrentModel(FamilyModel[RecurrentState]):
+    """The language model. Its state has a constant size, and its numbers never depend on how a stream is cut.
 
-    Its numbers never depend on how a stream is cut. There are no positions of memory to count: `mem_len` is 0, and
-    means that none are kept, not that the state is dropped. A context of exactly c tokens is c tokens read from an
-    empty state (`txl.losses_at_context`). No gradient flows from a segment into the one before it.
-
-    Raises:
-        UserError: for a configuration that cannot be built.
+    It has no positions of memory: `mem_len` is always 0, although the state goes on from segment to segment. A context
+    of exactly c tokens is c tokens read from an empty state (`txl.losses_at_context`). No gradient flows from a segment
+    into the one before it.
     """
 
     config_class = RecurrentConfig
@@ -270,14 +280,14 @@ class RecurrentModel(Decoder[RecurrentState]):
         self._finish(widths[-1])
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """See `Decoder.layer_matrices`: one matrix for each gate, and for each token of a convolution."""
+        """See `FamilyModel.layer_matrices`: one matrix for each gate, and for each token of a convolution."""
         if self.config.kind == "lstm":
             names = ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
             return {f"layers.{layer}.{name}": (4, 1) for layer in range(len(self.layers)) for name in names}
         return {f"layers.{layer}.convolution.weight": (3, size) for layer, size in enumerate(self.config.kernels)}
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """See `Decoder.layer_costs`.
+        """Return the bytes that the layers take while they train.
 
         With B lanes of one micro-batch, I features that enter a layer, P its weights and f = 4 bytes:
 
@@ -306,13 +316,13 @@ class RecurrentModel(Decoder[RecurrentState]):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Layers and what a mixture of softmaxes adds as PyTorch begins them, the rest as for every model.
+        """Draw the first weights: PyTorch's for layers and a mixture of softmaxes, the rest as for every model.
 
         An LSTM's are uniform within 1/sqrt(units), a convolution's and a mixture's within 1/sqrt(features that it
         reads), as in Yang et al.'s code. The tail clusters of an adaptive softmax begin at 0, as in awd-lstm-lm.
         """
         super().init_weights()
-        uniform: list[tuple[nn.Module, int]] = [(layer, layer.fan) for layer in self._layers()]
+        uniform: list[tuple[nn.Module, int]] = [(layer, layer.fan) for layer in self._recurrent_layers()]
         if self.mixture is not None:
             uniform += [(each, each.in_features) for each in (self.mixture.prior, self.mixture.latent)]
         for module, fan in uniform:
@@ -321,28 +331,25 @@ class RecurrentModel(Decoder[RecurrentState]):
         if self.config.cutoffs:
             self.softmax.cluster_weight.zero_()
 
-    def _layers(self) -> list[LSTMLayer | QRNNLayer]:
+    def _recurrent_layers(self) -> list[LSTMLayer | QRNNLayer]:
         return [cast("LSTMLayer | QRNNLayer", layer) for layer in self.layers]
 
-    def init_state(
-        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
-    ) -> RecurrentState:
-        """Zeros for `batch_size` lanes; see `LanguageModel.init_state`."""
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
-        self.config.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
+    def empty_state(self, batch_size: int, lengths: Lengths) -> RecurrentState:
+        """Return zeros for `batch_size` lanes."""
         # Not the parameter itself: one that is sharded would make sharded zeros.
         like = torch.empty(0, dtype=self.softmax.bias.dtype, device=self.softmax.bias.device)
-        return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._layers()))
+        return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._recurrent_layers()))
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> RecurrentState:
-        """The state that `RecurrentState.to_tensors` described."""
+        """Return the state that `RecurrentState.to_tensors` described."""
         return RecurrentState(
             tuple((tensors[f"layers.{number}.0"], tensors[f"layers.{number}.1"]) for number in range(len(self.layers)))
         )
 
-    def hidden_states(self, tokens: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        """h of the last layer, and the state for the next segment; see `Decoder.hidden_states`."""
+    def hidden_states(
+        self, tokens: Int64[Tensor, "B T"], state: RecurrentState
+    ) -> tuple[Float[Tensor, "B T E"], RecurrentState]:
+        """Return h of the last layer, and the state for the next segment; see `LanguageModel.hidden_states`."""
         self._check(state)
         hidden, after = self._embedded(tokens, state), []
         for number, layer in enumerate(self.layers):

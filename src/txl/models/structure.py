@@ -1,8 +1,8 @@
-"""What a model is made of: a view of it for evaluation, and a record to check code against that stands in for modules.
+"""A view of a model for evaluation, and a record of its modules that tells whether they have changed.
 
 Nothing here changes a model. Evaluation, generation and analysis read through `evaluation_view`, so that a model may
-train, or be read by others, at the same time. Whatever computes in the place of modules (keys and values kept beside
-memory, compiled steps, the decode engine) keeps a `Structure` and looks whether it still holds.
+train, or be read by others, at the same time. Code that computes in the place of modules (cached keys and values,
+compiled steps, the decode engine) keeps a `Structure` and checks that it still holds.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Structure:
 
     Args:
         model: the model.
-        own: classes whose `forward` the code that stands in for modules knows; `nn.Module` for those that have none.
+        own: classes whose `forward` may be computed elsewhere; `nn.Module` for modules without one.
     """
 
     def __init__(self, model: nn.Module, own: frozenset[type] = frozenset()):
         self.model = model
         self.outsider: str | None = None
-        """What has to be called rather than stood in for: a module of another class, or one with forward hooks."""
+        """A module that has to be called itself, because it is of another class or has forward hooks, in words."""
         self._vars: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         owners: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ class Structure:
         return type(None), ()  # elsewhere, and in a copy, it says nothing
 
     def holds(self, hooks: bool = True) -> bool:
-        """Whether all modules, parameters and buffers are the same objects with the same values; the hooks too.
+        """Say if all modules, parameters and buffers are the same objects with the same values; the hooks too.
 
         A change through `parameter.data`, which PyTorch does not count, is not seen.
         """
@@ -134,7 +134,7 @@ class Structure:
         )
 
     def evaluates(self) -> bool:
-        """Whether every module is in evaluation mode."""
+        """Say if every module is in evaluation mode."""
         return not any(map(_training, self._vars))
 
     def change(self) -> str:
@@ -158,12 +158,12 @@ class Structure:
 
 
 def _home(kind: type) -> type:
-    """The class that `forward` is of; sharding, which makes a subclass, does not change it."""
+    """Return the class that defines `forward`; sharding, which makes a subclass, does not change it."""
     return next(each for each in kind.__mro__ if "forward" in vars(each))
 
 
 def _any_listens(*kinds: dict[int, Any]) -> bool:
-    """Whether a hook is a user's, not a method of PyTorch's own objects, which shard modules or count operations."""
+    """Say if a hook is a user's, not a method of PyTorch's own objects, which shard modules or count operations."""
     return any(kinds) and any(
         not type(getattr(hook, "__self__", None)).__module__.startswith("torch.")
         for hook in chain(*(each.values() for each in kinds))
@@ -171,11 +171,11 @@ def _any_listens(*kinds: dict[int, Any]) -> bool:
 
 
 def _all_are_heard() -> bool:
-    """Whether a user's hook is called for every module there is."""
+    """Say if a user's hook is called for every module there is."""
     return _any_listens(_global._global_forward_hooks, _global._global_forward_pre_hooks)
 
 
 def _named(model: nn.Module, module: nn.Module) -> str:
-    """A module's name and class."""
+    """Return a module's name and class."""
     name = next((name for name, each in model.named_modules() if each is module), "")
     return f"{name or 'the model'} ({type(module).__name__})"

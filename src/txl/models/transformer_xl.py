@@ -1,12 +1,12 @@
 """Transformer-XL (Dai et al. 2019, Section 3): segment-level recurrence and relative positional encoding.
 
-With `encoding` "shaw" it has the encoding that Tables 6 and 7 compare with, that of Shaw et al. (2018) as Section 3.3
-describes it: terms (a) and (b) alone, and in the place of W_{k,R} R_d a learned vector for each distance, layer and
-head. As Shaw et al. clip distances (their equation 5), all above `max_distance` share its vector, so that memory may
+With `encoding` "shaw" it has the encoding of Shaw et al. (2018) as Section 3.3 describes it, which Tables 6 and 7
+compare with: terms (a) and (b) alone, and in the place of W_{k,R} R_d a learned vector for each distance, layer and
+head. As Shaw et al. clip distances (their equation 5), all above `max_distance` share one vector, so that memory may
 be longer in evaluation than it was in training.
 
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head,
-E d_model, F d_inner, V vocabulary, N tokens of all lanes.
+E d_model, V vocabulary, L distances.
 """
 
 from __future__ import annotations
@@ -16,32 +16,38 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.attention import RelativeAttention, attention_backend, fallback_note
+from txl.attention import Backend, RelativeAttention, attention_backend, fallback_note
 from txl.attention.equations import KeyScope, distances_farthest_first, sinusoid
 from txl.attention.factorised import PhaseTables, SegmentPhases
-from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, validate_lengths
+from txl.config import Lengths, ModelConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
-from txl.models.decoder import Decoder, PositionwiseFeedForward
-from txl.models.language_model import Limit
-from txl.models.layers import Linear, LockedDropout, make_dropout
+from txl.models.family import FamilyModel
+from txl.models.layers import Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.memory import FrozenSegment, Memory, Projections
 from txl.models.structure import Structure
+
+Biases = tuple[Tensor, Tensor]
+"""u and v, [H,D] each."""
 
 
 class RelativeMultiHeadAttention(nn.Module):
     """The attention sub-layer: projections, A^rel, Masked-Softmax, output projection, residual, LayerNorm."""
 
-    def __init__(self, config: TransformerXLConfig, attend: RelativeAttention):
+    attend: RelativeAttention
+    """Computes attention from projections: the model's `Backend`, or an observer around it."""
+
+    def __init__(self, config: TransformerXLConfig, backend: Backend):
         super().__init__()
         d_attention = config.n_head * config.d_head
         self.n_head, self.d_head = config.n_head, config.d_head
         self.pre_norm, self.dropatt = config.pre_norm, config.dropatt
-        self.attend = attend
+        self.attend = backend
         self.q_proj = Linear(config.d_model, d_attention, bias=False)  # W_q
         self.k_proj = Linear(config.d_model, d_attention, bias=False)  # W_{k,E}
         self.v_proj = Linear(config.d_model, d_attention, bias=False)  # W_v
@@ -60,59 +66,73 @@ class RelativeMultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        memory: Tensor,
-        r: Tensor | SegmentPhases,
-        shared_biases: tuple[Tensor, Tensor] | None,
+        hidden: Float[Tensor, "B T E"],
+        memory: Float[Tensor, "B M E"],
+        r: Float[Tensor, "S E"] | Int64[Tensor, " S"] | SegmentPhases,
+        shared_biases: Biases | None,
         scope: KeyScope,
-    ) -> Tensor:
-        """One segment.
+    ) -> Float[Tensor, "B T E"]:
+        """Compute the sub-layer for one segment: the equations of Section 3.3, line by line.
 
         Args:
-            hidden: [B,T,E], h^{n-1}.
-            memory: [B,M,E], m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
-            r: [S,E], the rows R_d, farthest distance first; with learned distances these themselves, int64 [S]; or what
-                takes their place in the factorised form.
-            shared_biases: u and v, [H,D] each, if all layers share them.
+            hidden: h^{n-1}.
+            memory: m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
+            r: the rows R_d, farthest distance first; with learned vectors the distances; in the factorised form what
+                takes the place of R.
+            shared_biases: u and v, if all layers share them.
             scope: which keys a query sees.
 
         Returns:
-            [B,T,E]: LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
+            LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
         context = torch.cat([memory.detach(), hidden], dim=1)  # [SG(m) o h], [B,S,E]
         if self.pre_norm:
             context = self.norm(context)
         query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
+        u, v = self.biases(shared_biases)
         if isinstance(r, SegmentPhases):
-            u, v = self.biases(shared_biases)
-            return self.merge(hidden, r.attend(query, key, value, self.r_proj.weight, u, v))
-        return self._attended(hidden, query, key, value, self.position(r), shared_biases, scope)
+            attended = r.attend(query, key, value, self.r_proj.weight, u, v)
+        else:
+            dropout = self.dropatt if self.training else 0.0
+            attended = self.attend(query, key, value, self.position(r), u, v, scope, dropout)
+        return self.merge(hidden, attended)
 
     def read(
         self,
-        hidden: Tensor,
+        hidden: Float[Tensor, "B T E"],
         segment: FrozenSegment,
         layer: int,
-        position: Tensor,
-        shared_biases: tuple[Tensor, Tensor] | None,
+        position: Float[Tensor, "S H D"],
+        shared_biases: Biases | None,
         scope: KeyScope,
-    ) -> Tensor:
-        """The same without gradients, with memory's keys and values and `position` [S,H,D] projected beforehand."""
+    ) -> Float[Tensor, "B T E"]:
+        """Compute `forward` without gradients and dropout, from keys, values and positions that are projected already.
+
+        Args:
+            hidden: h^{n-1}.
+            segment: holds the keys and values of memory, and is given those of this segment.
+            layer: number n of the layer, from 0.
+            position: W_{k,R} R.
+            shared_biases, scope: as for `forward`.
+        """
         context = self.norm(hidden) if self.pre_norm else hidden
         key, value = segment.append(layer, hidden, *self.keys_and_values(context))
-        return self._attended(hidden, self.query(context), key, value, position, shared_biases, scope)
+        u, v = self.biases(shared_biases)
+        return self.merge(hidden, self.attend(self.query(context), key, value, position, u, v, scope))
 
-    def query(self, context: Tensor) -> Tensor:
-        """[B,T,E] -> [B,T,H,D]; what comes in is normalised already, with pre-norm."""
+    def query(self, context: Float[Tensor, "B T E"]) -> Float[Tensor, "B T H D"]:
+        """Project queries; with pre-norm, `context` is normalised already."""
         return self._heads(self.dropout_qkv(self.q_proj(context)))
 
-    def keys_and_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """[B,S,E] -> [B,S,H,D] twice."""
+    def keys_and_values(
+        self, context: Float[Tensor, "B S E"]
+    ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
+        """Project keys and values; with pre-norm, `context` is normalised already."""
         key, value = self.k_proj(context), self.v_proj(context)
         return self._heads(self.dropout_qkv(key)), self._heads(self.dropout_qkv(value))
 
-    def position(self, r: Tensor) -> Tensor:
-        """W_{k,R} R: [S,E] -> [S,H,D]; or the learned vectors of distances [S]."""
+    def position(self, r: Float[Tensor, "S E"] | Int64[Tensor, " S"]) -> Float[Tensor, "S H D"]:
+        """Project R to W_{k,R} R, or look up the learned vectors of distances."""
         if self.learns_distances:
             rows = F.embedding(r.clamp(max=len(self.distances) - 1), self.distances.flatten(1))
             if torch.is_autocast_enabled(rows.device.type):  # which leaves look-ups as they are
@@ -123,82 +143,65 @@ class RelativeMultiHeadAttention(nn.Module):
 
     @property
     def position_weight(self) -> Tensor:
-        """What `position` computes with."""
+        """W_{k,R}, or the learned vectors of distances."""
         return self.distances if self.learns_distances else self.r_proj.weight
 
-    def biases(self, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """u and v, [H,D] each; zeros without terms (c) and (d)."""
+    def biases(self, shared: Biases | None) -> Biases:
+        """Return u and v: those of all layers, or this layer's own; zeros without terms (c) and (d)."""
         if self.learns_distances:
             zeros = self.distances.new_zeros(self.n_head, self.d_head)
             return zeros, zeros
         return (self.u, self.v) if shared is None else shared
 
-    def _attended(
-        self,
-        hidden: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position: Tensor,
-        shared_biases: tuple[Tensor, Tensor] | None,
-        scope: KeyScope,
-    ) -> Tensor:
-        u, v = self.biases(shared_biases)
-        attended = self.attend(query, key, value, position, u, v, scope, self.dropatt if self.training else 0.0)
-        return self.merge(hidden, attended)
-
-    def merge(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What comes after attention: [B,T,E], [B,T,H,D] -> [B,T,E]."""
+    def merge(self, hidden: Float[Tensor, "B T E"], attended: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T E"]:
+        """Apply what comes after attention: output projection, residual, LayerNorm."""
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """[..., H*D] -> [...,H,D]."""
+        """Divide [..., H*D] into heads [...,H,D]."""
         return projected.unflatten(-1, (self.n_head, self.d_head))
 
 
 class TransformerXLLayer(nn.Module):
     """Attention and feed-forward."""
 
-    def __init__(self, config: TransformerXLConfig, attend: RelativeAttention):
+    def __init__(self, config: TransformerXLConfig, backend: Backend):
         super().__init__()
-        self.attention = RelativeMultiHeadAttention(config, attend)
+        self.attention = RelativeMultiHeadAttention(config, backend)
         self.feed_forward = PositionwiseFeedForward(config)
 
     def forward(
         self,
-        hidden: Tensor,
-        memory: Tensor,
-        r: Tensor | SegmentPhases,
-        shared_biases: tuple[Tensor, Tensor] | None,
+        hidden: Float[Tensor, "B T E"],
+        memory: Float[Tensor, "B M E"],
+        r: Float[Tensor, "S E"] | Int64[Tensor, " S"] | SegmentPhases,
+        shared_biases: Biases | None,
         scope: KeyScope,
-    ) -> Tensor:
-        """h^{n-1} [B,T,E] -> h^n [B,T,E]; arguments as in `RelativeMultiHeadAttention`."""
+    ) -> Float[Tensor, "B T E"]:
+        """Compute h^n from h^{n-1}; arguments as in `RelativeMultiHeadAttention`."""
         return self.feed_forward(self.attention(hidden, memory, r, shared_biases, scope))
 
     def read(
         self,
-        hidden: Tensor,
+        hidden: Float[Tensor, "B T E"],
         segment: FrozenSegment,
         layer: int,
-        position: Tensor,
-        shared_biases: tuple[Tensor, Tensor] | None,
+        position: Float[Tensor, "S H D"],
+        shared_biases: Biases | None,
         scope: KeyScope,
-    ) -> Tensor:
-        """The same without gradients; arguments as in `RelativeMultiHeadAttention.read`."""
+    ) -> Float[Tensor, "B T E"]:
+        """Compute `forward` without gradients; arguments as in `RelativeMultiHeadAttention.read`."""
         return self.feed_forward(self.attention.read(hidden, segment, layer, position, shared_biases, scope))
 
 
-class TransformerXL(Decoder[Memory]):
+class TransformerXL(FamilyModel[Memory]):
     """The language model. Its state is a `Memory`.
 
     Args:
         config: its shape.
         vocab_size: tokens of the vocabulary.
-        device: where it will train, which the choice of attention depends on; None: not known yet.
-
-    Raises:
-        UserError: for a configuration that cannot be built.
+        device: device that it will train on, which the choice of attention depends on; None: not known yet.
     """
 
     config_class = TransformerXLConfig
@@ -210,7 +213,7 @@ class TransformerXL(Decoder[Memory]):
         self.attention_name, make_kernel = self.backend.name, self.backend.kernel
         self.attention_note = fallback_note(config, device)
         self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
-        self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend.attend) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r
         if self.shares_biases:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
@@ -219,43 +222,30 @@ class TransformerXL(Decoder[Memory]):
         self._finish()
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """See `Decoder.layer_costs`; a window leaves less memory in use."""
-        config = self.config
-        n_memory = config.mem_len if config.window is None else min(config.mem_len, config.window - 1)
-        return transformer_costs(config, train, n_memory=n_memory, queries=3, keeps_scores=True)
+        """Return the bytes of `transformer_costs`; a window leaves less memory in use."""
+        n_memory = self.config.lengths().capacity
+        return transformer_costs(self.config, train, n_memory=n_memory, queries=3, keeps_scores=True)
 
     @staticmethod
     def check_device(config: ModelConfig, device: str) -> None:
-        """See `Decoder.check_device`: the attention that it asks for may not train there."""
+        """Refuse a device that the configuration's attention cannot train on."""
         assert isinstance(config, TransformerXLConfig)
         attention_backend(config, device)
 
-    def init_state(
-        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
-    ) -> Memory:
-        """Empty memory; see `LanguageModel.init_state`."""
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
-        mem_len = self.config.mem_len if mem_len is None else mem_len
-        resolved_window = _resolve(window, self.config.window)
-        resolved_clamp = _resolve(clamp_len, self.config.clamp_len)
-        validate_lengths(mem_len, resolved_window, resolved_clamp)
-        return Memory.empty(
-            self.config.n_layer,
-            batch_size,
-            self.config.d_model,
-            mem_len,
-            resolved_window,
-            resolved_clamp,
-            like=self.softmax.bias,
-        )
+    def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
+        """Return a memory without positions."""
+        return Memory.empty(self.config.n_layer, batch_size, self.config.d_model, lengths, like=self.softmax.bias)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> Memory:
-        """The state that `Memory.to_tensors` described."""
+        """Return the state that `Memory.to_tensors` described."""
         return Memory.from_tensors(tensors)
 
-    def hidden_states(self, tokens: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """h^N, and the memory for the next segment; see `Decoder.hidden_states`."""
+    def hidden_states(self, tokens: Int64[Tensor, "B T"], state: Memory) -> tuple[Float[Tensor, "B T E"], Memory]:
+        """Return h^N and the memory for the next segment; see `LanguageModel.hidden_states`.
+
+        There are three ways: from the hidden states of memory (training, gradients, modules of others); else from keys,
+        values and positions that are projected once, and of those one token at a time in the compiled library.
+        """
         if (
             not isinstance(state, Memory)
             or len(state.hidden) != self.config.n_layer
@@ -263,10 +253,14 @@ class TransformerXL(Decoder[Memory]):
         ):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
         hidden = self._embedded(tokens, state)
-        if not self.training and not torch.is_grad_enabled():
-            held = self._projections(hidden, state)
-            if held is not None:
-                return self._read_frozen(hidden, state, held)
+        held = None if self.training or torch.is_grad_enabled() else self._projections(hidden, state)
+        if held is None:
+            return self._from_hidden(hidden, state)
+        read = read_token(self, hidden, state, held) if self.backend.compiled_step else None
+        return self._from_projections(hidden, state, held) if read is None else read
+
+    def _from_hidden(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Read a segment behind the hidden states of memory, as Section 3.3 writes it: from h^0 [B,T,E]."""
         r = self._relative_positions(hidden, state)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
@@ -277,32 +271,29 @@ class TransformerXL(Decoder[Memory]):
         return hidden, state.extended(layer_inputs)
 
     def _encoded(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the layers make position vectors from: R [S,E], or the distances [S] themselves."""
+        """Return R [S,E], or the distances [S] themselves where vectors are learned."""
         if self.config.encoding == "shaw":
             return distances
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
 
     def _relative_positions(self, hidden: Tensor, state: Memory) -> Tensor | SegmentPhases:
-        """What `_encoded` makes of the distances, farthest first, or what takes its place in the factorised form."""
+        """Return R of the distances, farthest first, or what takes its place in the factorised form."""
         n_lane, n_new, _ = hidden.shape
         if self.phase_tables is None:
-            distances = distances_farthest_first(state.length + n_new, state.clamp_len, hidden.device)
+            distances = distances_farthest_first(state.length + n_new, state.lengths.clamp_len, hidden.device)
             return self._encoded(distances, hidden.dtype)
         device, dtype = hidden.device, hidden.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        here = dataclasses.replace(self.config, clamp_len=state.clamp_len)  # a state may have a clamp of its own
+        # A state may have a clamp of its own.
+        here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
         if (reason := self.backend.refusal(here, str(device), dtype)) is not None:
             raise UserError(reason)
         return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
 
-    def _read_frozen(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
-        """What `hidden_states` gives, every key, value and position projected once in the life of the state."""
+    def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
+        """Read a segment behind memory whose keys and values are projected already: from h^0 [B,T,E]."""
         n_new = hidden.shape[1]
-        if n_new == 1 and self.attention_name in ("shifted", "compiled"):
-            read = read_token(self, hidden, state, held)
-            if read is not None:
-                return read
         segment = FrozenSegment(state.hidden, held, n_new)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope, n_key = state.scope(), state.length + n_new
@@ -312,17 +303,22 @@ class TransformerXL(Decoder[Memory]):
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
         return hidden, state.extended_by(segment)
 
-    def position_projections(self, n_distance: int, clamp_len: int | None, like: Tensor) -> tuple[Tensor, ...]:
-        """W_kR R of every layer, or its learned vectors, farthest distance first: [H,n_distance,D], dtype as `like`."""
+    def position_projections(
+        self, n_distance: int, clamp_len: int | None, like: Tensor
+    ) -> tuple[Float[Tensor, "H L D"], ...]:
+        """Return W_kR R of every layer for L = `n_distance` distances, farthest first; dtype and device as `like`.
+
+        Learned vectors take its place where the encoding has them.
+        """
         distances = distances_farthest_first(n_distance, clamp_len, like.device)
         r = self._encoded(distances, like.dtype)  # not in training, so without dropout
         attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
         return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
 
     def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
-        """Keys, values and positions for a segment: those of the state if this model made them as it is now, else new.
+        """Return the state's projections if the current weights made them, else project memory again.
 
-        None where others have a part in the model (`frozen_structure`): then memory goes through the modules.
+        None where the model has hooks or modules of others (`frozen_structure`): then every module has to be called.
         """
         held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -343,7 +339,9 @@ class TransformerXL(Decoder[Memory]):
         if n_known < n_key:
             # Not at once for all of a memory that may never fill: twice as many as before.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
-            held = dataclasses.replace(held, positions=self.position_projections(n_distance, state.clamp_len, hidden))
+            held = dataclasses.replace(
+                held, positions=self.position_projections(n_distance, state.lengths.clamp_len, hidden)
+            )
         return held
 
 
@@ -351,24 +349,13 @@ _OWN = frozenset(
     {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
     | {Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
 )
-"""Classes whose `forward` the reading of frozen memory and compiled steps stand in for."""
+"""Classes whose `forward` cached projections and compiled steps stand in for."""
 
 
 def frozen_structure(model: TransformerXL) -> Structure:
-    """What the model is made of now.
+    """Record the model's modules, weights and hooks as they are now.
 
-    The one rule of all paths that do not call every module: they are taken only where it has no `outsider`, a module of
-    another class or one with forward hooks, for as long as it holds. Elsewhere the model computes as with gradients.
+    Every way to compute that does not call all modules obeys one rule: it is taken only where the record names no
+    `outsider`, a module of another class or one with forward hooks, and only as long as the record holds.
     """
     return Structure(model, _OWN)
-
-
-def _resolve(limit: Limit, configured: int | None) -> int | None:
-    """None is the configuration's value, "none" is no limit."""
-    if limit is None:
-        return configured
-    if isinstance(limit, str):
-        if limit != "none":
-            raise UserError(f"a window or clamp_len is {limit!r}; expected a number or 'none'")
-        return None
-    return limit

@@ -1,57 +1,51 @@
 """The vanilla Transformer that the paper compares with: every segment on its own, absolute positions.
 
 Al-Rfou et al. (2018) add a learned vector for each position at the input of every layer; Vaswani et al. (2017) add
-sinusoids to the embedding alone. The auxiliary losses of Al-Rfou et al. are options (`auxiliary.py`), off by default as
-in the paper's own baselines. They predict all positions of a training segment and, when they test, only the last one of
-a window that slides by one (`txl.evaluate_sliding`): what a position can see is never cut short there, at the price of
-recomputing everything.
+sinusoids to the embedding alone. Al-Rfou et al. predict all positions of a training segment and, when they test, only
+the last one of a window that slides by one (`txl.evaluate_sliding`). There a position's context is never cut short, at
+the price of recomputing everything.
 
-Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model.
-
-The auxiliary losses of Al-Rfou et al. (2018, "Auxiliary Losses"), which train their deep Transformers.
-
-Of their three kinds, that of intermediate positions is `train.loss full`, every position's own loss. The others need
-classifiers that serve in training alone, each a logistic regression over the vocabulary:
+Their auxiliary losses ("Auxiliary Losses") are options, off by default as in the paper's own baselines. Of the three
+kinds, that of intermediate positions is `train.loss full`, every position's own loss. The others need classifiers that
+serve in training alone, each a logistic regression over the vocabulary:
 
 - intermediate layers: layer l < n predicts as well, until l/(2n) of training is done,
 - multiple targets: each layer that predicts also predicts the token k + 1 places on (k = 1 ...), with a weight of 0.5.
 
-Shapes: B lanes, T tokens of a segment, E d_model, V vocabulary.
+Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.attention.compiled import compiled_attention
-from txl.attention.equations import KeyScope, sinusoid
-from txl.config import ModelConfig, TrainConfig, VanillaConfig
+from txl.attention.backends import causal_attention
+from txl.attention.equations import sinusoid
+from txl.config import Lengths, ModelConfig, TrainConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.decoder import Decoder, PositionwiseFeedForward, check_targets
-from txl.models.language_model import EVERY_TARGET, Limit, Objective
-from txl.models.layers import Linear, make_dropout
-from txl.native.attention import fused_attention
+from txl.models.family import FamilyModel, check_targets
+from txl.models.language_model import EVERY_TARGET, Objective
+from txl.models.layers import Linear, PositionwiseFeedForward, make_dropout
 from txl.native.training_attention import why_not_training
 
 
 def layer_counts(layer: int, n_layer: int, progress: float) -> bool:
-    """Whether layer `layer` of 1 ... n still has a loss when `progress` of training, 0 to 1, is done.
+    """Say if layer `layer` of 1 ... n still has a loss when `progress` of training, 0 to 1, is done.
 
-    An intermediate layer's ends after l/(2n); none is left after half of the training.
+    An intermediate layer's loss ends after l/(2n); none is left after half of the training.
     """
     return layer == n_layer or progress < layer / (2 * n_layer)
 
 
 class AuxiliaryHeads(nn.Module):
-    """The classifiers, and what they add to the loss."""
+    """The classifiers of the auxiliary losses."""
 
     def __init__(self, config: VanillaConfig, vocab_size: int):
         super().__init__()
@@ -63,15 +57,21 @@ class AuxiliaryHeads(nn.Module):
                 heads[f"{layer}_{ahead}"] = Linear(config.d_model, vocab_size)
         self.heads = nn.ModuleDict(heads)
 
-    def forward(self, hidden: Sequence[Tensor], targets: Tensor, objective: Objective, dropout: nn.Module) -> Tensor:
-        """Sum over layers l and targets k of w_k times the mean loss, w_1 = 1 and w_k = `extra_target_weight`: nats.
+    def forward(
+        self,
+        hidden: Sequence[Float[Tensor, "B T E"]],
+        targets: Int64[Tensor, "B T"],
+        objective: Objective,
+        dropout: nn.Module,
+    ) -> Float[Tensor, ""]:
+        """Return the sum over layers l and targets k of w_k times the mean loss, in nats.
 
-        A target beyond the segment's last is not known there, and left out of its mean.
+        w_1 is 1 and the other w_k are `extra_target_weight`. Targets behind the segment's end are left out of the mean.
 
         Args:
-            hidden: what comes out of each layer, [B,T,E], lowest first.
-            targets: int64 [B,T], the next token of each position.
-            objective: which positions count, and how far training is.
+            hidden: output of each layer, lowest first.
+            targets: the next token of each position.
+            objective: positions that count, and the progress of training.
             dropout: of hidden states before a classifier.
         """
         n_position = targets.shape[1]
@@ -95,40 +95,38 @@ class NoMemory:
 
     batch_size: int
 
+    @property
+    def lengths(self) -> Lengths:
+        """No memory, and no limits."""
+        return Lengths()
+
+    @property
+    def length(self) -> int:
+        """No positions."""
+        return 0
+
     def detach(self) -> NoMemory:
-        """Itself."""
+        """Return the state as it is."""
         return self
 
-    def select(self, lanes: Tensor) -> NoMemory:
-        """As many lanes as `lanes` [B'] has."""
+    def select(self, lanes: Int64[Tensor, " lanes"]) -> NoMemory:
+        """Return a state of as many lanes as `lanes` has."""
         chosen = lanes.tolist()
         if any(not -self.batch_size <= lane < self.batch_size for lane in chosen):
             raise IndexError(f"lanes {chosen} of a state with {self.batch_size}")
         return NoMemory(len(chosen))
 
-    def reset(self, mask: Tensor) -> NoMemory:
-        """Itself: nothing to forget."""
+    def reset(self, mask: Bool[Tensor, " B"]) -> NoMemory:
+        """Return the state as it is: there is nothing to forget."""
+        return self
+
+    def filled_with_noise(self) -> NoMemory:
+        """Return the state as it is."""
         return self
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Everything as named tensors, to be saved: a number a lane, which says nothing."""
+        """Return one meaningless number a lane, which keeps the number of lanes."""
         return {"lanes": torch.zeros(self.batch_size, dtype=torch.uint8)}
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, compiled: bool = False) -> Tensor:
-    """Softmax attention to what came before: [B,T,H,D] three times -> [B,T,H,D].
-
-    Args:
-        query, key, value: of one segment.
-        dropout: probability with which an attention weight is dropped.
-        compiled: whether gradients go through the compiled library.
-    """
-    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None)) is not None:
-        return fused
-    if compiled and (dropout > 0 or torch.is_grad_enabled()):
-        return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
-    heads = (each.transpose(1, 2) for each in (query, key, value))
-    return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -148,8 +146,8 @@ class CausalSelfAttention(nn.Module):
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
         self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B,T,E] -> [B,T,E]."""
+    def forward(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """Compute the sub-layer for one segment."""
         context = self.norm(hidden) if self.pre_norm else hidden
         query, key, value = (
             self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head))
@@ -168,17 +166,13 @@ class VanillaLayer(nn.Module):
         self.attention = CausalSelfAttention(config)
         self.feed_forward = PositionwiseFeedForward(config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B,T,E] -> [B,T,E]."""
+    def forward(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """Compute the layer for one segment."""
         return self.feed_forward(self.attention(hidden))
 
 
-class VanillaTransformer(Decoder[NoMemory]):
-    """The language model. Its state holds nothing; each call of `nll` or `log_probs` is a segment of its own.
-
-    Raises:
-        UserError: for a configuration that cannot be built.
-    """
+class VanillaTransformer(FamilyModel[NoMemory]):
+    """The language model. Its state holds nothing; each call of `nll` or `log_probs` is a segment of its own."""
 
     config_class = VanillaConfig
     config: VanillaConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
@@ -186,7 +180,7 @@ class VanillaTransformer(Decoder[NoMemory]):
 
     @staticmethod
     def check_device(config: ModelConfig, device: str) -> None:
-        """See `Decoder.check_device`: the compiled attention trains on a CPU with a compiler alone."""
+        """Refuse the compiled attention elsewhere than on a CPU with a compiler."""
         assert isinstance(config, VanillaConfig)
         if config.attention == "compiled" and (reason := why_not_training(device, torch.float32)):
             raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
@@ -203,43 +197,43 @@ class VanillaTransformer(Decoder[NoMemory]):
         self._finish()
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """See `Decoder.layer_costs`; without dropout on them, the fused attention keeps no probabilities."""
+        """Return the bytes of `transformer_costs`; without `dropatt` the fused attention keeps no probabilities."""
         return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=self.config.dropatt > 0)
 
-    def init_state(
-        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
-    ) -> NoMemory:
-        """Nothing, for `batch_size` lanes; see `LanguageModel.init_state`."""
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
-        self.config.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
+    def empty_state(self, batch_size: int, lengths: Lengths) -> NoMemory:
+        """Return a state of `batch_size` lanes, which holds nothing."""
         return NoMemory(batch_size)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> NoMemory:
-        """The state that `NoMemory.to_tensors` described."""
+        """Return the state that `NoMemory.to_tensors` described."""
         return NoMemory(len(tensors["lanes"]))
 
-    def hidden_states(self, tokens: Tensor, state: NoMemory) -> tuple[Tensor, NoMemory]:
-        """h^N of a segment on its own; see `Decoder.hidden_states`."""
-        return deque(self._layer_outputs(tokens, state), maxlen=1).pop(), state
+    def hidden_states(self, tokens: Int64[Tensor, "B T"], state: NoMemory) -> tuple[Float[Tensor, "B T E"], NoMemory]:
+        """Return h^N of a segment on its own; see `LanguageModel.hidden_states`."""
+        hidden = self._input(tokens, state)
+        for number in range(len(self.layers)):
+            hidden = self._layer(number, hidden)
+        return hidden, state
 
     def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: NoMemory, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, Tensor, NoMemory]:
-        """As `Decoder.training_terms`; auxiliary losses are in the second term."""
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: NoMemory,
+        objective: Objective = EVERY_TARGET,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], NoMemory]:
+        """Return `FamilyModel.training_terms` with the auxiliary losses in the second term."""
         if not self.config.n_auxiliary:
             return super().training_terms(tokens, targets, state, objective)
         check_targets(tokens, targets)
-        hidden = list(self._layer_outputs(tokens, state))
+        hidden = [self._layer(0, self._input(tokens, state))]
+        for number in range(1, len(self.layers)):
+            hidden.append(self._layer(number, hidden[-1]))
         loss, penalty = self._terms_of(hidden[-1], targets, objective)
         return loss, penalty + self.auxiliary(hidden, targets, objective, self.dropout_out), state
 
-    def _layer_outputs(self, tokens: Tensor, state: NoMemory) -> Iterator[Tensor]:
-        """h^1 ... h^N, [B,T,E] each.
-
-        Raises:
-            UserError: as `hidden_states`.
-        """
+    def _input(self, tokens: Tensor, state: NoMemory) -> Tensor:
+        """Return h^0 [B,T,E]."""
         if not isinstance(state, NoMemory):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
         n_token = tokens.shape[1]
@@ -252,9 +246,10 @@ class VanillaTransformer(Decoder[NoMemory]):
         if self.config.encoding == "sinusoid":  # Vaswani et al. 2017, Sections 3.4, 3.5 and 5.4
             places = torch.arange(n_token, device=tokens.device)
             rows = sinusoid(places, self.config.d_model, self.softmax.bias.dtype)
-        hidden = self._embedded(tokens, state, rows)
-        for number, layer in enumerate(self.layers):
-            if self.config.encoding == "learned":
-                hidden = hidden + self.positions[number, :n_token]
-            hidden = layer(hidden)
-            yield hidden
+        return self._embedded(tokens, state, rows)
+
+    def _layer(self, number: int, hidden: Tensor) -> Tensor:
+        """Return h^{n+1} from h^n for n = `number`, [B,T,E] each; learned positions are added to what enters."""
+        if self.config.encoding == "learned":
+            hidden = hidden + self.positions[number, : hidden.shape[1]]
+        return self.layers[number](hidden)

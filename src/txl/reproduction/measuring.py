@@ -14,7 +14,7 @@ from txl.data.prepared import Tokens
 from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.presets import find_preset
 from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind, Row
@@ -27,7 +27,7 @@ WINDOWS = 64
 """Windows of a sliding evaluation that are computed at once."""
 
 
-def measure(kind: Kind, model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return the figures of one trained model, ready for JSON."""
     if kind == "attention":
         return measure_attention(model, run, corpus, scale, say)
@@ -45,7 +45,7 @@ def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
     return {"test": 2}
 
 
-def measure_quality(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return the loss on the test split under the run's test settings."""
     length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
     say(f"test split, {_described(run, length)}")
@@ -53,7 +53,7 @@ def measure_quality(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: 
     return {"quality": quality(result.nll, corpus.unit), "test": result.to_dict()}
 
 
-def measure_attention(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return perplexity at the training's attention length and at the best one (Table 6).
 
     Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
@@ -84,7 +84,7 @@ def measure_attention(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale
     }
 
 
-def measure_context(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return the losses of the same test targets at every context length (Appendix C)."""
     tokens = corpus.tokens("test")
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
@@ -106,7 +106,7 @@ def measure_context(model: Decoder[Any], run: RunConfig, corpus: Corpus, scale: 
 
 
 def loss_at(
-    model: Decoder[Any], run: RunConfig, tokens: Tokens, length: int, max_tokens: int | None
+    model: FamilyModel, run: RunConfig, tokens: Tokens, length: int, max_tokens: int | None
 ) -> EvaluationResult:
     """Return the loss of every token but the first, at an attention length.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from txl.analysis.attention_record import analyse_attention
 from txl.analysis.samples import Plan, make_samples
@@ -12,7 +11,7 @@ from txl.data.detokenise import convention_of
 from txl.data.prepared import Corpus
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.models.decoder import Decoder
+from txl.models.language_model import LanguageModel
 from txl.reporting.attention_page import write_attention
 from txl.reporting.samples_page import About, settings_text, write_samples
 from txl.reproduction.definition import Product
@@ -23,7 +22,7 @@ _ATTENTION_SPLIT, _SAMPLES_SPLIT = "valid", "test"
 
 def make_product(
     product: Product,
-    model: Decoder[Any],
+    model: LanguageModel,
     vocabulary: Vocabulary,
     run: RunConfig,
     corpus: Corpus,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seco
     import torch
 
     from txl.data.vocabulary import Vocabulary
-    from txl.models.decoder import Decoder
+    from txl.models.family import FamilyModel
 
 _LOCK_ATTEMPTS = 10
 
@@ -178,7 +178,7 @@ class RunDirectory:
             raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
         return found
 
-    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[Decoder[Any], Vocabulary | None]:
+    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[FamilyModel, Vocabulary | None]:
         """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Raises:
@@ -278,7 +278,7 @@ def of_today(config: Any) -> Any:
 
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
-) -> tuple[Decoder[Any], Vocabulary | None]:
+) -> tuple[FamilyModel, Vocabulary | None]:
     """Load the model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
 
     Args:

@@ -29,7 +29,7 @@ from txl.serving.texts import Texts
 class Served:
     """What is served, and how."""
 
-    model: LanguageModel[Any]
+    model: LanguageModel
     vocabulary: Vocabulary
     name: str
     """What clients call the model."""
@@ -147,7 +147,7 @@ class Service:
         }
 
 
-def weights_hash(model: LanguageModel[Any]) -> str:
+def weights_hash(model: LanguageModel) -> str:
     """Return the sha256 of a model's weights, names and shapes included."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from txl.config import RunConfig, validate
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
-from txl.models.memory import Memory
 from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.step import training_step
 
@@ -102,7 +100,7 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     if train.average_from is not None or train.average_patience is not None:
         average = WeightAverage(model, train.average_mu)
     parts = train.micro_batches
-    states: list[Any] = [_full(model.init_state(train.batch_size // parts)) for _ in range(parts)]
+    states = [model.init_state(train.batch_size // parts).filled_with_noise() for _ in range(parts)]
     for _ in range(STEPS):
         tokens = ranked_tokens(vocab_size, train.batch_size, train.segment).to(device)
         states = training_step(model, optimizer, tokens, tokens, states, train).states
@@ -119,11 +117,6 @@ def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
     n_token = batch_size * segment
     quantiles = (torch.randperm(n_token) + 0.5) / n_token
     return (vocab_size**quantiles).long().sub_(1).clamp_(0, vocab_size - 1).view(batch_size, segment)
-
-
-def _full(state: Any) -> Any:
-    """A memory at its capacity; the state of any other model as it is."""
-    return state.filled_with_noise() if isinstance(state, Memory) else state
 
 
 @dataclass(frozen=True)

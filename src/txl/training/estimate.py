@@ -7,7 +7,6 @@ Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softma
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 
 _LARGE_VOCABULARY = 16_384
@@ -145,7 +144,7 @@ def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], de
     )
 
 
-def _kept_by_optimiser(model: Decoder[Any], train: TrainConfig) -> int:
+def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
     """Count the numbers that the optimiser keeps of all weights."""
     total = sum(parameter.numel() for parameter in model.parameters())
     if train.optimizer == "sgd":

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from txl.config import TrainConfig
 from txl.errors import UserError
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 
 _MUON_MOMENTUM = 0.95
 """The value of all published recipes."""
@@ -114,7 +114,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         self._adam.step()
 
 
-def build_optimizer(model: Decoder[Any], config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:
     """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and
     v.
 

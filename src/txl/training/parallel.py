@@ -9,14 +9,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
-from txl.models.language_model import EVERY_TARGET, Objective
+from txl.models.family import FamilyModel
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
 from txl.processes import Processes
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class TrainedModel:
         engine: "ddp" or "fsdp"; a single process needs neither.
     """
 
-    def __init__(self, model: Any, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
+    def __init__(self, model: FamilyModel, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
         self.model, self.processes = model, processes
         self.is_sharded = processes.count > 1 and engine == "fsdp"
         self.saving_group: torch.distributed.ProcessGroup | None = None
@@ -48,9 +49,7 @@ class TrainedModel:
             self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
             self.saving_group = cast("torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo"))
             # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
-            for layer in (*getattr(model, "layers", ()), model):
-                fully_shard(layer, mesh=self.mesh)
-                self._sharded.append(layer)
+            self._sharded = [fully_shard(module, mesh=self.mesh) for module in (*model.layers, model)]
             register_fsdp_forward_method(model, "training_terms")
         elif processes.count > 1:
             # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient;
@@ -59,8 +58,8 @@ class TrainedModel:
             self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=may_be_unused)
 
     def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, tokens: Tensor, targets: Tensor, state: State, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, State]:
         """See `LanguageModel.training_terms`; for this process's lanes."""
         if self._ddp is not None:
             return self._ddp(tokens, targets, state, objective)
@@ -141,11 +140,13 @@ class TrainedModel:
 class _Terms(nn.Module):
     """The model as DDP calls it: by `forward`."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: LanguageModel):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor, state: Any, objective: Objective) -> tuple[Tensor, Tensor, Any]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, state: State, objective: Objective
+    ) -> tuple[Tensor, Tensor, State]:
         return self.model.training_terms(tokens, targets, state, objective)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from txl.data.corpora import Corpus
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
 from txl.training.display import Display
@@ -119,7 +118,7 @@ class TrainingState:
     The state of PyTorch's global random generators belongs to it too; `snapshot` reads and sets them.
     """
 
-    model: Decoder[Any]
+    model: FamilyModel
     """The model that trains; its state of memory is of a type of its own in every family."""
     optimizer: torch.optim.Optimizer
     memory: list[State]
@@ -127,11 +126,11 @@ class TrainingState:
     position: StreamPosition
     """The next segment to read."""
     counters: Counters = field(default_factory=Counters)
-    average: WeightAverage[Decoder[Any]] | None = None
+    average: WeightAverage[FamilyModel] | None = None
     """The average of the weights, once it has begun."""
 
     @property
-    def best_model(self) -> Decoder[Any]:
+    def best_model(self) -> FamilyModel:
         """The model to evaluate and to save: that of the averaged weights, if there is one."""
         return self.model if self.average is None else self.average.model
 

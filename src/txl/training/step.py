@@ -6,15 +6,14 @@ Shapes: B lanes, T tokens of a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.models.language_model import LanguageModel, Objective
+from txl.models.language_model import LanguageModel, Objective, State
 from txl.training.parallel import TrainedModel, full_tensor
 
 
@@ -26,7 +25,7 @@ class StepResult:
     """Mean nats over the targets that count, before the update and without what a model adds to regularise itself."""
     grad_norm: float
     """Norm of the gradient, before clipping."""
-    states: list[Any]
+    states: list[State]
     """The memory of each part of the lanes."""
     targets: int
     """Number of targets that had a loss, in all processes."""
@@ -39,11 +38,11 @@ class StepAbandoned(Exception):
 
 
 def training_step(
-    model: LanguageModel[Any] | TrainedModel,
+    model: LanguageModel | TrainedModel,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     targets: Tensor,
-    states: list[Any],
+    states: Sequence[State],
     config: TrainConfig,
     progress: float = 0.0,
     abandon: Callable[[], bool] | None = None,

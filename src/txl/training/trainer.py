@@ -11,7 +11,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from txl.data.streams import training_stream
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
-from txl.models.decoder import Decoder
+from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import belongs_to, read_state, remove_partial
@@ -356,7 +355,7 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
         )
 
 
-def compile_layers(model: Decoder[Any], device: str) -> str | None:
+def compile_layers(model: FamilyModel, device: str) -> str | None:
     """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one

@@ -1,6 +1,6 @@
-"""What all models of this project share but their layers: embedding, softmax, losses, initialisation, feed-forward.
+"""The part that all families of models share: embedding, softmax, losses and first weights. Their layers differ.
 
-Shapes: B lanes, T tokens of a segment, E d_model, V vocabulary, N tokens of all lanes.
+Shapes: B lanes, T tokens of a segment, E width of the hidden states, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.config import ModelConfig, TrainConfig, TransformerConfig
+from txl.config import Lengths, Limit, ModelConfig, TrainConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT
-from txl.models.layers import Linear, make_dropout, word_mask
+from txl.models.layers import make_dropout, word_mask
 from txl.models.mixture import MixtureOfSoftmaxes
 
 
-class Decoder(LanguageModel[StateT]):
-    """A language model that is given by its hidden states.
+class FamilyModel(LanguageModel[StateT]):
+    """A language model that computes everything from its final hidden states, built from a configuration.
 
     A subclass builds its layers and then calls `_finish`.
-
-    Raises:
-        UserError: for a configuration that cannot be built.
     """
 
     config_class: ClassVar[type[ModelConfig]]
     """The configuration of its family."""
     attention_name: str
+    """The attention that it trains with, as logs have it."""
     attention_note: str | None = None
-    """Why the attention is not the one that the configuration prefers, in one line."""
+    """The reason why the attention is not the one that the configuration prefers, in one line."""
+    layers: nn.ModuleList
+    """The layers, lowest first."""
     config: ModelConfig
     compiles_any_length: bool | None = None
-    """Whether compiled layers are made for segments of any length from the first; None: when a second one comes."""
+    """True: layers are compiled for segments of any length at once; None: when a second length comes."""
     regularises_dropped = False
-    """Whether `activation_reg` squares the final hidden states after their dropout, or before it."""
+    """True: `activation_reg` squares the final hidden states after their dropout; False: before it."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
         super().__init__()
@@ -55,15 +55,11 @@ class Decoder(LanguageModel[StateT]):
 
     @abstractmethod
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Bytes that the layers take while they train."""
+        """Return the bytes that the layers take while they train."""
 
     @staticmethod
     def check_device(config: ModelConfig, device: str) -> None:
-        """Refuse a configuration that cannot train on a device.
-
-        Raises:
-            UserError: if it cannot.
-        """
+        """Refuse a configuration that cannot train on a device."""
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Return the names of the layers' matrices, which map hidden states to hidden states.
@@ -77,7 +73,7 @@ class Decoder(LanguageModel[StateT]):
         return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
 
     def _finish(self, d_last: int | None = None) -> None:
-        """What comes after the layers, and the first weights of everything; `d_last` is the width of h^N, E if None."""
+        """Build the softmax and draw the first weights of everything; `d_last` is the width of h^N (None: d_model)."""
         config = self.config
         self.softmax = AdaptiveSoftmax(self.embedding, config)
         self.mixture = None
@@ -89,12 +85,12 @@ class Decoder(LanguageModel[StateT]):
         self.init_weights()
 
     def _dropout(self, p: float | None) -> nn.Module:
-        """Dropout of rate `p`, or of the configuration's general rate."""
+        """Make dropout of rate `p`, or of the configuration's general rate."""
         return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The first weights: the authors' (everything normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
+        """Draw the first weights: the authors' (all normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
         if self.config.first_weights == "xavier":
             self._init_xavier()
             return
@@ -111,9 +107,9 @@ class Decoder(LanguageModel[StateT]):
                 parameter.normal_(0.0, std)
 
     def _init_xavier(self) -> None:
-        """As Baevski and Auli's code: Xavier-uniform matrices, embeddings N(0, 1/d_i), biases 0, LayerNorm 1.
+        """Draw weights as Baevski and Auli's code: Xavier-uniform matrices, embeddings N(0, 1/d_i), LayerNorm 1.
 
-        The queries', keys' and values' have a gain of 1/sqrt(2), as one matrix for all three would nearly give.
+        Matrices of queries, keys and values have a gain of 1/sqrt(2), nearly that of one matrix for all three.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -126,16 +122,22 @@ class Decoder(LanguageModel[StateT]):
                 in_attention = name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj"))
                 nn.init.xavier_uniform_(parameter, gain=2**-0.5 if in_attention else 1.0)
 
+    def init_state(
+        self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
+    ) -> StateT:
+        """Return empty memory; see `LanguageModel.init_state`."""
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
+        return self.empty_state(batch_size, self.config.lengths(mem_len, window, clamp_len))
+
     @abstractmethod
-    def hidden_states(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """h^N, and the state for the next segment: [B,T] int64 -> [B,T,E].
+    def empty_state(self, batch_size: int, lengths: Lengths) -> StateT:
+        """Return empty memory for `batch_size` lanes, with lengths that are complete and checked."""
 
-        Raises:
-            UserError: for tokens that do not fit the state, or a state of another model.
-        """
-
-    def _embedded(self, tokens: Tensor, state: StateT, positions: Tensor | None = None) -> Tensor:
-        """h^0: [B,T] -> [B,T,E]; `positions` [T,E], if any, are added before the dropout (Vaswani et al., 5.4)."""
+    def _embedded(
+        self, tokens: Int64[Tensor, "B T"], state: StateT, positions: Float[Tensor, "T E"] | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """Return h^0; `positions`, if any, are added before the dropout (Vaswani et al., Section 5.4)."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
@@ -146,35 +148,44 @@ class Decoder(LanguageModel[StateT]):
             hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
         return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 
-    def nll(self, tokens: Tensor, targets: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Negative log-likelihood of each target; see `LanguageModel.nll`."""
+    def nll(
+        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT
+    ) -> tuple[Float[Tensor, "B T"], StateT]:
+        """Return the negative log-likelihood of each target; see `LanguageModel.nll`."""
         check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
         return self.nll_of(hidden, targets), state
 
-    def last_nll(self, tokens: Tensor, target: Tensor, state: StateT, temperature: float = 1.0) -> Tensor:
-        """See `LanguageModel.last_nll`; the softmax is that of the last position alone."""
+    def last_nll(
+        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: StateT, temperature: float = 1.0
+    ) -> Float[Tensor, " B"]:
+        """Compute `LanguageModel.last_nll` with the softmax of the last position alone."""
         hidden, _ = self.hidden_states(tokens, state)
         if temperature != 1:
             return nll_at_temperature(self.log_probs_of(hidden[:, -1:]), target[:, None], temperature).squeeze(1)
         return self.nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
 
     def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
-    ) -> tuple[Tensor, Tensor, StateT]:
-        """Mean loss and the activation regularisers' part; see `LanguageModel.training_terms`.
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: StateT,
+        objective: Objective = EVERY_TARGET,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
+        """Return the mean loss and the activation regularisers; see `LanguageModel.training_terms`.
 
-        alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h, where m is the mask of
-        their dropout in a recurrent model (Merity et al. 2017, Section 4.5, and their code) and 1 in a Transformer (the
-        authors' Penn Treebank code). All positions of the segment are regularised, those whose loss does not count
-        included.
+        The regularisers are alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h of
+        all positions, also of those whose loss does not count. m is the mask of their dropout in a recurrent model
+        (Merity et al. 2017, Section 4.5, and their code) and 1 in a Transformer (the authors' Penn Treebank code).
         """
         check_targets(tokens, targets)
         hidden, state = self.hidden_states(tokens, state)
         return *self._terms_of(hidden, targets, objective), state.detach()
 
-    def _terms_of(self, hidden: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-        """The two terms of `training_terms` from h^N [B,T,E]; the softmax is that of the positions that count."""
+    def _terms_of(
+        self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"], objective: Objective
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Return the two terms of `training_terms` from h^N; the softmax is that of the positions that count."""
         dropped, final = self.dropout_out(hidden), at_least_float32(hidden)
         penalty = final.new_zeros(())
         if self.config.activation_reg > 0:
@@ -185,55 +196,31 @@ class Decoder(LanguageModel[StateT]):
         counted = objective.counted(targets.shape[1])
         return self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:]).mean(), penalty
 
-    def nll_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of each target from h^N: [B,T,E] and int64 [B,T] -> [B,T] nats."""
+    def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Return the negative log-likelihood of each target; see `LanguageModel.nll_of`."""
         return self._nll_of_dropped(self.dropout_out(hidden), targets)
 
     def _nll_of_dropped(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`nll_of`, from hidden states that had their dropout."""
+        """Compute `nll_of` from hidden states that had their dropout."""
         if self.mixture is not None:
             return self.mixture.nll(hidden, targets, self.softmax, self.embedding)
         return self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding).view_as(targets)
 
-    def log_probs(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Log-probabilities of the next token; see `LanguageModel.log_probs`."""
+    def log_probs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T V"], StateT]:
+        """Return log-probabilities of the next token; see `LanguageModel.log_probs`."""
         hidden, state = self.hidden_states(tokens, state)
         return self.log_probs_of(hidden), state
 
-    def log_probs_of(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the next token from h^N: [B,T,E] -> [B,T,V]."""
+    def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
+        """Return log-probabilities of the next token; see `LanguageModel.log_probs_of`."""
         hidden = self.dropout_out(hidden)
         if self.mixture is not None:
             return self.mixture.log_probs(hidden, self.softmax, self.embedding)
         return self.softmax.log_probs(hidden.flatten(0, 1), self.embedding).unflatten(0, hidden.shape[:2])
 
 
-class PositionwiseFeedForward(nn.Module):
-    """Linear, ReLU, Linear, with residual and LayerNorm: [B,T,E] -> [B,T,E]."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__()
-        self.pre_norm = config.pre_norm
-        self.inner = Linear(config.d_model, config.d_inner)
-        self.outer = Linear(config.d_inner, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.dropout = make_dropout(config.dropout, config.locked_dropout)
-        inner = config.dropout if config.dropout_inner is None else config.dropout_inner
-        self.dropout_inner = make_dropout(inner, config.locked_dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """One segment."""
-        inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
-        output = self.dropout(self.outer(self.dropout_inner(F.relu(inner))))
-        return hidden + output if self.pre_norm else self.norm(hidden + output)
-
-
 def check_targets(tokens: Tensor, targets: Tensor) -> None:
-    """Every token has a target.
-
-    Raises:
-        UserError: if the shapes differ.
-    """
+    """Refuse targets of another shape than the tokens."""
     if tokens.shape != targets.shape:
         raise UserError(
             f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
