@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.models.language_model import LanguageModel, Objective, State
+from txl.models.family import FamilyModel
+from txl.models.language_model import Objective, State
 from txl.training.parallel import TrainedModel, full_tensor
 
 
@@ -38,7 +39,7 @@ class StepAbandoned(Exception):
 
 
 def training_step(
-    model: LanguageModel | TrainedModel,
+    model: FamilyModel | TrainedModel,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     targets: Tensor,
