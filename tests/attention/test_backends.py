@@ -41,7 +41,8 @@ def test_an_unknown_name_is_refused():
     unknown = dataclasses.replace(PLAIN)
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        UserError, match=r"'flash'; expected one of auto, fastest, reference, shifted, compiled, factorised, flex"
+        UserError,
+        match=r"'flash'; expected one of auto, fastest, reference, shifted, compiled, triton, factorised, flex",
     ):
         attention_backend(unknown)
 

@@ -61,7 +61,7 @@ def test_clients_that_disconnect_at_random(server_with):
     server.client.close()
     wait_for(lambda: not server.service.scheduler._busy())
     gc.collect()
-    left = [each for each in gc.get_objects() if isinstance(each, StreamState) and each is not server.service.empty]
+    left = [each for each in gc.get_objects() if type(each) is StreamState and each is not server.service.empty]
     assert not left
     assert len(server.service.engine._free) == server.service.engine.max_streams
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from txl.attention.compiled import compiled_attention
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.factorised import DotProductKernel, FlexKernel, FusedKernel
+from txl.attention.fused import fused_relative_attention, why_not_fused
 from txl.attention.shifted import shifted_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
@@ -50,8 +51,9 @@ class Backend:
     """Where it trains; None: everywhere. Without gradients every model runs everywhere."""
     dtypes: tuple[torch.dtype, ...] | None = None
     """What it trains in; None: everything."""
-    obstacle: Callable[[str, torch.dtype], str | None] | None = None
-    """Says what keeps this machine from training with it on a device and in a dtype; None: nothing can."""
+    obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
+    """Says what keeps this machine from training with it on a device, in a dtype (None: not known yet), for heads of a
+    width; None: nothing can."""
     any_encoding: bool = True
     """Whether R may be something else than the sinusoid."""
     clamp_len: bool = True
@@ -69,7 +71,7 @@ class Backend:
             device: "cpu", "cuda:1" ...; None: not known yet.
             dtype: of the matrix products; None: not known yet.
         """
-        reason = self._missing(model) or self._misplaced(device, dtype)
+        reason = self._missing(model) or self._misplaced(model, device, dtype)
         return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
@@ -89,13 +91,13 @@ class Backend:
                 return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
         return None
 
-    def _misplaced(self, device: str | None, dtype: torch.dtype | None) -> str | None:
+    def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
         """What is wrong with the device or the arithmetic."""
         if device and self.devices and device.partition(":")[0] not in self.devices:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
             return f"cannot train in {dtype}"
-        return self.obstacle(device, dtype or torch.float32) if device and self.obstacle else None
+        return self.obstacle(device, dtype, model.d_head) if device and self.obstacle else None
 
 
 BACKENDS = {
@@ -109,7 +111,15 @@ BACKENDS = {
             compiled_attention,
             devices=("cpu",),
             dtypes=(torch.float32, torch.bfloat16),
-            obstacle=why_not_training,
+            obstacle=lambda device, dtype, _: why_not_training(device, dtype or torch.float32),
+        ),
+        Backend(
+            "triton",
+            "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
+            fused_relative_attention,
+            devices=("cuda",),
+            dtypes=(torch.float32, torch.bfloat16),
+            obstacle=why_not_fused,
         ),
         Backend(
             "factorised",

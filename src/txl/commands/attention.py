@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
     add_memory_options,
+    add_run_options,
     bounded_int,
     memory_settings,
     named,
@@ -53,11 +49,7 @@ def add_parser(commands: Subparsers) -> None:
         "--terms", action=argparse.BooleanOptionalAction, help="the score's terms apart (default: if the model has any)"
     )
     parser.add_argument("--out", metavar="FOLDER", help="where to write (default: DIR/attention)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,24 +7,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluations import (
-    eval_command,
-    evaluation_settings,
-    fractions,
-    print_rows,
-    refuse_not_a_number,
-)
-from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_memory_options,
-    pick_device,
-    run_corpus,
-    run_to_read,
-)
+from txl.commands.evaluations import eval_command, evaluation_settings, fractions, print_rows, refuse_not_a_number
+from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
 from txl.runs.events import EventName
@@ -54,11 +38,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -22,17 +22,7 @@ from txl.commands.evaluations import (
     refuse_statistics,
     with_cache,
 )
-from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_memory_options,
-    pick_device,
-    run_corpus,
-    run_to_read,
-)
+from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
 from txl.runs.events import EventName
@@ -65,11 +55,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     add_cache_options(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -19,18 +19,7 @@ from txl.commands.evaluations import (
     with_cache,
     with_preset,
 )
-from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_memory_options,
-    numbers,
-    pick_device,
-    run_corpus,
-    run_to_read,
-)
+from txl.commands.options import add_memory_options, add_run_options, numbers, pick_device, run_corpus, run_to_read
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.errors import UserError
 from txl.runs.events import EventName
@@ -62,11 +51,7 @@ def add_parser(commands: Subparsers) -> None:
     add_dynamic_options(parser)
     parser.add_argument("--exhaustive", action="store_true", help="score also the targets that equal lanes drop")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -214,8 +214,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that read a run and a corpus: `--data.*`, checkpoint, data folder, device, JSON."""
+    add_config_options(parser, ("data",))
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+
+
 def bounded_int(text: str) -> int:
-    """Return a whole number of at most 64 bits; every option of type `int` is read by this (`txl.cli`).
+    """Return a whole number that no arithmetic rounds; every option of type `int` is read by this (`txl.cli`).
 
     Raises:
         ValueError: if it is no whole number.

@@ -8,14 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    config_options,
-    pick_device,
-)
+from txl.commands.options import add_config_options, add_data_dir, add_device, add_json, config_options, pick_device
 from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError

@@ -6,13 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
     add_detokenise,
-    add_device,
-    add_json,
     add_memory_options,
+    add_run_options,
     add_sampling_options,
     convention,
     memory_settings,
@@ -44,11 +40,7 @@ def add_parser(commands: Subparsers) -> None:
     add_detokenise(parser, default="auto")
     parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
     add_memory_options(parser)
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 

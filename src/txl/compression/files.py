@@ -27,7 +27,7 @@ from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.models.language_model import LanguageModel
 
-Progress = Callable[[int, int], None]
+BytesDone = Callable[[int, int], None]
 """Called with the bytes of text and of the compressed file that are done."""
 _PROBE = 24
 """Columns whose frequencies the header's probe is of."""
@@ -117,7 +117,7 @@ def compress(
     online: OnlineRecipe | None = None,
     lanes: int | None = None,
     verify: list[str] | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Sizes:
     """Write a stream's bytes, coded by a model's probabilities of them.
 
@@ -207,7 +207,7 @@ def decompress(
     *,
     name: str,
     load: Callable[[], CodingModel] | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Sizes:
     """Write the text of a file that `compress` made; nothing is written that has not been checked.
 

@@ -13,7 +13,7 @@ from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
 """Name of this Transformer-XL among the model types of transformers."""
-AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "factorised", "flex"]
+AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
 
 
 @dataclass

@@ -114,8 +114,8 @@ class Texts:
     def describe(self) -> dict[str, Any]:
         """Return what `/tokenizer_info` tells.
 
-        A text begins after a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>` ends
-        one: clients add it to the strings at which they stop.
+        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>`
+        ends one: clients add it to the strings at which they stop.
         """
         end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
         begin = "\n" if end is None and self._has("\n") else end
