@@ -69,7 +69,7 @@ def model_with(model: ModelConfig, given: dict[str, Any], drop: bool = False) ->
     return result
 
 
-def model_from_dict(values: Any) -> ModelConfig:
+def model_from_dict(values: object) -> ModelConfig:
     """Build a model's configuration from `dataclasses.asdict` of it; missing fields take their defaults.
 
     Without `family` the values are of a file that has the fields of all families: `kind` and `encoding` then say which

@@ -11,7 +11,7 @@ from txl.config.families import MODEL_FIELDS, model_with
 from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
 from txl.config.sections import DataConfig
-from txl.config.values import hints_of, parse_value, shown
+from txl.config.values import TypeHint, hints_of, parse_value, shown
 from txl.errors import UserError, did_you_mean
 
 
@@ -21,7 +21,7 @@ class Option:
 
     name: str
     """Dotted: "model.mem_len"."""
-    hint: Any
+    hint: TypeHint
     """Its type."""
     help: str
     owner: type[ModelConfig] | None
@@ -37,7 +37,7 @@ def options() -> Iterator[Option]:
             yield Option(name, hint, item.metadata["help"], None)
 
 
-def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any, Any]]:
+def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], TypeHint, Any]]:
     """Return every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
     leaves = []
     hints = hints_of(type(config))

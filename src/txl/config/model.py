@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
-from txl.config.values import ANYTHING, check_ranges, hints_of, require, setting, shown
+from txl.config.values import ANYTHING, TypeHint, check_ranges, hints_of, require, setting, shown
 from txl.errors import UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
@@ -357,8 +357,8 @@ class ModelField:
     """A field of one family or of several."""
 
     item: dataclasses.Field[Any]
-    hint: Any
-    """Its type, as `typing` has it; of a field whose values differ between families, that of all of them."""
+    hint: TypeHint
+    """Its type; of a field whose values differ between families, that of all of them."""
     owner: type[ModelConfig]
     """The class that declares it."""
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+TypeHint = Any
+"""A type as annotations have it (`int | None`, a Literal ...), for which Python 3.11 has no type of its own."""
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -86,7 +88,7 @@ def check_ranges(section: DataclassInstance, prefix: str) -> None:
 
 
 @functools.cache
-def hints_of(section: type[Any]) -> dict[str, Any]:
+def hints_of(section: type) -> dict[str, TypeHint]:
     """Return the types of a dataclass's fields by name."""
     return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
 
@@ -133,7 +135,7 @@ def whole_number(text: str) -> int:
     return number
 
 
-def parse_value(expected: Any, text: str, name: str) -> Any:
+def parse_value(expected: TypeHint, text: str, name: str) -> Any:
     """Parse a value of type `expected`; "none" for None, commas in lists, true and false."""
     if text.lower() == "none" and _allows_none(expected):
         return None
@@ -166,7 +168,7 @@ def shown(value: object) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def checked(hint: Any, value: Any, name: str) -> Any:
+def checked(hint: TypeHint, value: object, name: str) -> Any:
     """Return a JSON value as the field's type."""
     if value is None and _allows_none(hint):
         return None
@@ -187,21 +189,21 @@ def checked(hint: Any, value: Any, name: str) -> Any:
     raise UserError(f"configuration field {name} is {value!r}; expected {_described(expected)}")
 
 
-def _allows_none(hint: Any) -> bool:
+def _allows_none(hint: TypeHint) -> bool:
     return _is_union(hint) and type(None) in typing.get_args(hint)
 
 
-def _is_union(hint: Any) -> bool:
+def _is_union(hint: TypeHint) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)  # the second where one part is a Literal
 
 
-def _without_none(hint: Any) -> Any:
+def _without_none(hint: TypeHint) -> TypeHint:
     if not _is_union(hint):
         return hint
     return next(each for each in typing.get_args(hint) if each is not type(None))
 
 
-def _described(expected: Any) -> str:
+def _described(expected: TypeHint) -> str:
     if typing.get_origin(expected) is Literal:
         return "one of " + ", ".join(typing.get_args(expected))
     if typing.get_origin(expected) is tuple:
