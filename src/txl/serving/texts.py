@@ -80,6 +80,7 @@ class Texts:
             found = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
         except UserError:
             found = []
+        found = found[: ids.numel()]  # a file's last line ends, where a prompt of words goes on
         if [token.id for token in found] != ids.tolist():
             return self.placed(ids.tolist())[1]
         parts, at, characters = [], 0, 0
