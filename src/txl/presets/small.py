@@ -25,7 +25,7 @@ def stdlib_bpe() -> RunConfig:
         warmup_steps=60,
         log_every=20,
         eval_every=350,
-        eval_tokens=50_000,
+        eval_tokens=30_000,
         checkpoint_every=350,
     )
     return run
