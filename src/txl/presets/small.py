@@ -14,7 +14,7 @@ def stdlib_bpe() -> RunConfig:
     run.name, run.model.attention = "stdlib-bpe", "fastest"
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
-        steps=1400,
+        steps=1300,
         batch_size=16,
         segment=128,
         optimizer="muon",
