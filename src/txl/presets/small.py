@@ -14,7 +14,7 @@ def stdlib_bpe() -> RunConfig:
     run.name, run.model.attention = "stdlib-bpe", "fastest"
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
-        steps=1400,
+        steps=1300,
         batch_size=16,
         segment=128,
         optimizer="muon",
@@ -25,7 +25,7 @@ def stdlib_bpe() -> RunConfig:
         warmup_steps=60,
         log_every=20,
         eval_every=350,
-        eval_tokens=50_000,
+        eval_tokens=30_000,
         checkpoint_every=350,
     )
     return run
