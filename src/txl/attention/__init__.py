@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend
+from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, unmeasured_note
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 
@@ -14,4 +14,5 @@ __all__ = [
     "attention_backend",
     "reference_attention",
     "shifted_attention",
+    "unmeasured_note",
 ]

@@ -147,7 +147,26 @@ BACKENDS = {
 }
 _FASTEST_FIRST = ("shifted",)
 """What `auto` tries. Only what has been measured to be faster somewhere may stand before `shifted`, which supports
-every model everywhere; `flex` has not been measured on a GPU yet."""
+every model everywhere."""
+FASTEST_ON: dict[str, str] = {}
+"""By the name that CUDA gives a GPU, the backend that trained fastest there in a recorded measurement. None yet."""
+
+
+def _gpu(device: str | None) -> str | None:
+    """The name of an NVIDIA GPU that is here."""
+    found = torch.device(device or "cpu")
+    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_name(found)
+
+
+def unmeasured_note(model: TransformerXLConfig, device: str | None = None) -> str | None:
+    """Return one line for whom `auto` chooses a backend on a GPU on which none was timed; None elsewhere."""
+    gpu = _gpu(device)
+    if model.attention != "auto" or gpu is None or gpu in FASTEST_ON:
+        return None
+    chosen = attention_backend(model, device).name
+    return f"no attention backend was timed on {gpu}; auto takes {chosen}, --model.attention triton may be faster"
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
@@ -161,7 +180,8 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
         UserError: for a name that is not a backend, or one that cannot train the model there.
     """
     if model.attention == "auto":
-        candidates = [BACKENDS[name] for name in _FASTEST_FIRST]
+        measured = FASTEST_ON.get(_gpu(device) or "")
+        candidates = [BACKENDS[name] for name in (measured, *_FASTEST_FIRST) if name is not None]
         return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         raise UserError(f"model.attention is {model.attention!r}; expected one of auto, {', '.join(BACKENDS)}")

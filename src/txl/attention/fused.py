@@ -93,7 +93,7 @@ def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, 
     """What this machine lacks."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if torch.version.cuda is None or (device.index or 0) >= torch.cuda.device_count():
         return "needs an NVIDIA GPU and a PyTorch that was built for it"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):

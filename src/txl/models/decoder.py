@@ -35,6 +35,8 @@ class Decoder(LanguageModel[StateT]):
     config_class: ClassVar[type[ModelConfig]]
     """The configuration of its family."""
     attention_name: str
+    attention_note: str | None = None
+    """One line about the choice of attention that a user should read when training begins."""
     config: ModelConfig
     compiles_any_length: bool | None = None
     """Whether compiled layers are made for segments of any length from the first; None: when a second one comes."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl.attention import RelativeAttention, attention_backend
+from txl.attention import RelativeAttention, attention_backend, unmeasured_note
 from txl.attention.equations import KeyScope, distances_farthest_first, sinusoid
 from txl.attention.factorised import PhaseTables, SegmentPhases
 from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, validate_lengths
@@ -208,6 +208,7 @@ class TransformerXL(Decoder[Memory]):
         super().__init__(config, vocab_size)
         self.backend = attention_backend(config, device)
         self.attention_name, make_kernel = self.backend.name, self.backend.kernel
+        self.attention_note = unmeasured_note(config, device)
         self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend.attend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r

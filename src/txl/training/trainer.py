@@ -365,6 +365,8 @@ def announce(
         f"{run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
         f"{attention} on {loop.device}{together}{start}"
     )
+    if loop.model.attention_note is not None:
+        loop.display.message(f"note: {loop.model.attention_note}")
     for note in loop.corpus.notes("test") if event == "start" and "test" in loop.corpus.splits else ():
         loop.display.message(f"note: {note}")
     hint = softmax_hint(run, len(loop.corpus.vocabulary), parameters, loop.device) if event == "start" else None
