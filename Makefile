@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test oracle oracle-tensorflow huggingface lm-eval bench-peers lint bench build clean
+.PHONY: setup demo test oracle oracle-tensorflow huggingface lm-eval triton bench-peers lint bench build clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,17 @@ lm-eval: .venv-lm-eval/.installed
 		platformdirs lazy_loader portalocker jaxtyping zstandard pooch matplotlib huggingface_hub
 	@touch $@
 
+# The kernels for NVIDIA GPUs, without one: their numbers in Triton's interpreter, their needs from compiled binaries.
+triton: .venv-triton/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_fused.py
+	PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_binaries.py
+
+.venv-triton/.installed: constraints-triton.txt
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-triton.txt \
+		torch triton safetensors tokenizers numpy pytest pytest-xdist rich platformdirs lazy_loader portalocker jaxtyping
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,4 +92,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval .venv-triton build dist

@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
     monkeypatch.setattr(fused, "_why_not_here", fused._why_not_here.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Device)
     refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, d_head=d_head), "cuda", dtype)

@@ -46,13 +46,9 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
     types |= {"scale": "fp32", "factor": "fp32", "oldest_of": "*i32", "seed_at": "*i64"}
     types |= dict.fromkeys(OPERANDS, "*bf16" if dtype == torch.bfloat16 else "*fp32") | dict.fromkeys(FLOATS, "*fp32")
     signature = {name: types[name] for name in function.arg_names}
-    # What a launch sees too: addresses are multiples of 16, and strides where the head's width is one.
-    plain = ("n_head", *triton_kernels.SIZES)
-    aligned = [
-        name
-        for name, kind in signature.items()
-        if kind.startswith("*") or (kind == "i32" and name not in plain and d_head % 16 == 0)
-    ]
+    # What a launch sees too: addresses and operands' strides and widths are multiples of 16.
+    plain = ("n_head", *triton_kernels.SIZES, *(["d_head"] if d_head % 16 else []))
+    aligned = [name for name, kind in signature.items() if kind[0] == "*" or (kind == "i32" and name not in plain)]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)

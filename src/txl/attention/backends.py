@@ -236,7 +236,17 @@ BACKENDS = {
 }
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
 """Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and recorded results were
-trained with it; only what has been measured to be faster may stand before it. Nothing has been measured on a GPU."""
+trained with it; only what has been measured to be faster may stand before it."""
+FASTEST_ON: dict[str, str] = {}
+"""By the name that CUDA gives a GPU, the backend that trained fastest there in a recorded measurement. None yet."""
+
+
+def _gpu(device: str | None) -> str | None:
+    """Return the name of an NVIDIA GPU that is here; None for another device."""
+    found = torch.device(device or "cpu")
+    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_name(found)
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
@@ -247,7 +257,8 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
         device: device that the model will train on; None: not known yet.
     """
     if model.attention in _CHOICES:
-        candidates = [BACKENDS[name] for name in _CHOICES[model.attention]]
+        measured = FASTEST_ON.get(_gpu(device) or "")
+        candidates = [BACKENDS[name] for name in (measured, *_CHOICES[model.attention]) if name is not None]
         return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join([*_CHOICES, *BACKENDS])
@@ -258,8 +269,17 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
     return backend
 
 
-def fallback_note(model: TransformerXLConfig, device: str | None) -> str | None:
-    """Say in one line why `fastest` is not the compiled attention on a CPU; None if it is, or nobody asked for it."""
+def attention_note(model: TransformerXLConfig, device: str | None) -> str | None:
+    """Return one line where the choice of `auto` or `fastest` may surprise; None elsewhere.
+
+    On a CPU `fastest` says why it is not the compiled attention; on a GPU both say that none was timed there.
+    """
+    if model.attention not in _CHOICES:
+        return None
+    gpu = _gpu(device)
+    if gpu is not None and gpu not in FASTEST_ON:
+        chosen = attention_backend(model, device).name
+        return f"no attention backend was timed on {gpu}; {chosen} is used, --model.attention triton may be faster"
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None
     reason = BACKENDS["compiled"].refusal(model, "cpu")

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from txl.attention.equations import KeyScope
@@ -93,7 +94,7 @@ def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, 
     """What this machine lacks."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if torch.version.cuda is None or (device.index or 0) >= torch.cuda.device_count():
         return "needs an NVIDIA GPU and a PyTorch that was built for it"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
@@ -215,7 +216,7 @@ def _attend_backward(
     block, n_query_block = call.tiling.block, call.n_query_block
     n_lane, n_query, n_head, d_head = query.shape
     n_key = key.shape[1]
-    above = _dense(above)
+    above = padded(above)
     strides = {f"above_{name}": stride for name, stride in zip(("lane", "row", "head"), above.stride(), strict=False)}
     rows = {"above": above, "lse": lse, "delta": torch.empty_like(lse), **strides}
 
@@ -281,10 +282,10 @@ class _Call:
         assert tiles is not None, "why_not_fused was not asked"
         self.tiling = tiles
         self.n_query_block = math.ceil(n_query / self.tiling.block)
-        key, value, position = (_dense(each) for each in (key, value, position))
+        key, value, position = (padded(each) for each in (key, value, position))
         self.arguments: dict[str, Any] = {
-            "query_u": (query + u).to(query.dtype).contiguous(),
-            "query_v": (query + v).to(query.dtype).contiguous(),
+            "query_u": padded((query + u).to(query.dtype)).contiguous(),
+            "query_v": padded((query + v).to(query.dtype)).contiguous(),
             "key": key,
             "value": value,
             "position": position,
@@ -297,6 +298,7 @@ class _Call:
             "n_query": n_query,
             "n_key": key.shape[1],
             "d_head": d_head,
+            "d_operand": key.shape[-1],
             "window": window,
             "scale": 1 / math.sqrt(d_head),
             "factor": 1 / (1 - dropout),
@@ -328,8 +330,11 @@ def _kernels() -> ModuleType:
     return triton_kernels
 
 
-def _dense(rows: Tensor) -> Tensor:
-    """With neighbours in the last dimension lying behind one another."""
+def padded(rows: Tensor) -> Tensor:
+    """With neighbours in the last dimension lying behind one another, and zeros up to the next multiple of 16."""
+    missing = -rows.shape[-1] % 16
+    if missing:
+        return F.pad(rows, (0, missing))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -31,20 +31,20 @@ SIZES = ["n_lane", "n_query", "n_key", "window", "n_group"]
 
 
 @triton.jit
-def _rows(start, row_stride, first, n_row, d_head, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows first, ..., first + BLOCK - 1 of a matrix [n_row,D], zeros outside: [BLOCK,WIDTH]."""
+def _rows(start, row_stride, first, n_row, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first, ..., first + BLOCK - 1 of a matrix [n_row,width], zeros outside: [BLOCK,WIDTH]."""
     row = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, WIDTH)
-    inside = ((row >= 0) & (row < n_row))[:, None] & (feature < d_head)[None, :]
+    inside = ((row >= 0) & (row < n_row))[:, None] & (feature < width)[None, :]
     return tl.load(start + row[:, None] * row_stride + feature[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _store_rows(start, row_stride, first, n_row, d_head, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _store_rows(start, row_stride, first, n_row, width, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """The opposite of `_rows`, in the dtype of what `start` points to."""
     row = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, WIDTH)
-    inside = (row < n_row)[:, None] & (feature < d_head)[None, :]
+    inside = (row < n_row)[:, None] & (feature < width)[None, :]
     tl.store(start + row[:, None] * row_stride + feature[None, :], rows.to(start.dtype.element_ty), mask=inside)
 
 
@@ -94,7 +94,7 @@ def _kept(seed, lane, head, first_query, first_key, THRESHOLD: tl.constexpr, BLO
     zero = tl.zeros([BLOCK, 16], tl.int32)
     group = zero + (first_key // 64 * 16 + tl.arange(0, 16))[None, :]
     query = zero + (first_query + tl.arange(0, BLOCK))[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, group, query, zero + head, zero + lane, 7)
+    w0, w1, w2, w3 = tl.philox(seed, group, query, zero + head, (zero + lane).to(tl.int32), 7)
     limit = tl.full([BLOCK, 16], THRESHOLD, tl.uint32)
     k0, k1, k2, k3 = w0 >= limit, w1 >= limit, w2 >= limit, w3 >= limit
     if BLOCK == 64:  # four times 16 keys, side by side
@@ -133,7 +133,7 @@ def forward_kernel(
     query_u, query_v, key, value, position, oldest_of, seed_at, out, lse,
     key_lane, key_row, key_head, value_lane, value_row, value_head,
     position_row, position_head,
-    n_head, n_query, n_key, d_head, window, scale, factor,
+    n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Outputs [B,T,H,D] and the log-sum-exp of each query's scores to base 2, float32 [B,H,T]: one block of queries.
@@ -144,6 +144,8 @@ def forward_kernel(
         position: [S,H,D], farthest distance first, of any strides but 1 in the last dimension.
         oldest_of: int32 [B], the first key of each lane that holds something; None: 0.
         seed_at: int64 [1], the key of the generator; None: no dropout.
+        d_head: D, of outputs and gradients.
+        d_operand: width of the rest, behind D nothing but zeros; a multiple of 16, so that loads are of many bytes.
         window: keys that a query sees.
         scale: 1 / sqrt(D).
         factor: 1 / (1 - p).
@@ -155,22 +157,23 @@ def forward_kernel(
     key += lane * key_lane + head * key_head
     value += lane * value_lane + head * value_head
     position += head * position_head
-    dense = (lane * n_query * n_head + head) * d_head
-    of_u = _rows(query_u + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
-    of_v = _rows(query_v + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    first = lane * n_query * n_head + head  # vector of this lane and head
+    of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
+    of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
+    dense = first * d_head
     oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
     seed = 0 if seed_at is None else tl.load(seed_at)
 
     band = n_query - BLOCK - first_query  # the band's first row, before a tile's first key
-    rows = _rows(position, position_row, band + start, n_key, d_head, BLOCK, WIDTH)
+    rows = _rows(position, position_row, band + start, n_key, d_operand, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
     greatest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_key in range(start, end, BLOCK):
-        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_operand, BLOCK, WIDTH)
         high = _product(of_v, rows, PRECISION)
-        keys = _rows(key, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        keys = _rows(key, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
         scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
         low = high
         seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
@@ -182,9 +185,9 @@ def forward_kernel(
         total = total * shrink + tl.sum(weights, 1)
         greatest = new_greatest
         if seed_at is not None:
-            kept = _kept(seed, lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+            kept = _kept(seed, lane, head, first_query, first_key, THRESHOLD, BLOCK)
             weights = tl.where(kept, weights, 0.0)
-        values = _rows(value, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        values = _rows(value, value_row, first_key, n_key, d_operand, BLOCK, WIDTH)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     if seed_at is not None:
         sums *= factor
@@ -200,7 +203,7 @@ def query_gradient_kernel(
     query_u, query_v, key, value, position, oldest_of, seed_at, out, above, lse, delta, grad_query_u, grad_query_v,
     key_lane, key_row, key_head, value_lane, value_row, value_head,
     position_row, position_head, above_lane, above_row, above_head,
-    n_head, n_query, n_key, d_head, window, scale, factor,
+    n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q + u and of q + v, float32 [B,T,H,D], and the sums dO . O, float32 [B,H,T]: one block of queries.
@@ -215,11 +218,14 @@ def query_gradient_kernel(
     key += lane * key_lane + head * key_head
     value += lane * value_lane + head * value_head
     position += head * position_head
-    dense = (lane * n_query * n_head + head) * d_head
-    of_u = _rows(query_u + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
-    of_v = _rows(query_v + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    first = lane * n_query * n_head + head  # vector of this lane and head
+    of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
+    of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
+    dense = first * d_head
     attended = _rows(out + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
-    grad = _rows(above + lane * above_lane + head * above_head, above_row, first_query, n_query, d_head, BLOCK, WIDTH)
+    grad = _rows(
+        above + lane * above_lane + head * above_head, above_row, first_query, n_query, d_operand, BLOCK, WIDTH
+    )
     row = first_query + tl.arange(0, BLOCK)
     place = (lane * n_head + head) * n_query + row
     row_delta = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
@@ -229,34 +235,34 @@ def query_gradient_kernel(
     seed = 0 if seed_at is None else tl.load(seed_at)
 
     band = n_query - BLOCK - first_query
-    rows = _rows(position, position_row, band + start, n_key, d_head, BLOCK, WIDTH)
+    rows = _rows(position, position_row, band + start, n_key, d_operand, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
     of_low = tl.zeros([BLOCK, BLOCK], of_u.dtype)  # the gradient of `low` that the tile before has left
     by_content = tl.zeros([BLOCK, WIDTH], tl.float32)
     by_position = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_key in range(start, end, BLOCK):
-        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_operand, BLOCK, WIDTH)
         high = _product(of_v, rows, PRECISION)
-        keys = _rows(key, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        keys = _rows(key, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
         scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
         low = high
-        values = _rows(value, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        values = _rows(value, value_row, first_key, n_key, d_operand, BLOCK, WIDTH)
         grad_weights = _product(grad, values, PRECISION)
         seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
         kept = seen
         if seed_at is not None:
-            kept = _kept(seed, lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+            kept = _kept(seed, lane, head, first_query, first_key, THRESHOLD, BLOCK)
         _, grad_scores = _gradients_of_scores(
             scores, grad_weights, kept, row_lse, row_delta, seen, scale, factor, seed_at is not None
         )
         grad_scores = grad_scores.to(of_u.dtype)
         by_content = tl.dot(grad_scores, keys, by_content, input_precision=PRECISION)
         lower, higher = _by_distance(grad_scores, first_key, BLOCK)
-        rows = _rows(position, position_row, band + first_key, n_key, d_head, BLOCK, WIDTH)
+        rows = _rows(position, position_row, band + first_key, n_key, d_operand, BLOCK, WIDTH)
         by_position = tl.dot(of_low + lower, rows, by_position, input_precision=PRECISION)
         of_low = higher
     end = start + tl.cdiv(end - start, BLOCK) * BLOCK
-    rows = _rows(position, position_row, band + end, n_key, d_head, BLOCK, WIDTH)
+    rows = _rows(position, position_row, band + end, n_key, d_operand, BLOCK, WIDTH)
     by_position = tl.dot(of_low, rows, by_position, input_precision=PRECISION)
     _store_rows(grad_query_u + dense, n_head * d_head, first_query, n_query, d_head, by_content, BLOCK, WIDTH)
     _store_rows(grad_query_v + dense, n_head * d_head, first_query, n_query, d_head, by_position, BLOCK, WIDTH)
@@ -266,7 +272,7 @@ def query_gradient_kernel(
 def _tile(
     query_u, query_v, keys, values, low_rows, high_rows, seed_at, above, lse, delta,
     above_row, head, lane, first_query, first_key, oldest,
-    n_head, n_query, n_key, d_head, window, scale, factor,
+    n_head, n_query, n_key, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of one tile: q + u, q + v, the gradient from above, the weights that were applied, the scores' gradient.
@@ -276,11 +282,11 @@ def _tile(
         keys, values, low_rows, high_rows: [BLOCK,WIDTH].
         others: as in `forward_kernel`.
     """
-    of_u = _rows(query_u, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
-    of_v = _rows(query_v, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    of_u = _rows(query_u, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
+    of_v = _rows(query_v, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     low, high = _product(of_v, low_rows, PRECISION), _product(of_v, high_rows, PRECISION)
     scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
-    grad = _rows(above, above_row, first_query, n_query, d_head, BLOCK, WIDTH)
+    grad = _rows(above, above_row, first_query, n_query, d_operand, BLOCK, WIDTH)
     grad_weights = _product(grad, values, PRECISION)
     row = first_query + tl.arange(0, BLOCK)
     place = (lane * n_head + head) * n_query + row
@@ -289,7 +295,7 @@ def _tile(
     seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
     kept = seen
     if seed_at is not None:
-        kept = _kept(tl.load(seed_at), lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+        kept = _kept(tl.load(seed_at), lane, head, first_query, first_key, THRESHOLD, BLOCK)
     applied, grad_scores = _gradients_of_scores(
         scores, grad_weights, kept, row_lse, row_delta, seen, scale, factor, seed_at is not None
     )
@@ -301,18 +307,18 @@ def key_gradient_kernel(
     query_u, query_v, key, value, position, oldest_of, seed_at, above, lse, delta, grad_key, grad_value,
     key_lane, key_row, key_head, value_lane, value_row, value_head,
     position_row, position_head, above_lane, above_row, above_head,
-    n_head, n_query, n_key, d_head, window, scale, factor,
+    n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, [B,S,H,D], dense: one block of keys. Arguments as in the kernels above."""
     head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_key = tl.program_id(0) * BLOCK
-    query_u += (lane * n_query * n_head + head) * d_head
-    query_v += (lane * n_query * n_head + head) * d_head
+    query_u += (lane * n_query * n_head + head) * d_operand
+    query_v += (lane * n_query * n_head + head) * d_operand
     above += lane * above_lane + head * above_head
     position += head * position_head
-    keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
-    values = _rows(value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+    keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
+    values = _rows(value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH)
     oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
     memory = n_key - n_query
     start = tl.maximum(first_key - memory, 0) // BLOCK * BLOCK
@@ -322,12 +328,12 @@ def key_gradient_kernel(
     of_values = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_query in range(start, end, BLOCK):
         band = n_query - BLOCK - first_query + first_key
-        low_rows = _rows(position, position_row, band, n_key, d_head, BLOCK, WIDTH)
-        high_rows = _rows(position, position_row, band + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        low_rows = _rows(position, position_row, band, n_key, d_operand, BLOCK, WIDTH)
+        high_rows = _rows(position, position_row, band + BLOCK, n_key, d_operand, BLOCK, WIDTH)
         of_u, _, grad, applied, grad_scores = _tile(
             query_u, query_v, keys, values, low_rows, high_rows, seed_at, above, lse, delta,
             above_row, head, lane, first_query, first_key, oldest,
-            n_head, n_query, n_key, d_head, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
+            n_head, n_query, n_key, d_operand, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
         )  # fmt: skip
         of_values = tl.dot(tl.trans(applied), grad, of_values, input_precision=PRECISION)
         of_keys = tl.dot(tl.trans(grad_scores), of_u, of_keys, input_precision=PRECISION)
@@ -341,7 +347,7 @@ def position_gradient_kernel(
     query_u, query_v, key, value, position, oldest_of, seed_at, above, lse, delta, grad_position,
     key_lane, key_row, key_head, value_lane, value_row, value_head,
     position_row, position_head, above_lane, above_row, above_head,
-    n_head, n_lane, n_query, n_key, d_head, window, n_group, scale, factor,
+    n_head, n_lane, n_query, n_key, d_head, d_operand, window, n_group, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradient of positions over a group of lanes, along one diagonal of tiles.
@@ -350,40 +356,39 @@ def position_gradient_kernel(
     diagonals, of which the first lies at the lower left: diagonal n adds to block n (its `low`, in the first half) and
     to block n + 1 (its `high`, in the second half). Block 0 begins at row T - BLOCK ceil(T / BLOCK).
     """
-    diagonal, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    diagonal, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = tl.cdiv(n_query, BLOCK)
     offset = diagonal - (n_block - 1)  # of a tile's block of keys from its block of queries
     position += head * position_head
     band = n_query - BLOCK + offset * BLOCK
-    low_rows = _rows(position, position_row, band, n_key, d_head, BLOCK, WIDTH)
-    high_rows = _rows(position, position_row, band + BLOCK, n_key, d_head, BLOCK, WIDTH)
+    low_rows = _rows(position, position_row, band, n_key, d_operand, BLOCK, WIDTH)
+    high_rows = _rows(position, position_row, band + BLOCK, n_key, d_operand, BLOCK, WIDTH)
     of_low = tl.zeros([BLOCK, WIDTH], tl.float32)
     of_high = tl.zeros([BLOCK, WIDTH], tl.float32)
     # The shortest distance in the diagonal's tiles is BLOCK - 1 below that of their corners.
     in_window = n_key - n_query - offset * BLOCK - (BLOCK - 1) < window
     end = tl.where(in_window, tl.minimum(n_block, tl.cdiv(n_key, BLOCK) - offset), 0)
-    for number in range(group, n_lane, n_group):
-        lane = tl.to_tensor(number).to(tl.int64)
+    for lane in range(group, n_lane, n_group):
         oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
         for block in range(tl.maximum(oldest // BLOCK - offset, tl.maximum(-offset, 0)), end):
             first_key = (block + offset) * BLOCK
-            keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+            keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
             values = _rows(
-                value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_head, BLOCK, WIDTH
+                value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH
             )
-            dense = (lane * n_query * n_head + head) * d_head
+            dense = (lane * n_query * n_head + head) * d_operand
             _, of_v, _, _, grad_scores = _tile(
                 query_u + dense, query_v + dense, keys, values, low_rows, high_rows, seed_at,
                 above + lane * above_lane + head * above_head, lse, delta,
                 above_row, head, lane, block * BLOCK, first_key, oldest,
-                n_head, n_query, n_key, d_head, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
+                n_head, n_query, n_key, d_operand, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
             )  # fmt: skip
             lower, higher = _by_distance(grad_scores, first_key, BLOCK)
             of_low = tl.dot(tl.trans(lower), of_v, of_low, input_precision=PRECISION)
             of_high = tl.dot(tl.trans(higher), of_v, of_high, input_precision=PRECISION)
     n_rows = (tl.num_programs(0) + 1) * BLOCK  # of one half
     row_stride = n_head * d_head
-    half = grad_position + (2 * group.to(tl.int64) * n_rows) * row_stride + head * d_head
+    half = grad_position + (2 * group * n_rows) * row_stride + head * d_head
     _store_rows(half, row_stride, diagonal * BLOCK, n_rows, d_head, of_low, BLOCK, WIDTH)
-    half += tl.to_tensor(n_rows).to(tl.int64) * row_stride
+    half += n_rows.to(tl.int64) * row_stride
     _store_rows(half, row_stride, (diagonal + 1) * BLOCK, n_rows, d_head, of_high, BLOCK, WIDTH)

@@ -34,7 +34,7 @@ class FamilyModel(LanguageModel[StateT]):
     attention_name: str
     """The attention that it trains with, as logs have it."""
     attention_note: str | None = None
-    """The reason why the attention is not the one that the configuration prefers, in one line."""
+    """One line about the choice of attention, for the user who begins to train; None: nothing to say."""
     layers: nn.ModuleList
     """The layers, lowest first."""
     config: ModelConfig
