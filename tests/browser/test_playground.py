@@ -21,8 +21,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 pytest.importorskip("playwright", reason="make test-browser installs playwright for these tests")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("no chromium on the path", allow_module_level=True)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 
@@ -196,7 +195,9 @@ def test_a_text_is_continued_and_coloured_by_surprisal(server, tab):
         assert f"s{level}" in names
         assert token["source"] in names
     assert len({name for names in classes for name in names if re.fullmatch(r"s\d", name)}) >= 3
-    colours = tab.page.locator("#legend li").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
+    colours = tab.page.locator("#legend li").evaluate_all(
+        "all => all.map((each) => getComputedStyle(each).backgroundColor)"
+    )
     assert len(set(colours)) == len(LEVELS) + 1
     expect(tab.page.locator("#speed")).to_have_text(re.compile(r"^40 tokens at \d+(\.\d)? a second$"))
     assert tab.draft.input_value() == ""
@@ -369,7 +370,9 @@ def test_a_full_server_is_one_line_and_the_text_is_kept(trained, tab_at):
         tab.settings(5)
         tab.draft.fill(PROMPT)
         tab.button("Continue").click()
-        expect(tab.error).to_have_text(re.compile(r"^The server is busy: 1 streams are kept already; .* try again in \d+ seconds\.$"))
+        expect(tab.error).to_have_text(
+            re.compile(r"^The server is busy: 1 streams are kept already; .* try again in \d+ seconds\.$")
+        )
         assert tab.draft.input_value() == PROMPT
         server.api.delete(f"/v1/streams/{stream}")
         tab.button("Continue").click()
@@ -576,6 +579,7 @@ def test_white_space_and_parts_of_characters_can_be_seen(tab):
     for place, name in ((1, "␣"), (2, "↵"), (3, "⇥"), (4, "\\xc3"), (5, "\\xa9")):
         tab.tokens.nth(place).click()
         expect(tab.details.get_by_role("heading")).to_have_text(name)
+        tab.page.keyboard.press("Escape")
     assert tab.tokens.nth(2).evaluate("span => getComputedStyle(span, '::before').content") == '"↵"'
     parts = tab.page.locator(".part")
     assert parts.count() == 3

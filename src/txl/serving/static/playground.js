@@ -12,7 +12,7 @@ const KEY = "txl-api-key";
 const find = (id) => document.getElementById(id);
 const page = find("page"), tokensBox = find("tokens"), draft = find("draft"), details = find("details");
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 0 });
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const anySeed = () => Math.floor(Math.random() * 2 ** 31);
 
