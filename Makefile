@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test oracle oracle-tensorflow huggingface lm-eval triton bench-peers lint bench build clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton bench-peers lint bench build clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,15 @@ demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/txl demo --out runs/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/browser
+
+# The playground in Chromium, if there is one on the path.
+test-browser: $(VENV)/.browser
+	$(BIN)/python -m pytest tests/browser
+
+$(VENV)/.browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[browser]'
+	@touch $@
 
 # Against other implementations, live, in an environment of their time.
 oracle: .venv-oracle/.installed

@@ -21,12 +21,11 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 pytest.importorskip("playwright", reason="make test-browser installs playwright for these tests")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("no chromium on the path", allow_module_level=True)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 
-PATIENCE = 60_000
+PATIENCE = 20_000
 """Milliseconds that anything may take on a busy machine."""
 PROMPT = "12. The river rose"
 LEVELS = (1, 2, 4, 6, 9)
@@ -138,7 +137,6 @@ class Tab:
         self.settings(count, **settings)
         self.draft.fill(text)
         self.button("Continue").click()
-        expect(self.button("Stop")).to_be_enabled()
         self.done()
 
     def shown(self) -> str:
@@ -320,7 +318,6 @@ def test_an_alternative_chosen_while_text_comes_stops_it(server, tab):
     tab.draft.fill(PROMPT)
     tab.button("Continue").click()
     expect(tab.tokens.nth(len(PROMPT) + 20)).to_be_attached()
-    tab.tokens.nth(5).click()
     tab.page.get_by_label("tokens", exact=True).fill("10")
     tab.tokens.nth(5).click()
     tab.others.nth(1).click()
@@ -417,7 +414,7 @@ def test_a_lost_server_is_one_line_and_a_new_one_goes_on(trained, tab_at):
         assert tab.tokens.count() == count + 10
         assert tab.shown().startswith(old)
         assert [each["tokens"] for each in second.streams()] == [count + 10]
-        tab.no_errors("ERR_")
+        tab.no_errors("ERR_", "404")
 
 
 @pytest.mark.parametrize("width", [320, 360, 1100])
@@ -536,11 +533,11 @@ def test_many_tokens_stay_fast_and_the_oldest_lose_their_colour(server, tab):
 
 
 def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
-    text = "".join(f"{number}. The river rose; é.\n" for number in range(1200))
+    text = "".join(f"{number}. The river rose; é.\n" for number in range(500))
     tab.settings(0, attention=False)
     tab.draft.fill(text)
     tab.button("Continue").click()
-    expect(tab.button("Stop")).to_be_enabled()
+    expect(tab.text).to_have_text(text, use_inner_text=False)
     expect(tab.button("Continue")).to_be_enabled()
     expect(tab.error).to_be_hidden()
     assert tab.shown() == text
@@ -548,13 +545,12 @@ def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
     found = next(each for each in server.streams() if each["tokens"] == len(text.encode()))
     expected = f"{found['bits_per_character']:.2f} over {found['characters']:,} characters"
     expect(tab.page.locator("#bits")).to_have_text(expected)
-    tab.tokens.nth(3).click()  # too far back for a fork at the server: it is read again
     tab.page.get_by_label("tokens", exact=True).fill("5")
-    tab.tokens.nth(3).click()
+    tab.tokens.nth(3).click()  # too far back for a fork at the server: it is read again
     tab.others.nth(1).click()
     expect(tab.branches).to_be_visible()
     tab.done()
-    assert len({text[: len(tab.shown()) - 40], tab.shown()[:-40]}) == 1
+    assert text.startswith(tab.shown()[:-40])
 
 
 def test_markup_is_text(tab):
@@ -577,13 +573,13 @@ def test_white_space_and_parts_of_characters_can_be_seen(tab):
     text = "a \n\té“x"
     tab.draft.fill(text)
     tab.button("Continue").click()
-    expect(tab.button("Stop")).to_be_enabled()
+    expect(tab.tokens).to_have_count(len(text.encode()))
     expect(tab.button("Continue")).to_be_enabled()
     assert tab.shown() == text
-    assert tab.tokens.count() == len(text.encode())
     for place, name in ((1, "␣"), (2, "↵"), (3, "⇥"), (4, "\\xc3"), (5, "\\xa9")):
         tab.tokens.nth(place).click()
         expect(tab.details.get_by_role("heading")).to_have_text(name)
+        tab.page.keyboard.press("Escape")
     assert tab.tokens.nth(2).evaluate("span => getComputedStyle(span, '::before').content") == '"↵"'
     parts = tab.page.locator(".part")
     assert parts.count() == 3

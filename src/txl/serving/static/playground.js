@@ -4,7 +4,7 @@
 const ALTERNATIVES = 8;
 const RENDERED = 2000; // tokens that keep their colours and alternatives; older ones become plain text
 const COLLAPSED_AT_ONCE = 250;
-const DETAILED = 20000; // characters of one pasted text whose tokens are shown; what stands before is read, not coloured
+const DETAILED = 6000; // characters of one pasted text whose tokens are shown; what stands before is read, not coloured
 const LEVELS = [1, 2, 4, 6, 9]; // bits at which the next colour begins
 const LOCAL = 32; // tokens that the faint line averages
 const KEY = "txl-api-key";
@@ -12,7 +12,7 @@ const KEY = "txl-api-key";
 const find = (id) => document.getElementById(id);
 const page = find("page"), tokensBox = find("tokens"), draft = find("draft"), details = find("details");
 const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 0 });
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const anySeed = () => Math.floor(Math.random() * 2 ** 31);
 
@@ -181,14 +181,25 @@ function release(branch, keepalive = false) {
 
 /** Makes sure that a branch has a stream that has read exactly its tokens. */
 async function settle(branch, signal) {
-  if (!branch.stream) {
-    branch.stream = await streamOf(branch.ids, seedWanted() ?? anySeed(), signal);
-  } else if (branch.unsure) {
-    const old = { stream: branch.stream };
-    branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
-    release(old);
+  const old = { stream: branch.stream };
+  await look(branch, signal);
+  if (branch.stream?.tokens === branch.ids.length) return;
+  branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
+  release(old);
+}
+
+/** Brings what is known of a branch's stream up to date, once what was stopped there has ended. */
+async function look(branch, signal) {
+  while (branch.stream && branch.unsure) {
+    try {
+      branch.stream = await askJson(pathOf(branch), undefined, { signal });
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      branch.stream = null;
+    }
+    branch.unsure = branch.stream?.busy ?? false;
+    if (branch.unsure) await wait(20);
   }
-  branch.unsure = false;
 }
 
 /** Returns a new stream that has read some tokens. */
@@ -199,16 +210,16 @@ async function streamOf(ids, seed, signal) {
 
 /** Returns a new stream that has read a branch's first tokens: a fork, or where that is not possible, from its tokens. */
 async function streamAt(branch, position, seed, signal) {
-  for (let delay = 20; branch.stream; delay = Math.min(2 * delay, 500)) {
+  await look(branch, signal);
+  const { stream } = branch;
+  if (stream && position >= stream.fork_from && position <= stream.tokens) {
     try {
       return await askJson(`${pathOf(branch)}/fork`, { at: position, seed }, { signal });
     } catch (error) {
-      if (error.status === 404 || error.status === 400) break; // gone, or too far back
-      if (error.status !== 409) throw error;
-      await wait(delay); // what was stopped there ends within a step
+      if (error.status !== 404) throw error;
     }
   }
-  return streamOf(branch.ids.slice(0, position), seed ?? branch.stream?.seed ?? anySeed(), signal);
+  return streamOf(branch.ids.slice(0, position), seed ?? stream?.seed ?? seedWanted() ?? anySeed(), signal);
 }
 
 /** Reads text into a branch, with the tokens that are shown; returns nothing that was not read. */
@@ -333,6 +344,8 @@ async function run(work) {
       }
     } finally {
       if (running === controller) running = null;
+      paint();
+      if (!tokensBox.contains(document.activeElement)) rove(lastSpan());
       showBusy();
     }
   })();
@@ -440,7 +453,6 @@ function showBusy() {
   draft.placeholder = busy ? "" : empty
     ? "Write or paste something, and the model goes on from there."
     : "Add text here, or just continue.";
-  if (!busy) rove(tokensBox.querySelector("[tabindex='0']") ?? lastSpan());
 }
 
 // ---------------------------------------------------------------- tokens on the page
@@ -456,6 +468,7 @@ function show(branch) {
   painted = { branch, upTo: 0 };
   if (branch.plain) collapseInto(branch.plain);
   paint();
+  rove(lastSpan());
   showBranches();
   showBusy();
   page.scrollTop = page.scrollHeight;
@@ -505,6 +518,7 @@ function level(token) {
 
 /** Turns the oldest tokens into plain text, so that a long text stays fast. */
 function collapse(branch) {
+  const begun = takeBegun();
   const old = branch.tokens.splice(0, branch.tokens.length - RENDERED);
   const text = old.map((token) => token.piece).join("");
   branch.plain += text;
@@ -516,14 +530,18 @@ function collapse(branch) {
     span.remove();
     if (!block.hasChildNodes()) block.remove();
   }
-  collapseInto(text);
+  collapseInto(begun + text);
+}
+
+/** Takes the plain text that begins a line off the page. */
+function takeBegun() {
+  const begun = tokensBox.querySelector(".begun");
+  begun?.remove();
+  return begun?.textContent ?? "";
 }
 
 /** Adds plain text before the tokens: whole lines as blocks of their own, and what begins a line before its first token. */
 function collapseInto(text) {
-  let begun = tokensBox.querySelector(".begun");
-  text = (begun?.textContent ?? "") + text;
-  begun?.remove();
   const cut = text.lastIndexOf("\n") + 1;
   const block = [...tokensBox.children].find((each) => !each.classList.contains("plain"));
   if (cut) {
@@ -533,7 +551,7 @@ function collapseInto(text) {
     tokensBox.insertBefore(lines, block ?? null);
   }
   if (cut < text.length) {
-    begun = document.createElement("span");
+    const begun = document.createElement("span");
     begun.className = "begun";
     begun.textContent = text.slice(cut);
     if (block) block.prepend(begun);
@@ -559,6 +577,7 @@ const nameOf = (token) => (token.text.startsWith("bytes:") ? token.text.slice(6)
 
 let active = null; // the span whose alternatives are shown
 let pinned = false;
+let returning = false; // whether a token gets the focus back, which opens nothing
 let hiding = 0;
 
 function openDetails(span, pin) {
@@ -650,7 +669,11 @@ function closeDetails(refocus) {
   active?.classList.remove("active");
   active = null;
   pinned = false;
-  if (refocus && held && span?.isConnected) span.focus();
+  if (refocus && held && span?.isConnected) {
+    returning = true;
+    span.focus();
+    returning = false;
+  }
   drawSoon();
 }
 
@@ -690,7 +713,7 @@ tokensBox.addEventListener("focusin", (event) => {
   span.setAttribute("role", "button");
   span.setAttribute("aria-haspopup", "true");
   span.setAttribute("aria-label", `${nameOf(span.token)}, ${costOf(span.token)}`);
-  if (span.matches(":focus-visible")) openDetails(span, true);
+  if (!returning && span.matches(":focus-visible")) openDetails(span, true);
 });
 tokensBox.addEventListener("focusout", (event) => {
   const span = tokenAt(event);
