@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +20,7 @@ from txl.models import build_model
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
 
+ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "interop" / "golden"
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 SMALL = [
@@ -150,3 +152,29 @@ def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monke
     options = arithmetic_of_this_machine()
     assert options == expected
     validate(with_options(txl.preset("stdlib-bpe"), options))
+
+
+def _defined(path: Path) -> set[str]:
+    """Functions, classes, methods and assigned names of a module: `name` and `Class.name`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        inside = [(f"{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
+        for prefix, body in [("", [node]), *inside]:
+            for each in body:
+                if isinstance(each, ast.FunctionDef | ast.ClassDef):
+                    found.add(prefix + each.name)
+    return found
+
+
+@pytest.mark.parametrize("page", ["model.md", "architecture.md"])
+def test_pages_that_explain_the_code_point_to_what_is_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    source = ROOT / "src" / "txl"
+    for path in re.findall(r"`([\w/]+/\w+\.(?:py|cpp))`", text):
+        assert (ROOT / path if path.startswith(("examples", "tests")) else source / path).is_file(), path
+    for name, path in re.findall(r"`([A-Za-z_][\w.]*)`(?:, `[\w.]+`)* in `([\w/]+\.py)`", text):
+        assert name in _defined(source / path), f"{name} in {path}"
+    everywhere = set().union(*(_defined(path) for path in source.rglob("*.py")))
+    methods = [name for name in re.findall(r"`([A-Z]\w+\.\w+)`", text) if not name.endswith(".md")]
+    assert len(methods) > 2
+    assert [name for name in methods if name not in everywhere] == []

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
 from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, VanillaConfig, as_family
+from txl.errors import UserError
 from txl.models import build_model
+from txl.models.cache import ContinuousCache
 from txl.models.family import FamilyModel
 
 V, B, LENGTH = 17, 3, 12
@@ -71,6 +74,31 @@ def in_segments(model: FamilyModel, tokens: Tensor, targets: Tensor, segment: in
         part, state = model.nll(tokens[:, start : start + segment], targets[:, start : start + segment], state)
         parts.append(part)
     return torch.cat(parts, dim=1)
+
+
+def test_a_state_says_how_far_it_sees_and_survives_as_tensors(model):
+    tokens, targets = stream()
+    for each in (model, ContinuousCache(model, 5, 0.3, 0.2)):
+        _, state = each.nll(tokens, targets, each.init_state(B))
+        assert state.lengths == model.config.lengths()
+        assert state.length in (None, 0, LENGTH)
+        copy = each.state_from_tensors(state.to_tensors())
+        assert torch.equal(each.nll(tokens, targets, copy)[0], each.nll(tokens, targets, state)[0])
+        assert copy.filled_with_noise().batch_size == B
+
+
+def test_a_model_without_hidden_states_says_so(model):
+    cache = ContinuousCache(model, 5, 0.3, 0.2)
+    with pytest.raises(UserError, match="ContinuousCache has no hidden states"):
+        cache.hidden_states(stream()[0], cache.init_state(B))
+    assert cache.own_model is model
+    assert (model.own_model, model.cache_settings) == (model, {})
+
+
+def test_shapes_are_checked_while_tests_run(model):
+    tokens, targets = stream()
+    with pytest.raises(jaxtyping.TypeCheckError, match="targets"):
+        model.nll(tokens, targets[:, 1:], model.init_state(B))
 
 
 @pytest.mark.parametrize("segment", [1, 3, 5])
