@@ -4,7 +4,8 @@
 |---|---|---|
 | tests, `model.attention` reference: **the oracle** of all others | `reference_attention` | `equations.py` |
 | training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
-| training, `compiled` | `compiled_attention` | `backends.py`; C++: `native/attend_backward.cpp` |
+| training, `compiled` (what `fastest` chooses on a CPU with a compiler) | `compiled_attention` | `backends.py`; C++: `native/attend_backward.cpp` |
+| training on an NVIDIA GPU, `triton` | `fused_relative_attention` | `fused.py`, `triton_kernels.py` |
 | training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |
 | segments without gradients on a CPU with a compiler | `fused_attention` | `native/attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
@@ -23,6 +24,7 @@ token. A module with a hook, or of another class, makes every one-token way give
 | `reference_attention` | yes | yes | yes | yes | any order | every dtype |
 | `shifted_attention` | yes | yes | yes | yes | first | every dtype |
 | `compiled_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
+| `fused_relative_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
 | `SegmentPhases.attend` | yes | no | no | no | first | every dtype; `flex` float32, bfloat16 |
 | `fused_attention` | yes | yes | no | - | no | float32, bfloat16 |
 | `read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
