@@ -111,6 +111,8 @@ class Backend:
     """Computes segments with gradients or dropout (from projected positions; see `kernel`)."""
     read: RelativeAttention = attention_without_gradients
     """Computes segments without gradients."""
+    reads_on: str | None = None
+    """Kind of device on which `train` computes segments without gradients too."""
     kernel: Callable[[], FusedKernel] | None = None
     """Makes the fused attention of the factorised form, which then computes training segments in place of `train`."""
     compiled_step: bool = False
@@ -141,7 +143,8 @@ class Backend:
         dropout: float = 0.0,
     ) -> Float[Tensor, "B T H D"]:
         """Return what every query of a segment attends to: the switch between the ways to compute it."""
-        attend = self.train if dropout > 0 or torch.is_grad_enabled() else self.read
+        trains = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.reads_on
+        attend = self.train if trains else self.read
         return attend(query, key, value, position, u, v, scope, dropout)
 
     def refusal(
@@ -206,6 +209,7 @@ BACKENDS = {
             "triton",
             "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
             fused_relative_attention,
+            reads_on="cuda",
             devices=("cuda",),
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=why_not_fused,
