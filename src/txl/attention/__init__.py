@@ -4,8 +4,8 @@
 |---|---|---|
 | tests, `model.attention` reference: **the oracle** of all others | `reference_attention` | `equations.py` |
 | training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
-| training, `compiled` (what `fastest` chooses on a CPU) | `compiled_attention` | `backends.py`; `native/attend_backward.cpp` |
-| training and segments without gradients on an NVIDIA GPU, `triton` | `fused_relative_attention` | `fused.py`, `triton_kernels.py` |
+| training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attend_backward.cpp` |
+| training and segments on an NVIDIA GPU, `triton` | `fused_relative_attention` | `fused.py`, `triton_kernels.py` |
 | training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |
 | segments without gradients on a CPU with a compiler | `fused_attention` | `native/attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
