@@ -316,8 +316,7 @@ class EvalConfig:
 
     def length_options(self) -> dict[str, Any]:
         """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
-        clamp_len = "none" if self.clamp_len is None else self.clamp_len
-        return {"mem_len": self.mem_len, "window": self.window or "none", "clamp_len": clamp_len}
+        return self.lengths.options()
 
     @property
     def lengths(self) -> Lengths:
