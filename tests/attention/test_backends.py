@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
 
-from txl.attention import BACKENDS, attention_backend, unmeasured_note
+from txl.attention import BACKENDS, attention_backend, attention_note
 from txl.attention.backends import FASTEST_ON
 from txl.cli import main
 from txl.config import AttentionName, TransformerXLConfig
@@ -39,18 +39,18 @@ def test_auto_and_fastest_find_one_for_every_model(model, device):
 
 
 def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monkeypatch):
-    assert unmeasured_note(PLAIN, "cuda") is None  # there is none here
+    assert attention_note(PLAIN, "cuda") is None  # there is none here
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T1")
-    note = unmeasured_note(PLAIN, "cuda:0")
+    note = attention_note(PLAIN, "cuda:0")
     assert note == (
-        "no attention backend was timed on NVIDIA T1; auto takes shifted, --model.attention triton may be faster"
+        "no attention backend was timed on NVIDIA T1; shifted is used, --model.attention triton may be faster"
     )
-    assert unmeasured_note(PLAIN, "cuda:1") is None
-    assert unmeasured_note(PLAIN, "cpu") is None
-    assert unmeasured_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0") is None
+    assert attention_note(PLAIN, "cuda:1") is None
+    assert attention_note(PLAIN, "cpu") is None
+    assert attention_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0") is None
     monkeypatch.setitem(FASTEST_ON, "NVIDIA T1", "factorised")
-    assert unmeasured_note(PLAIN, "cuda:0") is None
+    assert attention_note(PLAIN, "cuda:0") is None
     assert attention_backend(PLAIN, "cuda:0").name == "factorised"
     assert attention_backend(SMALL, "cuda:0").name == "shifted"  # it has dropout of attention
     assert attention_backend(PLAIN, "cpu").name == "shifted"
