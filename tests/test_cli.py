@@ -620,7 +620,7 @@ def test_a_run_of_before_goes_on_with_the_text_as_it_read_it(unit, story, data_d
     assert (stored.word_rule, stored.normalise) == ("whitespace" if unit == "word" else None, False)
     assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
     assert json.loads(capsys.readouterr().out)["nll"] == before["nll"]
-    with pytest.raises(UserError, match=r"data\.normalise False -> True"):
+    with pytest.raises(UserError, match=r"data\.normalise false -> true"):
         txl.Trainer(
             small_run(str(tmp_path / "story.txt"), **given, **{"data.normalise": "true"}), out, data_dir=data
         ).fit()

@@ -14,7 +14,11 @@ import txl
 from tests.conftest import small_run
 from tests.test_cli import options_of
 from txl.cli import build_parser, main
+from txl.commands.demo import PROMPTS, arithmetic_of_this_machine
+from txl.config import validate, with_options
 from txl.models import build_model
+from txl.runs import environment
+from txl.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "interop" / "golden"
@@ -126,14 +130,28 @@ def test_what_the_readme_points_to_is_there(target):
     assert (Path(__file__).parent.parent / target).exists(), target
 
 
-def test_the_demo_goes_all_the_way(tmp_path, data_dir, capsys):
+def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):
     out = tmp_path / "demo"
-    words = ["demo", "--out", str(out), "--data-dir", str(data_dir), "--test-tokens", "3000"]
-    small = [option for option in options_of(small_run("stdlib")) if not option.startswith("--data.corpus")]
-    assert main([*words, *small]) == 0
-    summary = "\n".join(capsys.readouterr().out.splitlines()[-3:])
-    for part in ("with memory 16", "without", "zlib", "lzma", str(out / "report.html")):
+    small = options_of(small_run(str(story)))
+    assert main(["demo", "--out", str(out), "--data-dir", str(data_dir), "--test-tokens", "1000", *small]) == 0
+    summary = "\n".join(capsys.readouterr().out.splitlines()[-17:])
+    compared = ("zlib", "bz2", "lzma", "has seen training text (lzma that has seen it too: ")
+    for part in (*PROMPTS[-1].splitlines(), "with memory 16", "without", *compared, str(out / "report.html")):
         assert part in summary
+    row = next(event for event in RunDirectory(out).events() if event["event"] == "sweep")["rows"][-1]
+    assert (row["mem_len"], row["tokens"] + row["dropped"] + 1, row["dtype"]) == (16, 1000, "float32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("avx2 avx512f", {"train.steps": "800"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
+)
+def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monkeypatch):
+    monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = arithmetic_of_this_machine()
+    assert options == expected
+    validate(with_options(txl.preset("stdlib-bpe"), options))
 
 
 def _defined(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from txl.cli import main
-from txl.commands.options import print_table
+from txl.commands.output import print_table
 
 MARKED = "a[/b] [bold]text[/]"
 

@@ -7,63 +7,44 @@ SIGTERM after its state was saved.
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import txl
-from txl.commands import (
-    attention,
-    bench,
-    cache,
-    compress,
-    data,
-    demo,
-    dynamic,
-    evaluate,
-    export,
-    generate,
-    import_,
-    presets,
-    recl,
-    report,
-    reproduce,
-    samples,
-    score,
-    status,
-    train,
-)
 from txl.commands.options import bounded_int
-from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean
 
 COMMANDS = (
-    presets,
-    data,
-    train,
-    status,
-    evaluate,
-    cache,
-    dynamic,
-    score,
-    recl,
-    attention,
-    reproduce,
-    generate,
-    samples,
-    compress,
-    report,
-    import_,
-    export,
-    bench,
-    demo,
+    "presets",
+    "data",
+    "train",
+    "status",
+    "evaluate",
+    "cache",
+    "dynamic",
+    "score",
+    "recl",
+    "attention",
+    "reproduce",
+    "generate",
+    "serve",
+    "samples",
+    "compress",
+    "report",
+    "import_",
+    "export",
+    "bench",
+    "demo",
 )
+"""The modules of `txl.commands`, in the order of the help."""
 
 _NO_ROOM = r"out of memory|not enough memory|can't allocate|calculation overflowed"
-"""What PyTorch says of tensors that no memory holds; the last is for sizes beyond 64 bits."""
+"""Messages of PyTorch for tensors that do not fit into memory; the last is for sizes beyond 64 bits."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,12 +55,11 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, bounded_int)  # every type=int, of every command
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As the base class, but what is no choice is told its neighbours."""
+        """Refuse a value that is not among the choices, naming the nearest."""
         if action.choices is not None and value not in action.choices:
             what = f"unknown command {value!r}" if action.dest in ("command", "action", "workload") else None
-            near = difflib.get_close_matches(str(value), map(str, action.choices), n=3, cutoff=0.6)
-            every = ", ".join(map(str, action.choices))
-            hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {every}"
+            choices = [str(each) for each in action.choices]
+            hint = did_you_mean(str(value), choices) or f"expected one of {', '.join(choices)}"
             raise argparse.ArgumentError(None if what else action, f"{what or f'invalid choice: {value!r}'}; {hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -87,26 +67,26 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As the base class, but an unknown option is refused here, where its neighbours are known."""
+        """Parse; refuse an unknown option here, where those with similar names are known."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].split("=")[0]
             # --model.n_layer is --model.n-layer too; one spelling is enough.
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-            near = difflib.get_close_matches(option.replace("_", "-"), known, n=3, cutoff=0.6)
-            hint = f"; did you mean {' or '.join(near)}?" if near and option.startswith("-") else ""
-            kind = "option" if option.startswith("-") else "argument"
-            self.error(f"unknown {kind} {option}{hint}")
+            if not option.startswith("-"):
+                self.error(f"unknown argument {option}")
+            hint = did_you_mean(option.replace("_", "-"), known)
+            self.error(f"unknown option {option}" + (f"; {hint}" if hint else ""))
         return namespace, []
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = Parser(prog="txl", description="Transformer-XL: language models that read past a fixed-length context.")
     parser.add_argument("--version", action="version", version=f"txl {txl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add_parser(commands)
+        import_module(f"txl.commands.{command}").add_parser(commands)
     parser.set_defaults(parse=parser.parse_args)  # a command that runs others parses their words with it
     return parser
 
@@ -122,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """As `main`; what Ctrl-C raises in here, and only in here, is caught (`txl.__main__`)."""
+    """Run one command; Ctrl-C raises KeyboardInterrupt in this function alone (see `txl.__main__`)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # text that the terminal's encoding lacks must not end a command

@@ -1,5 +1,11 @@
 """The mistakes that a user can make, told apart from failures of the program."""
 
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake of the user's: the command line prints it as one line and exits with code 2.
@@ -23,7 +29,7 @@ class ProcessLost(Exception):
     def __init__(self, message: str = "", quiet: bool = False):
         super().__init__(message)
         self.quiet = quiet
-        """Whether the reason is another process's to tell."""
+        """True if another process tells the reason."""
 
 
 class CommandFailed(Exception):
@@ -32,3 +38,20 @@ class CommandFailed(Exception):
 
 class TrainingDiverged(CommandFailed):
     """Training came to numbers that are not finite, or to a model that is of no use."""
+
+
+def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return a question that names the known words nearest to a mistaken one: "did you mean a or b?".
+
+    Args:
+        given: the mistaken word.
+        known: what was expected.
+        cutoff: the least similarity that is near, from 0 to 1.
+
+    Returns:
+        None if no known word is near.
+    """
+    import difflib
+
+    near = difflib.get_close_matches(given, list(known), n=3, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else None

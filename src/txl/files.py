@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from txl.errors import UserError
+
+JsonObject = dict[str, Any]
+"""An object of JSON; whoever reads one checks the values that it uses."""
 
 
 @contextmanager
@@ -34,16 +39,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write a small file so that it is either the old or the new one, also after a crash."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def read_json(path: Path, remedy: str = "") -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        remedy: what a user can do about a damaged file; the end of the error's message.
+
+    Raises:
+        OSError: if it cannot be read.
+        UserError: if it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def sync(path: Path) -> None:
@@ -77,11 +95,12 @@ def make_scratch(folder: Path, name: str) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's content, in hexadecimal digits."""
+    """Return the sha256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_full(error: Exception) -> bool:
-    """Whether something could not be written for want of room; the safetensors library says so in words alone."""
+    """Return whether something could not be written for want of room; the safetensors library says so in words
+    alone."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)

@@ -25,10 +25,10 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 from txl.config import TransformerXLConfig as ModelFields
+from txl.config.transformer_xl import HUGGINGFACE_TYPE as MODEL_TYPE
 from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 
-MODEL_TYPE = "txl-transformer-xl"
 _FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
 
 
@@ -50,7 +50,7 @@ class TransformerXLConfig(PreTrainedConfig):
         super().__init__(**values)
 
     def to_model_config(self) -> ModelFields:
-        """The configuration of the model inside."""
+        """Return the configuration of the model inside."""
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in _FIELDS}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -66,7 +66,7 @@ class TransformerXLCache:
         self.state, self.n_seen = state, n_seen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read so far, padding included (not only those that memory still holds)."""
+        """Return the number of tokens read so far, padding included (not only those that memory still holds)."""
         return self.n_seen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -88,7 +88,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: Any) -> None:
-        """The model inside has drawn its own."""
+        """Do nothing: the model inside has drawn its own weights."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -106,7 +106,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """One segment.
+        """Read one segment.
 
         Args:
             input_ids: int64 [B,T].
@@ -158,18 +158,18 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """int64 [B,T] -> [B,T,E]; an adaptive embedding has several tables."""
+        """Return the embedding, int64 [B,T] -> [B,T,E]; an adaptive one has several tables."""
         return self.model.embedding
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> torch.nn.Module:
-        """Refused: tables, clusters and softmax belong to one vocabulary."""
+        """Refuse: tables, clusters and softmax belong to one vocabulary."""
         raise ValueError(
             "the vocabulary of a Transformer-XL cannot be resized: its embedding, clusters and softmax belong "
             "together; train one with the other vocabulary"
         )
 
     def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
-        """As transformers does, with the code beside it that `trust_remote_code` opens."""
+        """Save as transformers does, with the code beside it that `trust_remote_code` opens."""
         super().save_pretrained(save_directory, **settings)
         if __name__ == "txl.huggingface":  # in an export's own copy, transformers takes the files along by itself
             export = import_module("txl.interop.export_run")
@@ -177,7 +177,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
                 (Path(save_directory) / name).write_text(source, encoding="utf-8")
 
     def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """A first segment whose lanes have text from `first` on, `length` tokens [B] each, and padding around it.
+        """Read a first segment whose lanes have text from `first` on, `length` tokens [B] each, and padding around it.
 
         Every lane's text is moved to the left, where causality hides what comes after it; the hidden states then move
         back, and those that memory keeps to the right, so that all lanes' texts end together.
@@ -199,7 +199,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
-        """Only the tokens that memory has not seen: the prompt once, then one token a step."""
+        """Return only the tokens that memory has not seen: the prompt once, then one token a step."""
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
         return {
             "input_ids": input_ids[:, n_seen:],
@@ -225,14 +225,14 @@ class _Everything(Memory):
 
 
 def _moved_right(states: Tensor, distance: Tensor) -> Tensor:
-    """Each lane of [B,T,E] moved by its own distance [B]; what comes in from the left is the lane's first state."""
+    """Move each lane of [B,T,E] right by its own distance [B]; its first state fills the room on the left."""
     place = torch.arange(states.shape[1], device=states.device)
     source = (place - distance[:, None]).clamp(min=0)
     return states.gather(1, source[..., None].expand_as(states))
 
 
 def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[Tensor, Tensor] | None:
-    """Where each lane's text begins and how long it is, int64 [B] each; None if there is no padding to care about.
+    """Return where each lane's text begins and how long it is, int64 [B] each; None if nothing is padded.
 
     Raises:
         ValueError: for a mask that cannot be honoured.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,32 +28,31 @@ _TIMEOUT = timedelta(minutes=10)
 """Longest that a process waits for another in one exchange. One that dies is noticed at once, by its connection."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process and its fellows. All methods that exchange something have to be called by all of them."""
 
     rank: int = 0
     count: int = 1
-    _store: Any = None
+    _store: PrefixStore | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and talks."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def share(self, total: int) -> range:
-        """The lanes of this process, of `total`.
-
-        Raises:
-            UserError: if they cannot be divided evenly.
-        """
+        """Return the lanes of this process, of `total`."""
         if total % self.count:
             raise UserError(f"{total} lanes cannot be divided over {self.count} processes; expected a multiple")
         each = total // self.count
         return range(self.rank * each, (self.rank + 1) * each)
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all processes, in float64."""
+        """Return the sums over all processes, in float64."""
         if self.count == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -61,11 +60,11 @@ class Processes:
         return total.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set anywhere."""
+        """Return whether the flag is set in any process."""
         return self.sum(float(flag))[0] > 0
 
     def most(self, value: int) -> int:
-        """The largest of all processes' values."""
+        """Return the largest of all processes' values."""
         if self.count == 1:
             return value
         largest = torch.tensor([value])
@@ -73,7 +72,7 @@ class Processes:
         return int(largest)
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
-        """The tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
+        """Return the tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
         tensor = tensor.detach().cpu().contiguous()
         if self.count == 1:
             return [tensor]
@@ -81,8 +80,8 @@ class Processes:
         dist.gather(tensor, parts)
         return parts
 
-    def first_does(self, name: str, action: Callable[[], Any]) -> Any:
-        """Process 0 acts while the others wait, however long; what it returns, a JSON value, is known to all.
+    def first_does(self, name: str, action: Callable[[], T]) -> T:
+        """Let process 0 act while the others wait, however long; all get what it returns, a JSON value.
 
         Args:
             name: of the action, used once.
@@ -93,6 +92,7 @@ class Processes:
         """
         if self.count == 1:
             return action()
+        assert self._store is not None
         # A store, not a barrier: a corpus may take hours to prepare, and no exchange waits that long.
         if not self.is_first:
             while not self._store.check([name]):
@@ -112,7 +112,8 @@ class Processes:
 
 @contextmanager
 def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
-    """The processes that torchrun started, connected, and this one's device; a single one if it started none.
+    """Connect the processes that torchrun started and give them with this one's device; a single one if it started
+    none.
 
     Args:
         device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
@@ -140,7 +141,7 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
 
 @contextmanager
 def _lost_peers_named() -> Iterator[None]:
-    """An exchange that fails because another process has died ends this one too, in one line."""
+    """End this process in one line if an exchange fails because another process has died."""
     try:
         yield
     except RuntimeError as error:

@@ -24,22 +24,25 @@ PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
 
 def test_every_name_of_the_configuration_is_a_backend():
-    assert set(get_args(AttentionName)) == {"auto", *BACKENDS}
+    assert set(get_args(AttentionName)) == {"auto", "fastest", *BACKENDS}
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:1", "mps"])
 @pytest.mark.parametrize("model", [PLAIN, SMALL, dataclasses.replace(SMALL, clamp_len=3)])
-def test_auto_finds_one_for_every_model(model, device):
-    found = attention_backend(model, device)
-    assert found.name == "shifted"
-    assert found.refusal(model, device) is None
+def test_auto_and_fastest_find_one_for_every_model(model, device):
+    for choice in ("auto", "fastest"):
+        found = attention_backend(dataclasses.replace(model, attention=choice), device)
+        is_fast = choice == "fastest" and device in (None, "cpu") and why_not() is None
+        assert found.name == ("compiled" if is_fast else "shifted")
+        assert found.refusal(model, device) is None
 
 
 def test_an_unknown_name_is_refused():
     unknown = dataclasses.replace(PLAIN)
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        UserError, match=r"'flash'; expected one of auto, reference, shifted, compiled, factorised, flex"
+        UserError,
+        match=r"'flash'; expected one of auto, fastest, reference, shifted, compiled, triton, factorised, flex",
     ):
         attention_backend(unknown)
 

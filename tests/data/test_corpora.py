@@ -83,6 +83,7 @@ def test_lossless_units_give_the_text_back(unit, story, data_dir):
         text = text_of(corpus, split)
         assert text in original
         assert corpus.vocabulary.decode(corpus.tokens(split)) == text.decode()
+    assert b"".join(text_of(corpus, split) for split in ("train", "valid", "test")) == original
     info = corpus.info()
     assert sum(record["bytes"] for record in info["splits"].values()) == len(original)
     assert all(record["tokens"] == len(corpus.tokens(name)) for name, record in info["splits"].items())
@@ -94,7 +95,14 @@ def test_characters_unseen_in_training_are_one_counted_unknown(tmp_path, data_di
     corpus = txl.open_corpus(str(path), "char", data_dir=data_dir, quiet=True)
     assert len(corpus.vocabulary) == 3  # <unk>, a, b
     assert corpus.info()["splits"]["valid"]["unknown"] == 3
+    assert corpus.vocabulary.spell(np.array([1, 2])) == b"ab"
+    assert corpus.vocabulary.spell(np.array([1, 0, 2])) is None
     assert corpus.info()["splits"]["test"]["unknown"] == 1
+
+
+def test_the_training_text_of_words_is_not_to_be_had(story, data_dir):
+    with pytest.raises(UserError, match="the text of the train split is not kept"):
+        text_of(txl.open_corpus(str(story), "word", data_dir=data_dir, quiet=True), "train")
 
 
 def test_words_are_split_at_white_space_with_an_eos_a_line(tmp_path, data_dir):

@@ -154,7 +154,7 @@ def test_lanes_of_shuffled_sentences_are_contiguous():
 def test_the_order_of_sentences_is_fixed_for_all_versions():
     # The generator's published test values: the numbers that follow the state 1234567.
     states = np.array([1234567, 1234567 + 0x9E3779B97F4A7C15], dtype=np.uint64)
-    assert streams._mix(states).tolist() == [6457827717110365317, 3203168211198807973]
+    assert streams.splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
     assert shuffled(8, seed=1, epoch=0).tolist() == [2, 5, 6, 0, 3, 4, 1, 7]
     counts = np.zeros((6, 6))
     for number in range(600):

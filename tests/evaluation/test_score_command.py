@@ -16,7 +16,7 @@ from tests.conftest import small_run
 
 import txl
 from txl.cli import main
-from txl.commands.score import escaped
+from txl.evaluation.surprisal import escaped
 from txl.runs.directory import RunDirectory
 
 UNITS = ("byte", "char", "word", "bpe")

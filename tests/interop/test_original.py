@@ -24,7 +24,7 @@ EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 FILES = [f"{name}.pt" for name in CASES] + [f"{name}.legacy.pt" for name in LEGACY]
 
 
-def losses(model: txl.LanguageModel[Any], tokens: torch.Tensor) -> torch.Tensor:
+def losses(model: txl.LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     state, found = model.init_state(len(tokens)), []
     with torch.inference_mode():
         for start in range(0, tokens.shape[1] - 1, SEGMENT):

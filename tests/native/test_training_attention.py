@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl.attention import KeyScope, attention_backend, reference_attention, shifted_attention
+from txl.attention import KeyScope, attention_backend, fallback_note, reference_attention, shifted_attention
 from txl.attention.backends import compiled_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
@@ -280,4 +280,11 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(UserError, match=r"needs the library .* \(no C\+\+ compiler found \(c\+\+\)\)"):
         attention_backend(model, "cpu")
     assert attention_backend(model).name == "compiled"  # which reads everywhere
+    fastest = TransformerXLConfig(attention="fastest")
+    assert attention_backend(fastest, "cpu").name == "shifted"
+    note = (
+        "model.attention fastest: model.attention compiled needs the library that is compiled for this processor (no C"
+    )
+    assert (fallback_note(fastest, "cpu") or "").startswith(note)
+    assert fallback_note(fastest, "cuda:0") is None  # where shifted is the fastest
     assert library() is None

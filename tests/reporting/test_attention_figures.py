@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from txl.reporting.attention_page import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
 from txl.reporting.context_figures import gains_plot
-from txl.reporting.plots import COLORS
-from txl.reporting.style import STYLE
+from txl.reporting.style import LIGHT, STYLE
 
 N_KEY = 40
 WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"]
@@ -97,7 +96,7 @@ def test_what_a_token_does_not_see_is_masked_and_what_it_ignores_is_not():
 
 def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
     red, green, blue, _ = HEAT.get_bad()
-    assert not {to_hex(each) for each in (HEAT(1.0), (red, green, blue))} & set(COLORS.values())
+    assert not {to_hex(each) for each in (HEAT(1.0), (red, green, blue))} & set(LIGHT.values())
 
 
 def test_heat_maps_follow_the_page_into_dark_mode():

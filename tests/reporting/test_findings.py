@@ -133,15 +133,6 @@ def test_the_curve_is_the_run_s_own_way_and_never_a_cache_s(run):
     assert [(row["mem_len"], row["temperature"]) for row in read(run).curve] == [(0, 1.0), (128, 1.0)]
 
 
-def test_a_log_from_before_there_were_temperatures_holds_plain_evaluations(run):
-    row = evaluation(1.5, 256)
-    run.log("eval", 100, **{name: row[name] for name in row if name not in ("temperature", "sliding", *CACHE)})
-    run.log("eval", 100, **evaluation(1.4, 256))
-    found = read(run)
-    assert found.result is not None
-    assert (found.result["nll"], found.others) == (1.4, [])  # the same measurement, newer
-
-
 def test_the_newest_of_equal_measurements_counts(run):
     for nll in (1.5, 1.4):
         run.log("eval", 100, **evaluation(nll, 256))

@@ -11,9 +11,10 @@ import txl.runs.directory
 from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
-from txl.reporting.compression import compress
+from txl.reporting.compression import compress, lzma_after
 from txl.reporting.report import write_report
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 
 VOID = {"meta", "path", "rect", "use", "line", "br"}
 
@@ -145,9 +146,15 @@ def test_the_result_is_the_log_s(whole, html):
     assert f"{saved:.1%} fewer bits with memory" in text
     for row in rows:
         assert f"{row['bpc']:.4f} {row['ppl']:.3f} {row['bits_per_byte']:.4f} {row['nll']:.4f} 32,020" in text
-    zlib, lzma = 640_413 * 264 // 1000, 640_413 * 221 // 1000
-    assert f"lzma (xz -9) {8 * lzma / 640_413:.3f} zlib (level 9) {8 * zlib / 640_413:.3f}" in text
-    assert f"the same 640,413 bytes and nothing else: zlib makes {zlib:,} bytes of them, lzma {lzma:,}" in text
+    zlib, bz2, lzma = 640_413 * 264 // 1000, 640_413 * 241 // 1000, 640_413 * 221 // 1000
+    assert (
+        f"lzma (xz -9e) {8 * lzma / 640_413:.3f} bzip2 (level 9) {8 * bz2 / 640_413:.3f} zlib (level 9) {8 * zlib / 640_413:.3f}"
+        in text
+    )
+    assert (
+        f"the same 640,413 bytes and nothing else: zlib makes {zlib:,} bytes of them, bzip2 {bz2:,}, lzma {lzma:,}"
+        in text
+    )
 
 
 def test_every_number_says_under_which_settings_it_was_measured(html):
@@ -245,7 +252,7 @@ def test_parts_that_are_missing_name_the_command_that_adds_them(tmp_path):
     run.log("eval", 100, **evaluation(1.5, 256, bytes_per_token=None, bits_per_byte=None))
     text = shown(run).text
     assert f"Not measured without memory: txl eval '{run.path}' --mem-lens 0,256 adds it." in text
-    assert "zlib and lzma are not shown: the size of the text that was scored is not known." in text
+    assert "zlib, bzip2 and lzma are not shown: the size of the text that was scored is not known." in text
 
 
 def test_other_evaluations_are_listed(tmp_path):
@@ -428,7 +435,7 @@ def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
     for mem_len in (0, 16):
         row = evaluate(model, corpus.tokens("test"), segment=8, mem_len=mem_len, batch_size=4).to_dict()
         about = {"split": "test", "corpus": corpus.name, "unit": corpus.unit, "checkpoint": "step-00000012"}
-        directory.append("eval", 12, **about, **row)
+        directory.append(EventName.EVAL, 12, **about, **row)
     return directory
 
 
@@ -446,6 +453,18 @@ def test_compressors_are_measured_on_the_text_that_was_scored_and_only_once(test
     assert tested.events()[-1] == event
 
 
+def test_what_lzma_needs_behind_the_training_text_is_measured_when_asked_for(tested, story, data_dir):
+    write_report(tested.path, data_dir=data_dir)
+    corpus = open_corpus(str(story), data_dir=data_dir)
+    before, text = (b"".join(corpus.text_bytes(split)) for split in ("train", "test"))
+    page = Page(write_report(tested.path, data_dir=data_dir, after_training_text=True).read_text())
+    grown = lzma_after([before], text)
+    assert 0 < grown < compress([text]).lzma
+    assert f"file grows by {grown:,} bytes" in page.text
+    assert tested.events()[-1]["lzma_after_training_text"] == grown
+    assert f"file grows by {grown:,} bytes" in Page(write_report(tested.path, data_dir=data_dir).read_text()).text
+
+
 def test_a_run_that_can_only_be_read_has_its_report_elsewhere(tested, data_dir, tmp_path, monkeypatch):
     def refuse(*arguments, **fields):
         raise UserError("log.jsonl: the log cannot be written (Read-only file system)")
@@ -457,7 +476,10 @@ def test_a_run_that_can_only_be_read_has_its_report_elsewhere(tested, data_dir, 
 
 def test_a_report_prepares_and_downloads_nothing(tested, no_corpora):
     text = Page(write_report(tested.path).read_text()).text
-    assert f"zlib and lzma are not shown: the text that was scored is not among the corpora in {no_corpora};" in text
+    assert (
+        f"zlib, bzip2 and lzma are not shown: the text that was scored is not among the corpora in {no_corpora};"
+        in text
+    )
     assert list(no_corpora.iterdir()) == []
 
 

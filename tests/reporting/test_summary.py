@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from tests.reporting.fake_run import FakeRun, evaluation, whole_run
 
-from txl.reporting.report import summary_lines
+from txl.reporting.report import summary_lines, write_report
 
 
-def test_three_lines_with_the_numbers_of_the_log(tmp_path):
+def test_lines_with_the_numbers_of_the_log(tmp_path):
     run = whole_run(tmp_path / "run")
     events = run.directory.events()
     rows = next(event for event in events if event["event"] == "sweep")["rows"]
@@ -14,12 +14,26 @@ def test_three_lines_with_the_numbers_of_the_log(tmp_path):
     lines = summary_lines(events, Path("runs/demo/report.html"))
     assert lines == [
         f"stdlib test, 640,400 targets: {result:.3f} bits per byte with memory 256, {without:.3f} without "
-        f"(memory: {1 - result / without:.1%} fewer bits); zlib {8 * 0.264:.3f}, lzma {8 * 0.221:.3f}",
-        lines[1],
+        f"(memory: {1 - result / without:.1%} fewer bits)",
+        f"the same 640,413 bytes: zlib {8 * 0.264:.3f}, bz2 {8 * 0.241:.3f}, lzma {8 * 0.221:.3f}; unlike these, the model "
+        f"has seen training text",
+        lines[2],
         "report: runs/demo/report.html",
     ]
-    assert lines[1].startswith("1,315,072 parameters, 8,192,000 tokens trained on at 2")
-    assert lines[1].endswith(" tokens/s on Example CPU @ 2.50GHz avx2 avx512f (2 cores)")
+    assert lines[2].startswith("1,315,072 parameters, 8,192,000 tokens trained on in float32 at 2")
+    assert lines[2].endswith(" tokens/s on Example CPU @ 2.50GHz avx2 avx512f (2 cores)")
+
+
+def test_what_lzma_needs_behind_the_training_text_stands_beside(tmp_path):
+    run = whole_run(tmp_path / "run")
+    event = next(event for event in run.directory.events() if event["event"] == "compression")
+    fields = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
+    run.log("compression", run.steps, **fields, lzma_after_training_text=128_083)
+    told = "the model has seen training text (lzma that has seen it too: 1.600)"
+    assert summary_lines(run.directory.events())[1].endswith(told)
+    page = write_report(run.directory.path).read_text()
+    assert "lzma, training text seen" in page
+    assert "it sees the last 64 MiB at most, lzma’s file grows by 128,083 bytes" in page
 
 
 @pytest.mark.parametrize(("unit", "figure"), [("byte", "1.443 bpc"), ("word", "2.718 ppl")])

@@ -3,14 +3,8 @@ import math
 import pytest
 
 import txl
-from txl.reporting.wording import (
-    change_text,
-    counted,
-    duration_text,
-    plain,
-    quality_text,
-    short_name,
-)
+from txl.reporting.wording import change_text, counted, plain, short_name
+from txl.units import duration_text, quality_text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from txl.reproduction.definitions import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
 from txl.reproduction.outcome import markdown, spread_text
-from txl.reproduction.record import write_outcome
+from txl.reproduction.page import write_outcome
 from txl.reproduction.sentences import shuffled_sentences
 from txl.runs.directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment

@@ -13,6 +13,7 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 import txl
 from txl.cli import main
 from txl.errors import RunInterrupted, UserError
+from txl.native import build
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training import loop as loop_module
@@ -25,6 +26,11 @@ SCHEDULES = {
     "inverse_sqrt": {"train.schedule": "inverse_sqrt"},
     "steps": {"train.schedule": "steps", "train.decay_at": "5,14"},
     "cosine to an average": {"train.average_from": "5"},
+    "muon along a line to an average": {
+        "train.optimizer": "muon",
+        "train.schedule": "linear",
+        "train.average_from": "5",
+    },
     # An evaluation at the old end, step 10, must not be one of those that decide when the average begins.
     "average by patience": {
         "train.schedule": "constant",
@@ -82,6 +88,60 @@ def test_a_crash_while_it_is_longer_changes_nothing(story, data_dir, tmp_path, m
             with pytest.raises(MemoryError):
                 train(long, tmp_path / "run", data_dir, extend=True)
     train(long, tmp_path / "run", data_dir)  # the configuration is the run's by now
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def attentions(out) -> list[str | None]:
+    return [event.get("attention") for event in RunDirectory(out).events() if event["event"] in ("start", "resume")]
+
+
+def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path, monkeypatch, capsys):
+    """Begun where there is no compiler, a run goes on with the same attention where there is one."""
+    run, shifted = (small_run(str(story), **{"model.attention": name}) for name in ("fastest", "shifted"))
+    train(shifted, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
+    told = capsys.readouterr().err
+    assert "note: model.attention fastest: model.attention compiled needs the library" in told
+    assert told.count("no C++ compiler found (c++)); shifted is used, which is slower") == 1
+    train(run, tmp_path / "run", data_dir)
+    assert attentions(tmp_path / "run") == ["shifted", "shifted"]
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_of_before_goes_on_with_shifted(story, data_dir, tmp_path, monkeypatch):
+    """Its log has no attention; `auto` was `shifted`, and so was all that any later choice takes for granted."""
+    run = small_run(str(story), **{"model.attention": "fastest"})
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    log = tmp_path / "run" / "log.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    begun_with = events[0].pop("attention")
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    train(run, tmp_path / "run", data_dir)
+    assert begun_with == ("compiled" if build.why_not() is None else "shifted")
+    assert attentions(tmp_path / "run") == [None, "shifted"]
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=f"needs the compiled library: {build.why_not()}")
+def test_a_run_with_compiled_attention_does_not_go_on_without_it(story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **{"model.attention": "fastest"})
+    train(run, tmp_path / "whole", data_dir)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            stop_after(patch, 4)
+            with pytest.raises(RunInterrupted):
+                train(run, tmp_path / "run", data_dir)
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="model.attention compiled needs the lib"):
+            patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert set(attentions(tmp_path / "run")) == {"compiled"}
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 

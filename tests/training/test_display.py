@@ -12,8 +12,9 @@ import textwrap
 from txl.training.display import Display, Reading
 
 READING = Reading(
-    step=40, loss=math.log(2), tokens_per_second=12345.6, learning_rate=2.5e-4, grad_norm=0.5, seconds_left=3723.4
-)
+    step=40, loss=math.log(2), tokens_per_second=12345.6, learning_rate=2.5e-4, grad_norm=0.5, seconds_left=3723.4,
+    tokens=40_000, tokens_read=40_000, elapsed=3.3,
+)  # fmt: skip
 
 
 def test_plain_lines_go_to_standard_error(capsys):
@@ -21,7 +22,7 @@ def test_plain_lines_go_to_standard_error(capsys):
         display.message("[weights] of a/b")
         display.show(READING)
         display.line(READING)
-        display.valid(40, {"nll": math.log(4), "tokens": 5000}, is_best=True)
+        display.valid(40, math.log(4), 5000, is_best=True)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
@@ -36,7 +37,7 @@ def test_quiet_says_nothing(capsys):
         display.message("text")
         display.show(READING)
         display.line(READING)
-        display.valid(40, {"nll": 1.0, "tokens": 5}, is_best=False)
+        display.valid(40, 1.0, 5, is_best=False)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
@@ -46,8 +47,8 @@ def test_a_terminal_gets_a_live_panel():
         from txl.training.display import Display, Reading
         with Display("[demo]", "word", 100, quiet=False) as display:
             display.message("a [note]")
-            display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0))
-            display.valid(40, {"nll": 2.0, "tokens": 5}, is_best=False)
+            display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0, 9, 9, 3.0))
+            display.valid(40, 2.0, 5, is_best=False)
     """)
     controller, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}

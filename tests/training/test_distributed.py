@@ -114,6 +114,15 @@ def test_other_models_and_optimisers_are_sharded_too(options, story, data_dir, t
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
 
 
+def test_with_muon_two_processes_compute_what_one_does(story, data_dir, tmp_path):
+    options = {"train.optimizer": "muon", "train.schedule": "linear", "train.average_from": "8"}
+    options |= EXACT | {"train.steps": "10", "train.eval_every": "5", "train.learning_rate": "0.01"}
+    Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    done = launch(tmp_path / "two", story, data_dir, 2, options)
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
+
+
 def test_in_float32_several_processes_stay_within_rounding(story, data_dir, tmp_path):
     options = EXACT | {"train.steps": "30", "train.dtype": "float32"}
     Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
@@ -184,6 +193,10 @@ def test_what_does_not_work_with_several_processes_is_refused():
     run = small_run("stdlib", **{"train.parallel": "fsdp", "train.average_from": "3"})
     with pytest.raises(UserError, match="fsdp shards the weights.*use --train.parallel ddp"):
         _check_lanes(run, Processes(0, 2))
+    run = small_run("stdlib", **{"train.parallel": "fsdp", "train.optimizer": "muon"})
+    with pytest.raises(UserError, match="fsdp shards the weights.*muon orthogonalises whole matrices; use --train.par"):
+        _check_lanes(run, Processes(0, 2))
+    _check_lanes(run, Processes())  # a single process has nothing to shard
     with pytest.raises(UserError, match="5 lanes cannot be divided over 2 processes"):
         Processes(1, 2).share(5)
 

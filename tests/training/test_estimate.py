@@ -137,6 +137,7 @@ def test_memory_is_what_a_run_takes(case):
         {"train.optimizer": "adamw"},
         {"train.optimizer": "sgd"},
         {"train.optimizer": "sgd", "train.momentum": "0.9"},
+        {"train.optimizer": "muon"},
     ],
 )
 def test_the_optimiser_keeps_what_its_kind_keeps(options):

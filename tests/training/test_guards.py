@@ -25,7 +25,8 @@ from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training import loop as loop_module
 from txl.training import recovery, saver, validation
-from txl.training.progress import LossWatch, is_finite, uselessness
+from txl.training.recovery import is_finite, uselessness
+from txl.training.state import LossWatch
 from txl.training.step import StepResult
 
 
@@ -278,10 +279,10 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(leaping, story, data_dir, tmp_
     leaping(tokens_of_step(story, data_dir, 7))
     real = recovery.roll_back
 
-    def damaged(loop):
-        loop.saver.wait()
+    def damaged(state, setup, saver):
+        saver.wait()
         (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
-        return real(loop)
+        return real(state, setup, saver)
 
     monkeypatch.setattr(recovery, "roll_back", damaged)
     run = small_run(str(story), **{"train.on_spike": "rollback"})

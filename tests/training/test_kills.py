@@ -72,8 +72,13 @@ MOMENTS = {
 }
 
 
-def start(corpus: Path, out: Path, data_dir: Path, kill_at: tuple[str, int] | None = None):
-    arguments = (str(corpus), str(out), str(data_dir), OPTIONS, kill_at)
+MUON = OPTIONS | {"train.optimizer": "muon", "train.schedule": "linear", "train.dtype": "bfloat16"}
+
+
+def start(
+    corpus: Path, out: Path, data_dir: Path, kill_at: tuple[str, int] | None = None, options: dict[str, str] = OPTIONS
+):
+    arguments = (str(corpus), str(out), str(data_dir), options, kill_at)
     process = SERVER.Process(target=_train, args=arguments)
     process.start()
     return process
@@ -133,3 +138,12 @@ def test_killed_at_the_worst_moments(moment, number, uninterrupted, story, data_
     assert not list((out / "checkpoints").glob(".*"))
     events = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if line]
     assert events[-1]["event"] == "end"
+
+
+def test_killed_with_muon_a_run_ends_as_if_nothing_had_happened(story, data_dir, tmp_path):
+    Trainer(small_run(str(story), **MUON), tmp_path / "whole", data_dir=data_dir, quiet=True).fit()
+    for kill_at in (("at a step's end", 8), ("between a checkpoint's files", 21), None):  # the last one after step 30
+        process = start(story, tmp_path / "run", data_dir, kill_at, MUON)
+        process.join()
+        assert process.exitcode == (0 if kill_at is None else -signal.SIGKILL)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")

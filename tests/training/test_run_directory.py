@@ -23,6 +23,7 @@ from txl.errors import UserError
 from txl.runs import checkpoints
 from txl.runs.checkpoints import (
     Contents,
+    _own_sha256,
     checkpoint_names,
     prune,
     read_state,
@@ -32,6 +33,7 @@ from txl.runs.checkpoints import (
     write_checkpoint,
 )
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 from txl.training.trainer import Trainer
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4)}
@@ -45,22 +47,22 @@ def write(folder: Path, step: int, weights: dict[str, torch.Tensor] = WEIGHTS) -
 def test_events_come_back_as_they_were_written(tmp_path):
     run = RunDirectory(tmp_path)
     text = "line\u2028separator, \x85 next line, \n newline, “quotes”, \ud800 half a pair"
-    run.append("sample", 3, text=text, loss=0.1)
-    run.append("train", 4)
+    run.append(EventName.SAMPLE, 3, text=text, temperature=0.1)
+    run.append(EventName.TRAIN, 4)
     first, second = run.events()
     assert first["text"] == text.replace("\ud800", "?")
-    assert (first["event"], first["step"], first["loss"]) == ("sample", 3, 0.1)
+    assert (first["event"], first["step"], first["temperature"]) == ("sample", 3, 0.1)
     assert second["time"] >= first["time"] > 1.7e9
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 2
 
 
 def test_a_torn_last_line_is_left_out_and_not_glued_to_the_next(tmp_path):
     run = RunDirectory(tmp_path)
-    run.append("train", 1)
+    run.append(EventName.TRAIN, 1)
     with open(tmp_path / "log.jsonl", "ab") as file:
         file.write(b'{"event": "train", "st')
     assert [event["step"] for event in run.events()] == [1]
-    run.append("train", 3)
+    run.append(EventName.TRAIN, 3)
     assert [event["step"] for event in run.events()] == [1, 3]
 
 
@@ -68,22 +70,23 @@ def test_two_processes_append_whole_lines(tmp_path):
     program = textwrap.dedent("""
         import sys
         from txl.runs.directory import RunDirectory
+        from txl.runs.events import EventName
         for step in range(50):
-            RunDirectory(sys.argv[1]).append(sys.argv[2], step, text=sys.argv[2] * 20_000)
+            RunDirectory(sys.argv[1]).append(EventName.SAMPLE, step, prompt=sys.argv[2], text=sys.argv[2] * 20_000)
     """)
     processes = [subprocess.Popen([sys.executable, "-c", program, tmp_path, name]) for name in "ab"]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     events = RunDirectory(tmp_path).events()
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == len(events) == 100
     for name in "ab":
-        assert [event["step"] for event in events if event["event"] == name] == list(range(50))
-    assert all(event["text"] == event["event"] * 20_000 for event in events)
+        assert [event["step"] for event in events if event["prompt"] == name] == list(range(50))
+    assert all(event["text"] == event["prompt"] * 20_000 for event in events)
 
 
 def test_a_log_that_cannot_be_written_is_the_user_s_to_mend(tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"log.jsonl: the log cannot be written \(No space left on device\)"):
-        RunDirectory(tmp_path).append("train", 1)
+        RunDirectory(tmp_path).append(EventName.TRAIN, 1)
 
 
 def test_small_files_are_the_old_or_the_new_one(tmp_path, monkeypatch):
@@ -235,6 +238,12 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
     assert checkpoint_names(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
 
 
+def _manifest(step: int) -> str:
+    """A manifest that lists no files."""
+    manifest = {"format": 2, "step": step, "files": {}}
+    return json.dumps(manifest | {"sha256": _own_sha256(manifest)})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -243,13 +252,13 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
         (lambda path: path.write_text("[]"), "manifest.json: damaged"),
         (
             lambda path: path.write_text('{"format": 99, "files": {}}'),
-            "of format 99; this version reads format 1 and 2",
+            "of format 99; this version reads format 2",
         ),
         (lambda path: path.write_text('{"format": 2, "step": "7", "files": {}}'), "damaged .its step is '7'"),
-        (lambda path: path.write_text('{"format": 1, "step": 8, "files": {}}'), "of step 8, in a directory of another"),
+        (lambda path: path.write_text(_manifest(8)), "of step 8, in a directory of another"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered: it does not have the sha256"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
-        (lambda path: path.write_text('{"format": 1, "step": 7, "files": {}}'), "does not list model.safetensors"),
+        (lambda path: path.write_text(_manifest(7)), "does not list model.safetensors"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage, message, tmp_path):

@@ -8,9 +8,19 @@ import pytest
 import torch
 
 import txl
-from txl.config import RecurrentConfig, TrainConfig, TransformerXLConfig, validate, with_options
+from txl.config import (
+    ModelConfig,
+    RecurrentConfig,
+    TrainConfig,
+    TransformerConfig,
+    TransformerXLConfig,
+    VanillaConfig,
+    validate,
+    with_options,
+)
 from txl.errors import UserError
 from txl.models import build_model
+from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
     build_optimizer,
@@ -35,6 +45,23 @@ def test_cosine_begins_where_the_warm_up_ends_and_is_half_way_in_the_middle():
     assert learning_rate(99, BASE) > 0.1
     rates = [learning_rate(step, BASE) for step in range(9, 101)]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_line_falls_over_the_last_share_of_all_updates():
+    linear = dataclasses.replace(BASE, schedule="linear", decay_share=0.4)
+    expected = {0: 0.1, 9: 1.0, 10: 1.0, 59: 1.0, 60: 1.0, 80: 0.55, 90: 0.325, 100: 0.1, 10**6: 0.1}
+    assert {step: learning_rate(step, linear) for step in expected} == pytest.approx(expected)
+    # All of training but the warm-up, however long the share.
+    assert learning_rate(55, dataclasses.replace(linear, decay_share=1.0)) == pytest.approx(0.55)
+    averaged = dataclasses.replace(linear, average_from=50)
+    assert [learning_rate(step, averaged) for step in (30, 40, 50, 80)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert learning_rate(0, TrainConfig(steps=1, schedule="linear")) == TrainConfig().learning_rate
+
+
+@pytest.mark.parametrize("share", ["0", "1.1"])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(UserError, match="train.decay_share"):
+        validate(with_options(txl.RunConfig(), {"train.decay_share": share}))
 
 
 def test_inverse_square_root_and_constant():
@@ -127,7 +154,9 @@ def test_an_optimiser_s_state_of_another_model_is_refused():
             load_optimizer_tensors(optimizer, model, saved | changed)
 
 
-@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.0), ("muon", 0.0)]
+)
 def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, momentum):
     """A tail cluster has no gradient until a target is in it; its moments begin then, and go on exactly."""
     shape = RecurrentConfig(kind="lstm", n_layer=1, d_model=8, dropout=0.0)
@@ -162,6 +191,108 @@ def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, mo
     for name in late:
         assert not torch.equal(whole[name], after_one[name])
         torch.testing.assert_close(whole[name], begun[name], rtol=1e-6, atol=0)  # as the first step of all
+
+
+ATTENTION = [f"attention.{name}_proj" for name in "qkvo"]
+FEED_FORWARD = ["feed_forward.inner", "feed_forward.outer"]
+MATRICES: dict[str, tuple[ModelConfig, dict[str, tuple[int, int]]]] = {
+    "relative": (
+        TransformerXLConfig(cutoffs=(5,), div_val=2, untie_r=True, n_softmax=2),
+        dict.fromkeys([*ATTENTION, "attention.r_proj", *FEED_FORWARD], (1, 1)),
+    ),
+    "shaw": (
+        TransformerXLConfig(encoding="shaw", max_distance=4),
+        dict.fromkeys([*ATTENTION, *FEED_FORWARD], (1, 1)),
+    ),
+    "learned": (
+        VanillaConfig(max_segment=6, layer_losses=True, n_target=2),
+        dict.fromkeys([*ATTENTION, *FEED_FORWARD], (1, 1)),
+    ),
+    "lstm": (
+        RecurrentConfig(kind="lstm", weight_drop=0.2, tie_embeddings=False),
+        dict.fromkeys(["lstm.weight_ih_l0", "lstm.weight_hh_l0"], (4, 1)),
+    ),
+    "qrnn": (RecurrentConfig(kind="qrnn", kernel_sizes=(2,), d_hidden=12), {"convolution": (3, 2)}),
+}
+
+
+def model_for_muon(name: str) -> FamilyModel:
+    torch.manual_seed(0)
+    shape = MATRICES[name][0]
+    small = {"n_layer": 2, "d_model": 8, "dropout": 0.0} | (
+        {"n_head": 2, "d_head": 6, "d_inner": 12} if isinstance(shape, TransformerConfig) else {}
+    )
+    return build_model(dataclasses.replace(shape, **small), 11).train()
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Five iterations of Newton and Schulz with Jordan's coefficients, in float64."""
+    x = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_muon_orthogonalises_the_layers_matrices_one_by_one_and_adam_has_the_rest(name):
+    model = model_for_muon(name)
+    train = TrainConfig(optimizer="muon", learning_rate=0.01, beta2=0.95, eps=1e-30, weight_decay=0.1)
+    optimizer = build_optimizer(model, train)
+    expected = {
+        f"layers.{layer}.{matrix}" + ("" if "_l0" in matrix else ".weight"): parts
+        for matrix, parts in MATRICES[name][1].items()
+        for layer in range(2)
+    }
+    assert model.layer_matrices() == expected
+    random = torch.Generator().manual_seed(1)
+    moments = {matrix: torch.zeros_like(model.get_parameter(matrix)).double() for matrix in expected}
+    for number in range(2):
+        set_learning_rate(optimizer, 0.01)
+        before = {each: parameter.detach().double() for each, parameter in model.named_parameters()}
+        gradients = {}
+        for each, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+            gradients[each] = parameter.grad.double()
+        optimizer.step()
+        for each, parameter in model.named_parameters():
+            decayed = before[each] * (0.999 if parameter.ndim > 1 and each[-2:] not in ("u", "v", ".u", ".v") else 1.0)
+            moved = parameter.detach().double() - decayed
+            if each not in expected:
+                if number == 0:  # Adam's first update is the learning rate, whatever the gradient
+                    torch.testing.assert_close(moved, -0.01 * gradients[each].sign(), rtol=1e-4, atol=1e-6)
+                continue
+            moments[each] = 0.95 * moments[each] + 0.05 * gradients[each]
+            update = 0.05 * gradients[each] + 0.95 * moments[each]  # Nesterov's
+            rows, columns = expected[each]
+            for here, there in zip(moved.chunk(rows), update.chunk(rows), strict=True):
+                for part, direction in zip(here.chunk(columns, 1), there.chunk(columns, 1), strict=True):
+                    wanted = -0.01 * 0.2 * max(part.shape) ** 0.5 * orthogonalised(direction)
+                    assert (part - wanted).norm() < 0.03 * wanted.norm()  # PyTorch computes in bfloat16
+
+
+def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
+    train = TrainConfig(optimizer="muon", learning_rate=0.01)
+    models = [model_for_muon("lstm") for _ in range(2)]
+    optimizers = [build_optimizer(model, train) for model in models]
+    tokens = torch.randint(11, (2, 6))
+    saved: dict[str, torch.Tensor] = {}
+    for number in range(3):
+        if number == 1:
+            models[1].load_state_dict(models[0].state_dict())
+            saved = {name: value.clone() for name, value in optimizer_tensors(optimizers[0], models[0]).items()}
+            kinds = {name.rpartition("/")[2] for name in saved if name.startswith("layers.0.lstm.weight")}
+            assert kinds == {"momentum_buffer"}
+            load_optimizer_tensors(optimizers[1], models[1], saved)
+        for model, optimizer in zip(models[: 2 if number else 1], optimizers, strict=False):
+            set_learning_rate(optimizer, 0.02)
+            torch.manual_seed(number)  # of the dropped weights
+            training_step(model, optimizer, tokens, tokens, [model.init_state(2)], train)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    damaged = saved | {"layers.0.lstm.weight_ih_l0/exp_avg": saved["layers.0.lstm.weight_ih_l0/momentum_buffer"]}
+    with pytest.raises(UserError, match="belongs to another model"):
+        load_optimizer_tensors(optimizers[1], models[1], damaged)
 
 
 def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():

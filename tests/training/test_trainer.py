@@ -141,7 +141,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
             os.kill(os.getpid(), signal.SIGINT)
             progress(done, total)
 
-        mine = first if loop.progress.step == step else progress
+        mine = first if loop.state.counters.step == step else progress
         return real(model, tokens, progress=mine, **settings)
 
     with monkeypatch.context() as patch:
@@ -228,10 +228,13 @@ def test_passes_cannot_begin_later_by_a_segment():
         validate(run)
 
 
-def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(
+    optimizer, story, data_dir, tmp_path, monkeypatch
+):
     options = {
         "train.steps": "40", "train.segment": "500", "train.micro_batches": "2", "train.random_segments": "true",
-        "train.optimizer": "adamw", "train.weight_decay": "0.01", "model.untie_r": "true",
+        "train.optimizer": optimizer, "train.weight_decay": "0.01", "model.untie_r": "true",
     }  # fmt: skip
     run = small_run(str(story), **options)
     train(run, tmp_path / "whole", data_dir)

@@ -1,1 +1,1 @@
-"""What a trained model does: where its heads look, what each token costs it, what it writes."""
+"""Analysis of trained models: their attention, and the text that they write."""

@@ -69,9 +69,6 @@ def analyse_attention(
         rows: tokens shown up to each position.
         seed: of that draw.
         far: distance from which on attention counts as far; None: half of what a token sees.
-
-    Raises:
-        UserError: for heads, layers or distances that the model does not have, or too few tokens.
     """
     found_attentions = attentions(model)
     _check_heads(heads, layers, len(found_attentions), found_attentions[0].n_head)
@@ -145,7 +142,7 @@ def attention_record(
     vocabulary: Vocabulary,
     described: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything as JSON values; layers and heads are numbered from 1.
+    """Return everything as JSON values; layers and heads are numbered from 1.
 
     Args:
         found: the averages.
@@ -189,7 +186,7 @@ def attention_record(
 
 
 def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
-    """Indices, in rising order, of the given share of tokens in reach (the last `keys`) with the largest weights."""
+    """Return indices, rising, of the given share of tokens in reach (the last `keys`) with the largest weights."""
     first = len(weights) - keys
     # Of equal weights the nearest tokens, which come last.
     order = np.lexsort((-np.arange(keys), -weights[first:]))
@@ -197,7 +194,7 @@ def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
 
 
 def token_texts(vocabulary: Vocabulary, ids: Any) -> list[str]:
-    """The text that each token completes; joined, they are the text of the tokens."""
+    """Return the text that each token completes; joined, they are the text of the tokens."""
     decoder = vocabulary.decoder()
     texts = [decoder.push(int(token)) for token in ids]
     if texts:

@@ -51,7 +51,7 @@ class AttentionAverages:
     even: np.ndarray
     """float64 [L]: what `weights` would be of a head that divides its attention evenly among all keys it sees."""
     even_keys: float
-    """What its `effective_keys` would be."""
+    """Its `effective_keys`."""
     terms: dict[str, np.ndarray]
     """The same as `weights`, the softmax taken of one term alone: "a", "b" and "d", those that the model has."""
     queries: int
@@ -63,7 +63,7 @@ class AttentionAverages:
     close: tuple[Close, ...]
 
     def farthest(self) -> list[tuple[int, int]]:
-        """The head with the largest mean distance of each third of the layers, (layer, head), both from 0.
+        """Return the head with the largest mean distance of each third of the layers, (layer, head), both from 0.
 
         The paper shows three such heads, of its first, eighth and last layer.
         """
@@ -76,12 +76,12 @@ class AttentionAverages:
 
 
 def mean_distance(weights: np.ndarray) -> np.ndarray:
-    """Tokens that a head looks back on average, of its weights by distance: [...,L] -> [...]."""
+    """Return how many tokens a head looks back on average, from its weights by distance: [...,L] -> [...]."""
     return weights @ np.arange(weights.shape[-1])
 
 
 def share_beyond(weights: np.ndarray, distance: int) -> np.ndarray:
-    """Share of a head's attention that falls on tokens at `distance` or farther: [...,L] -> [...]."""
+    """Return the share of a head's attention on tokens at `distance` or farther: [...,L] -> [...]."""
     return weights[..., distance:].sum(axis=-1)
 
 
@@ -124,10 +124,6 @@ def average_attention(
         positions: tokens of the stream whose attention is kept weight by weight, with that of the tokens before them.
         rows: so many tokens for each of `positions`.
         progress: is told how far the reading is.
-
-    Raises:
-        UserError: for a model without attention or without the terms, layers that do not exist, positions that were not
-            read, settings that contradict each other, or too few tokens.
     """
     n_head = attentions(model)[0].n_head
     chosen = _chosen_layers(model, layers)
@@ -227,7 +223,7 @@ class _Close:
         self.keys[rows] = keys[low - start : high - start].numpy()
 
     def result(self) -> Close:
-        """Without the columns that none of the rows sees."""
+        """Return the sums without the columns that none of the rows sees."""
         unseen = int((self.first_row + np.arange(self.rows) - self.keys + 1).min()) - self.first_key
         return Close(self.position, self.first_key + unseen, self.weights[..., unseen:], self.keys)
 
@@ -248,7 +244,7 @@ class _Sums:
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
         self.queries = np.zeros(span + 1, dtype=np.int64)
-        """How many tokens see so many keys, of those that count."""
+        """Number of counted tokens by the keys that they see."""
         self.min_keys, self.close = min_keys, close
         self.starts: list[int] = []
         """Index in the stream of the first token of each lane's segment."""
@@ -278,7 +274,7 @@ class _Sums:
             sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
 
     def result(self, settings: dict[str, Any]) -> AttentionAverages:
-        """The means."""
+        """Return the means."""
         queries = int(self.queries.sum())
         terms = {name: sums / queries for name, sums in self.by_name.items() if name != "all"}
         keys = np.arange(1, len(self.queries))
@@ -298,7 +294,7 @@ class _Sums:
 
 
 def sums_by_distance(weights: Tensor, n_head: int, first: int = 0) -> Tensor:
-    """Attention weights summed over lanes and queries, by distance: [H*B,T,S] -> float64 [H,S], distance 0 first.
+    """Sum attention weights over lanes and queries by distance: [H*B,T,S] -> float64 [H,S], distance 0 first.
 
     The weights are written through the shifted view of a buffer whose rows are then distances: the inverse of the shift
     of Appendix B. Hidden keys have weight 0, which fills the corners that the view runs over.

@@ -1,4 +1,4 @@
-"""Which titles, names, dates and years of a context a continuation takes up again."""
+"""Find titles, names, dates and years of a context that a continuation mentions again."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Date(NamedTuple):
 
     day: int | None
     month: int
-    """From 1."""
+    """1 to 12."""
     year: int | None
 
     def is_part_of(self, other: Date) -> bool:
-        """Whether the other date has all that this one has: July 1916 is part of 12 July 1916."""
+        """Return whether the other date has all that this one has: July 1916 is part of 12 July 1916."""
         return all(mine is None or mine == theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True)
 class Mentions:
-    """What one text mentions, each thing once."""
+    """Things that a text mentions, each once."""
 
     headings: frozenset[str]
     """Titles between `=`, as Wikipedia writes them, that are known words throughout (`<unk>` is like any other)."""
@@ -64,20 +64,20 @@ class Mentions:
 
 @dataclass(frozen=True)
 class Shared:
-    """What of a context stands in its continuation."""
+    """Things of a context that its continuation mentions."""
 
     in_context: int
     """Different things that the context mentions."""
     in_continuation: int
     """Different things that the continuation mentions."""
     taken_up: int
-    """Those of the context that stand in the continuation."""
+    """Things of the context that stand in the continuation."""
     known: int
-    """Those of the continuation that stand in the context."""
+    """Things of the continuation that stand in the context."""
 
 
 def mentions(text: str) -> Mentions:
-    """The headings, names, dates and years of a text.
+    """Return the headings, names, dates and years of a text.
 
     It is taken to be detokenised; dates are also found as WikiText has them before.
 
@@ -109,7 +109,7 @@ def _date(match: re.Match[str]) -> Date:
 
 
 def _names(words: list[str]) -> Iterator[str]:
-    """The names in a line, in order."""
+    """Return the names in a line, in order."""
     run: list[str] = []
     for word in [*words, ""]:
         opened = word.strip(_BEFORE)
@@ -127,12 +127,12 @@ def _names(words: list[str]) -> Iterator[str]:
 
 
 def _long_enough(run: list[str]) -> list[str]:
-    """The run as a name, if it is one: initials alone are none, and neither is Penn Treebank's N N."""
+    """Return the run as a name, if it is one: initials alone are none, and neither is Penn Treebank's N N."""
     return [" ".join(run)] if len(run) > 1 and any(len(word.strip(".")) > 1 for word in run) else []
 
 
 def shared_mentions(context: str, continuation: str) -> dict[str, Shared]:
-    """For each of `KINDS`, what of the context the continuation takes up, and what of its own the context has.
+    """Return for each of `KINDS` what the continuation takes up of the context, and what of its own the context has.
 
     To stand in a text is to be found there letter by letter, between other words: a name of the context also counts
     where the continuation has it inside a longer one. A date stands in a text where one of the text's dates has its

@@ -1,4 +1,4 @@
-"""What of a text stands in the training text: the longest span copied from each position on, in one pass over it.
+"""Find what of a text stands in the training text: the longest copied span from each position, in one pass.
 
 The texts' n-grams are kept as hashes, sorted, one table for each n. The training tokens are read block by block. Where
 a 1-gram is found there its 2-gram is looked for, and so on: few positions survive the first lengths, so a pass costs a
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from txl.data.streams import splitmix64
+
 BLOCK = 1 << 20
 """Training tokens read at a time."""
 _SIEVE_BITS = 20
@@ -24,7 +26,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Copies:
-    """What of one text stands in the training text, word for word."""
+    """Spans of one text that stand in the training text word for word."""
 
     lengths: np.ndarray
     """int64 [T]: how many tokens from each position on follow one another in the training text too."""
@@ -40,7 +42,7 @@ class Copies:
         return position, int(self.lengths[position])
 
     def novel_ngrams(self, n: int) -> tuple[int, int]:
-        """The n-grams of the text that the training text lacks, and all of its n-grams."""
+        """Return the n-grams of the text that the training text lacks, and all of its n-grams."""
         starts = max(len(self.lengths) - n + 1, 0)
         return int((self.lengths[:starts] < n).sum()), starts
 
@@ -48,7 +50,7 @@ class Copies:
 def copies(
     texts: Sequence[Sequence[int]], training: Any, progress: Callable[[int, int], None] | None = None
 ) -> list[Copies]:
-    """What of each text stands in the training text.
+    """Return which spans of each text stand in the training text.
 
     Hashes have 64 bits: among 10^8 training tokens and 10^4 tokens of texts, that two different n-grams are taken for
     one has a chance of about 10^-7 for each n.
@@ -61,7 +63,7 @@ def copies(
     table = _Ngrams([np.asarray(text, dtype=np.int64) for text in texts])
     total, reach = len(training), max((len(text) for text in texts), default=0)
     for start in range(0, total, BLOCK):
-        symbols = _mixed(np.asarray(training[start : start + BLOCK + reach]))
+        symbols = _numbers_of(np.asarray(training[start : start + BLOCK + reach]))
         table.search(symbols, min(BLOCK, total - start), start)
         if progress is not None:
             progress(min(start + BLOCK, total), total)
@@ -73,7 +75,7 @@ class _Ngrams:
     """The n-grams of the texts, for every n, and how far each position has been found."""
 
     def __init__(self, texts: list[np.ndarray]):
-        self._symbols = _mixed(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
+        self._symbols = _numbers_of(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
         self._room = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(each), 0, -1) for each in texts)])
         self._levels: list[_Level] = []
         self.lengths = np.zeros(len(self._symbols), dtype=np.int64)
@@ -122,13 +124,13 @@ class _Level:
 
     def __init__(self, positions: np.ndarray, hashes: np.ndarray):
         self.positions = positions
-        """Where each begins."""
+        """Position at which each begins."""
         self.hashes, self.rank_of = np.unique(hashes, return_inverse=True)
         """Sorted and distinct; and the place of each position's hash among them."""
         self._sieve: np.ndarray | None = None
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
+        """Return which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
         kept = np.arange(len(hashes))
         if len(hashes) > 1 << _SIEVE_BITS >> 2:
             # A look into a table of bits keeps most positions from being searched for.
@@ -145,9 +147,6 @@ class _Level:
         return self._sieve
 
 
-def _mixed(ids: np.ndarray) -> np.ndarray:
-    """A number of 64 bits for each token id, the same for equal ones (SplitMix64): uint64 like `ids`."""
-    mixed = (ids.astype(np.uint64) + np.uint64(1)) * _FACTOR
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+def _numbers_of(ids: np.ndarray) -> np.ndarray:
+    """Return a number of 64 bits for each token id, the same for equal ones: uint64 like `ids`."""
+    return splitmix64(ids.astype(np.uint64) * _FACTOR)

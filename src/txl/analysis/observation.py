@@ -1,4 +1,4 @@
-"""Watching the attention of a model while it reads: queries, keys and positions of every layer, as they are computed.
+"""Watch the attention of a model while it reads: queries, keys and positions of every layer, as they are computed.
 
 Shapes: B lanes, T queries of the segment, M positions of memory, S = M + T keys, H heads, D width of a head.
 """
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from txl.attention.equations import KeyScope
 from txl.attention.shifted import masked_scores, padded_positions
 from txl.errors import UserError
+from txl.models.language_model import LanguageModel
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 from txl.models.vanilla import CausalSelfAttention
 
@@ -25,7 +25,7 @@ from txl.models.vanilla import CausalSelfAttention
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one layer computes its attention scores from."""
+    """Inputs of one layer's attention scores."""
 
     query: Tensor
     """[B,T,H,D]."""
@@ -39,7 +39,7 @@ class AttentionInputs:
     scope: KeyScope
 
     def weights(self, terms: str = "abcd") -> Tensor:
-        """Softmax over the keys that a query sees, of the sum of some of the terms (a) to (d): [H*B,T,S].
+        """Return the softmax over the keys that a query sees, of the sum of some of the terms (a) to (d): [H*B,T,S].
 
         A model without relative positions has term (a) alone.
         """
@@ -65,9 +65,6 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Tell `observer` of every attention that the model computes inside; the model's results do not change.
 
     The model is one that nobody else uses meanwhile, such as a view of it (`evaluation_view`).
-
-    Raises:
-        UserError: for a model whose layers have no attention.
     """
     with ExitStack() as undo:
         for number, attention in enumerate(attentions(model)):
@@ -79,11 +76,7 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelfAttention]:
-    """The attention sub-layer of every layer.
-
-    Raises:
-        UserError: for a model whose layers have no attention.
-    """
+    """Return the attention sub-layer of every layer."""
     found = [getattr(layer, "attention", None) for layer in getattr(model, "layers", ())]
     kinds = (RelativeMultiHeadAttention, CausalSelfAttention)
     if not found or not all(isinstance(each, kinds) for each in found):
@@ -91,8 +84,8 @@ def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelf
     return [each for each in found if isinstance(each, kinds)]
 
 
-def known_terms(model: Any) -> str:
-    """Which of the terms (a) to (d) the model's scores are the sum of; "" if its positions are absolute."""
+def known_terms(model: LanguageModel) -> str:
+    """Return the terms (a) to (d) that the model's scores are the sum of; "" if its positions are absolute."""
     return model.config.score_terms
 
 

@@ -1,9 +1,4 @@
-"""Contexts of a split, continued by a model, beside what follows there (Appendix E), with measures of both.
-
-How much a text repeats itself.
-
-Where in a split contexts begin that a model is to continue.
-"""
+"""Contexts of a split, continued by a model, beside what follows there (Appendix E), with measures of both."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from txl.models.language_model import LanguageModel
 
 
 def draw_contexts(tokens: Any, vocabulary: Vocabulary, *, count: int, length: int, seed: int) -> list[int]:
-    """Positions in a split, drawn with a seed, each with room for a context and what follows it; ascending.
+    """Draw positions in a split with a seed, each with room for a context and what follows it; ascending.
 
     They begin at the beginning of a line that is not empty, where lines can be told and there are enough of them, and
     overlap only where the split has no room for so many.
@@ -36,9 +31,6 @@ def draw_contexts(tokens: Any, vocabulary: Vocabulary, *, count: int, length: in
         count: how many.
         length: tokens of a context and of what follows it.
         seed: the same one gives the same positions, on every machine.
-
-    Raises:
-        UserError: if the split is too short.
     """
     total = len(tokens)
     if total < length:
@@ -69,7 +61,7 @@ def draw_contexts(tokens: Any, vocabulary: Vocabulary, *, count: int, length: in
 
 
 def _line_end(vocabulary: Vocabulary) -> int | None:
-    """The token at which lines end, if there is one."""
+    """Return the token at which lines end, if there is one."""
     if isinstance(vocabulary, ByteVocabulary):
         return vocabulary.values.index(0x0A) if 0x0A in vocabulary.values else None
     if isinstance(vocabulary, CharVocabulary):
@@ -78,7 +70,7 @@ def _line_end(vocabulary: Vocabulary) -> int | None:
 
 
 def _line_starts(tokens: np.ndarray, line_end: int | None) -> np.ndarray:
-    """Where lines begin that are not empty."""
+    """Return where lines begin that are not empty."""
     if line_end is None:
         return np.zeros(0, dtype=np.int64)
     ends = tokens == line_end
@@ -87,7 +79,7 @@ def _line_starts(tokens: np.ndarray, line_end: int | None) -> np.ndarray:
 
 
 def repeated_ngrams(symbols: Sequence[Hashable], n: int) -> tuple[int, int]:
-    """The n-grams of a text that have occurred before in it, and all of its n-grams.
+    """Return the n-grams of a text that have occurred before in it, and all of its n-grams.
 
     Their quotient is "seq-rep-n" of Welleck et al. 2020 (Neural text generation with unlikelihood training): 1 minus
     the share of distinct n-grams.
@@ -108,17 +100,17 @@ class Text:
 
     ids: list[int]
     pieces: list[str]
-    """What each token adds to the text, and at the end what was left incomplete."""
+    """Text that each token adds, and at the end the rest that was left incomplete."""
 
     @property
     def text(self) -> str:
-        """All of it, as it is to be read."""
+        """The whole text, as it is to be read."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What can be counted of one text. A pair is a number of hits and the number of what was looked at."""
+    """Counts over one text. A pair is a number of hits and the number of things looked at."""
 
     repeated: dict[int, tuple[int, int]]
     """For each n: n-grams of words that have occurred before in the text."""
@@ -127,7 +119,7 @@ class Measures:
     longest_copy: tuple[int, int]
     """Position in the text and tokens of the longest span that stands in the training text."""
     copied_from: int
-    """Where in the training text that is; -1 if nothing is copied."""
+    """Its position in the training text; -1 if nothing is copied."""
     copies: list[int]
     """For each token, how many from it on stand in the training text."""
     mentions: dict[str, Shared]
@@ -136,10 +128,10 @@ class Measures:
 
 @dataclass(frozen=True)
 class Sample:
-    """One context, what a model makes of it, and what follows it in the corpus."""
+    """A context, its continuation by a model, and its continuation in the corpus."""
 
     position: int
-    """Of the context's first token in the split."""
+    """Position of the context's first token in the split."""
     seed: int
     context: Text
     generation: Text
@@ -148,7 +140,7 @@ class Sample:
     reference_measures: Measures
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: texts, token ids, measures."""
+        """Return plain JSON values: texts, token ids, measures."""
 
         def both(text: Text, measures: Measures) -> dict[str, Any]:
             return {"text": text.text, "tokens": text.ids, "measures": asdict(measures)}
@@ -164,7 +156,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which contexts, and how they are continued."""
+    """Choice of contexts, and settings of their continuation."""
 
     count: int = 3
     context: int = 512
@@ -172,7 +164,7 @@ class Plan:
     max_tokens: int = 500
     """Tokens of a continuation; 500 in the paper."""
     seed: int = 0
-    """Of the contexts; sample i is drawn with seed + i."""
+    """Seed of the contexts; sample i is drawn with seed + i."""
     sampling: Sampling = field(default_factory=Sampling)
     lengths: dict[str, Any] = field(default_factory=dict)
     """`mem_len`, `window`, `clamp_len`, as in `LanguageModel.init_state`."""
@@ -200,9 +192,6 @@ def make_samples(
         convention: how the text was tokenised, to be undone; None: it is shown as it is.
         compile: as in `generate_tokens`.
         progress: called with what is being done, how much of it is done, and how much there is.
-
-    Raises:
-        UserError: if the split is too short, or a setting makes no sense.
     """
     length = plan.context + plan.max_tokens
     positions = draw_contexts(tokens, vocabulary, count=plan.count, length=length, seed=plan.seed)
@@ -263,7 +252,7 @@ def _measures(context: Text, text: Text, copied: Copies, vocabulary: Vocabulary)
 
 
 def pooled(measures: Sequence[Measures]) -> dict[str, Any]:
-    """The measures of several texts together, as plain JSON values.
+    """Return the measures of several texts together, as plain JSON values.
 
     A share is the sum of the texts' counts divided by the sum of what was looked at, and None where that is 0.
     """

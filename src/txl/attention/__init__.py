@@ -31,7 +31,7 @@ token. A module with a hook, or of another class, makes every one-token way give
 
 from __future__ import annotations
 
-from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend
+from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, fallback_note
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 
@@ -41,6 +41,7 @@ __all__ = [
     "KeyScope",
     "RelativeAttention",
     "attention_backend",
+    "fallback_note",
     "reference_attention",
     "shifted_attention",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.factorised import DotProductKernel, FlexKernel, FusedKernel
+from txl.attention.fused import fused_relative_attention, why_not_fused
 from txl.attention.shifted import shifted_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
@@ -118,8 +119,9 @@ class Backend:
     """Devices that it trains on; None: all. Without gradients every model runs everywhere."""
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes that it trains in; None: all."""
-    obstacle: Callable[[str, torch.dtype], str | None] | None = None
-    """Says why this machine cannot train with it on a device and in a dtype; None: every machine can."""
+    obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
+    """Says why this machine cannot train with it on a device, in a dtype (None: not known yet), for heads of a width;
+    None: every machine can."""
     any_encoding: bool = True
     """R may be something else than the sinusoid."""
     clamp_len: bool = True
@@ -152,7 +154,7 @@ class Backend:
             device: "cpu", "cuda:1" ...; None: not known yet.
             dtype: of the matrix products; None: not known yet.
         """
-        reason = self._missing(model) or self._misplaced(device, dtype)
+        reason = self._missing(model) or self._misplaced(model, device, dtype)
         return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
@@ -172,13 +174,13 @@ class Backend:
                 return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
         return None
 
-    def _misplaced(self, device: str | None, dtype: torch.dtype | None) -> str | None:
+    def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
         """Say what is wrong with the device or the dtype."""
         if device and self.devices and device.partition(":")[0] not in self.devices:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
             return f"cannot train in {dtype}"
-        return self.obstacle(device, dtype or torch.float32) if device and self.obstacle else None
+        return self.obstacle(device, dtype, model.d_head) if device and self.obstacle else None
 
 
 BACKENDS = {
@@ -198,7 +200,15 @@ BACKENDS = {
             compiled_step=True,
             devices=("cpu",),
             dtypes=(torch.float32, torch.bfloat16),
-            obstacle=why_not_training,
+            obstacle=lambda device, dtype, _: why_not_training(device, dtype or torch.float32),
+        ),
+        Backend(
+            "triton",
+            "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
+            fused_relative_attention,
+            devices=("cuda",),
+            dtypes=(torch.float32, torch.bfloat16),
+            obstacle=why_not_fused,
         ),
         Backend(
             "factorised",
@@ -224,22 +234,33 @@ BACKENDS = {
         ),
     )
 }
-AUTO = "shifted"
-"""The backend of `auto`: it supports every model everywhere, and nothing has been measured to be faster."""
+_CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
+"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and is what records were
+trained with; only what has been measured to be faster may stand before it."""
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
-    """Return the backend that a configuration asks for, after checking that it can train the model.
+    """Return the backend that a configuration asks for; "auto" and "fastest" are the first that supports it there.
 
     Args:
         model: the configuration.
         device: device that the model will train on; None: not known yet.
     """
-    if model.attention == "auto":
-        return BACKENDS[AUTO]
+    if model.attention in _CHOICES:
+        candidates = [BACKENDS[name] for name in _CHOICES[model.attention]]
+        return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
-        raise UserError(f"model.attention is {model.attention!r}; expected one of auto, {', '.join(BACKENDS)}")
+        names = ", ".join([*_CHOICES, *BACKENDS])
+        raise UserError(f"model.attention is {model.attention!r}; expected one of {names}")
     backend = BACKENDS[model.attention]
     if (reason := backend.refusal(model, device)) is not None:
         raise UserError(reason)
     return backend
+
+
+def fallback_note(model: TransformerXLConfig, device: str | None) -> str | None:
+    """Say in one line why `fastest` is not the compiled attention on a CPU; None if it is, or nobody asked for it."""
+    if model.attention != "fastest" or (device or "cpu") != "cpu":
+        return None
+    reason = BACKENDS["compiled"].refusal(model, "cpu")
+    return reason and f"model.attention fastest: {reason.partition(', or use')[0]}; shifted is used, which is slower"

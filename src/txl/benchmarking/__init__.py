@@ -1,4 +1,4 @@
-"""Speed, always beside the machine's own matrix-multiplication rate measured in the same run."""
+"""Speed of models, always beside the machine's own matrix-multiplication rate measured in the same run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ TABLE_9 = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 
 
 def transformer_xl_of(run: RunConfig) -> TransformerXLConfig:
-    """The model of a configuration.
-
-    Raises:
-        UserError: if it is not a Transformer-XL, whose operations alone are counted here.
-    """
+    """Return the model of a configuration."""
     if not isinstance(run.model, TransformerXLConfig):
         raise UserError(f"{run.name} is a baseline ({run.model.chosen_by}); give a preset of Transformer-XL")
     return run.model

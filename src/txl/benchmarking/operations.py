@@ -1,4 +1,4 @@
-"""How many floating-point operations a Transformer-XL needs, and how many the machine can do.
+"""Floating-point operations that a Transformer-XL needs, and rates that the machine can do.
 
 Only matrix products are counted, two operations (multiply, add) each. With B lanes, T tokens, M positions of memory,
 S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layers, one forward pass takes
@@ -38,11 +38,7 @@ def forward_operations(
     *,
     frozen: bool = False,
 ) -> int:
-    """Operations of one forward pass, by the formula at the top of this file; `frozen` for one without gradients.
-
-    Raises:
-        UserError: for an adaptive softmax or a projected embedding, which the formula does not describe.
-    """
+    """Return the operations of one forward pass by the formula at the top; `frozen` for one without gradients."""
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
@@ -63,7 +59,7 @@ def forward_operations(
 
 
 def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: float = 1.0) -> float:
-    """Operations a second of a square matrix product of that size: the best of repeated products.
+    """Return the operations a second of a square matrix product of that size: the best of repeated products.
 
     The best, not the mean: this is the machine's ceiling, against which a workload's own time is set.
     """
@@ -82,7 +78,7 @@ def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: floa
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes a second of summing 256 MiB of float32: the best of repeated sums."""
+    """Return the bytes a second of summing 256 MiB of float32: the best of repeated sums."""
     numbers = torch.ones(2**26, device=device)
     best = float("inf")
     for _ in range(20):
@@ -95,7 +91,7 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 
 def bytes_read_once(model: TransformerXL, memory: int) -> int:
-    """Bytes that a step without gradients must read at least once, behind `memory` positions in one lane.
+    """Return the bytes that a step without gradients must read, behind `memory` positions in one lane.
 
     Weights, keys and values, and W_kR R of the distances that are told apart; not W_kR, which no step needs any more,
     nor an embedding table that is not the softmax's too.

@@ -1,4 +1,4 @@
-"""Table 9: how much slower the vanilla Transformer is to evaluate, which recomputes its whole window for every token.
+"""Table 9: slowdown of evaluating the vanilla Transformer, which recomputes its whole window for every token.
 
 Both models have the same shape, dtype and device, both use the fastest attention there is for them (fused and causal
 for the vanilla one; the same compiled code for both on a CPU), and the vanilla one computes the softmax of its last
@@ -24,7 +24,7 @@ from txl.models.vanilla import VanillaTransformer
 
 @dataclass(frozen=True)
 class Slowdown:
-    """One row of the table."""
+    """A row of the table."""
 
     attention_length: int
     segment: int
@@ -36,11 +36,11 @@ class Slowdown:
 
     @property
     def ratio(self) -> float:
-        """How many times slower the vanilla Transformer is."""
+        """Time of the vanilla Transformer as a multiple of Transformer-XL's."""
         return self.vanilla_seconds / self.transformer_xl_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
+        """Return all figures, ready for JSON."""
         return asdict(self) | {"ratio": self.ratio, "published": TABLE_9.get(self.attention_length)}
 
 
@@ -69,7 +69,7 @@ Step = Callable[[], None]
 
 
 def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
-    """Reads one segment behind a full memory."""
+    """Return a function that reads one segment behind a full memory."""
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
     model = TransformerXL(shape, vocab_size).to(device).eval()
@@ -84,7 +84,7 @@ def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment
 
 
 def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
-    """Reads one window for its last token."""
+    """Return a function that reads one window for its last token."""
     torch.manual_seed(0)
     without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
     model = VanillaTransformer(without, vocab_size).to(device).eval()
@@ -97,5 +97,5 @@ def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: s
 
 
 def _arithmetic(device: str, dtype: str) -> torch.autocast:
-    """Entered once for many steps, as an evaluation enters it: autocast converts the weights once."""
+    """Return autocast, to be entered once for many steps as in an evaluation: it converts the weights once."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")

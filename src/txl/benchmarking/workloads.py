@@ -22,7 +22,7 @@ from txl.training.trainer import compile_layers
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a workload ran, beside the machine's own rate."""
+    """Speed of a workload, beside the machine's own rate."""
 
     workload: str
     dtype: str
@@ -37,7 +37,7 @@ class Speed:
     """Operations a second of a 2048 x 2048 matrix product in the same dtype, measured before and after: the mean."""
     attention: str
     compiled: bool = False
-    """Whether the layers went through `torch.compile`."""
+    """True if the layers went through `torch.compile`."""
 
     @property
     def fraction(self) -> float:
@@ -45,19 +45,19 @@ class Speed:
         return self.operations_per_step / self.step_seconds / self.matmul_rate
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
+        """Return all figures, ready for JSON."""
         return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
-    """Median seconds of a step, after two that do not count."""
+    """Return the median seconds of a step, after two that do not count."""
     return median([_seconds(step, device) for _ in range(steps + 2)][2:])
 
 
 def timed_alternately(
     often: Callable[[], None], seldom: Callable[[], None], steps: int, device: str
 ) -> tuple[float, float]:
-    """Median seconds of two steps, the first four times for each of the second, after a round that does not count.
+    """Return median seconds of two steps, the first four times for each of the second, after an uncounted round.
 
     In turns, because a machine that others use too is not equally fast from one second to the next.
     """
@@ -74,11 +74,7 @@ def _seconds(step: Callable[[], None], device: str) -> float:
 
 
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
-    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start.
-
-    Raises:
-        UserError: if `train.compile` is set and this machine has no working compiler.
-    """
+    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
     torch.manual_seed(0)
     train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model = build_model(run.model, vocab_size, device).to(device).train()

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
     add_memory_options,
+    add_run_options,
     bounded_int,
     memory_settings,
+    named,
+    number_or_all,
     numbers,
     pick_device,
-    print_json,
-    print_table,
-    progress_bar,
+    run_corpus,
     run_to_read,
-    say,
     writable_folder,
 )
+from txl.commands.output import print_json, print_table, progress_bar, say
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("attention", help="show where the heads look, by distance and in the text")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--split", default="valid", metavar="NAME", help="train, valid or test (default: valid)")
-    parser.add_argument("--tokens", type=_count, default=100_000, metavar="N", help="tokens to read (100000), or all")
+    parser.add_argument(
+        "--tokens", type=number_or_all, default=100_000, metavar="N", help="tokens to read (100000), or all"
+    )
     add_memory_options(parser)
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
@@ -48,27 +49,14 @@ def add_parser(commands: Any) -> None:
         "--terms", action=argparse.BooleanOptionalAction, help="the score's terms apart (default: if the model has any)"
     )
     parser.add_argument("--out", metavar="FOLDER", help="where to write (default: DIR/attention)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int | None:
-    return None if text.lower() == "all" else bounded_int(text)
-
-
-_count.__name__ = "number or all"  # argparse names a type by its function when it refuses a value
-
-
+@named("list of LAYER:HEAD")
 def _heads(text: str) -> list[tuple[int, int]]:
     pairs = [part.split(":") for part in text.split(",")]
     return [(bounded_int(layer) - 1, bounded_int(head) - 1) for layer, head in pairs]
-
-
-_heads.__name__ = "list of LAYER:HEAD"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -77,14 +65,13 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.observation import known_terms
-    from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.reporting.attention_page import write_attention
 
     keep_freed_memory()
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
-    corpus = open_run_corpus(run_directory, vocabulary, arguments)
-    split_tokens(corpus, arguments.split)
-    assert vocabulary is not None  # open_run_corpus has refused None
+    corpus = run_corpus(run_directory, vocabulary, arguments)
+    corpus.tokens(arguments.split)  # refuses one that is not there
+    assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(arguments.out or run_directory.path / "attention")
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:

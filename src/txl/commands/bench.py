@@ -1,34 +1,36 @@
-"""`txl bench train | eval | table9 | budget`: speed beside the machine's own matrix rate, or the vanilla Transformer's.
+"""`txl bench train | eval | table9 | budget`: speed beside the machine's own matrix rate or the vanilla Transformer's.
 
-`budget` is in `txl.commands.budget`.
+`budget` measures memory: the longest segment that trains in a given one.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from txl.commands.budget import add_workload as add_budget
 from txl.commands.options import (
     add_config_options,
+    add_data_dir,
     add_device,
     add_json,
+    base_config,
     config_options,
     numbers,
     pick_device,
-    print_json,
 )
-from txl.config import validate, with_options
+from txl.commands.output import print_json, say
+from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.benchmarking.workloads import Speed
+    from txl.commands.options import Subparsers
 
 _LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command and its workloads to the command line."""
     parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
     workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
@@ -57,7 +59,7 @@ def add_parser(commands: Any) -> None:
     add_json(table)
     add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
-    add_budget(workloads)
+    _add_budget(workloads)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
         if arguments.workload == "train":
             config.train.dtype = dtype
-            for config.train.compile in (False, True) if arguments.compile else (False,):
+            for compiled in (False, True) if arguments.compile else (False,):
+                config.train.compile = compiled
                 results.append(bench_training(config, arguments.vocabulary, arguments.steps, device))
                 _say(results[-1], config.name, arguments.json)
         else:
@@ -115,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _say(speed: Speed, name: str, quiet: bool) -> None:
-    """One line about one measurement."""
+    """Print one line about one measurement."""
     if not quiet:
         compiled = ", compiled layers" if speed.compiled else ""
         print(
@@ -127,7 +130,7 @@ def _say(speed: Speed, name: str, quiet: bool) -> None:
 
 
 def _compare(results: list[Speed]) -> None:
-    """What compiling and bfloat16 gain, as ratios."""
+    """Print how much faster compiling and bfloat16 are."""
     eager = [each for each in results if not each.compiled]
     for compiled in (each for each in results if each.compiled):
         before = next(each for each in eager if each.dtype == compiled.dtype)
@@ -179,3 +182,90 @@ def run_table9(arguments: argparse.Namespace) -> None:
                 "software": describe_software(),
             }
         )
+
+
+def _add_budget(workloads: Subparsers) -> None:
+    """Add `txl bench budget PRESET --like REFERENCE`: the longest segment that trains in the same memory (Table 10)."""
+    parser = workloads.add_parser(
+        "budget",
+        help="the longest segment that trains in a given memory",
+        description="Find, by measurement, the longest segment whose training holds no more memory than a reference "
+        "configuration's, or than a number of bytes (Table 10). Options of the configuration are for both.",
+        add_help=False,
+    )
+    parser.add_argument(
+        "preset", metavar="PRESET", help="the configuration whose segment is sought, or a run directory"
+    )
+    parser.add_argument("--like", metavar="REFERENCE", help="the configuration whose memory is the budget")
+    parser.add_argument("--bytes", type=int, metavar="N", help="the budget itself")
+    parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens in it (default: the corpus's)")
+    parser.add_argument("--at-most", type=int, default=1 << 14, metavar="T", help="no longer segment (default: 16384)")
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    add_config_options(parser, ("model", "data", "train"))
+    parser.set_defaults(run=run_budget)
+
+
+def run_budget(arguments: argparse.Namespace) -> None:
+    """Find the segment by measurement, and print it."""
+    if (arguments.like is None) == (arguments.bytes is None):
+        raise UserError("expected one of --like REFERENCE and --bytes N: the memory that may be used")
+    for name in ("bytes", "vocabulary", "at_most"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    options = config_options(arguments)
+    config = _configuration(arguments.preset, options)
+    from txl.data.corpora import vocabulary_size
+    from txl.training.budget import longest_segment, peak_bytes, with_segment
+
+    device = pick_device(arguments.device)
+    vocab_size = arguments.vocabulary or vocabulary_size(config.data, arguments.data_dir)
+    reference: RunConfig | None = None
+    if arguments.like is None:
+        budget = arguments.bytes
+    else:
+        reference = _configuration(arguments.like, options)
+        reference = with_segment(reference, reference.train.segment)  # options may have changed what it agrees with
+        budget = peak_bytes(reference, vocab_size, device)
+        say(f"{reference.name}, segments of {reference.train.segment}: {budget:,} bytes at most")
+    fit = longest_segment(
+        config,
+        budget,
+        vocab_size,
+        device,
+        arguments.at_most,
+        on_measured=lambda segment, peak: say(f"{config.name}, segments of {segment}: {peak:,} bytes at most"),
+    )
+    if arguments.json:
+        found = with_segment(config, fit.segment)
+        print_json(
+            {
+                "preset": config.name,
+                "reference": None
+                if reference is None
+                else {"name": reference.name, "segment": reference.train.segment},
+                "vocabulary_size": vocab_size,
+                "device": device,
+                "config": found.to_dict(),
+                **fit.to_dict(),
+            }
+        )
+        return
+    limit = ", the longest that was allowed" if fit.segment == arguments.at_most else ""
+    print(
+        f"{config.name}: segments of {fit.segment} tokens{limit}, {fit.peak_bytes:,} of {budget:,} bytes on {device}; "
+        f"train with --train.segment {fit.segment}"
+    )
+
+
+def _configuration(name: str, options: dict[str, str]) -> RunConfig:
+    """Return a configuration with the options set.
+
+    Its segment is checked here: other segments are measured, so no later rule would see a wrong one.
+    """
+    config = with_options(base_config(name), options)
+    if config.train.segment < 1:
+        raise UserError(f"train.segment is {config.train.segment}; expected 1 or more")
+    return config

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import shlex
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluate import (
-    checkpoint_step,
-    open_run_corpus,
-    print_rows,
-    record,
-    refuse_not_a_number,
-    split_tokens,
-)
-from txl.commands.options import (
-    ProgressByPart,
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_memory_options,
-    config_options,
-    memory_settings,
-    pick_device,
-    print_json,
-    run_to_read,
-)
+from txl.commands.evaluations import eval_command, evaluation_settings, fractions, print_rows, refuse_not_a_number
+from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.evaluation.cache_tuning import CacheTuning
 
-_OF_EVAL = {
-    "split": "test",
-    **dict.fromkeys(("mem_len", "window", "clamp_len", "segment", "batch", "max_tokens", "temperature")),
-    "dtype": "float32",
-    **dict.fromkeys(("checkpoint", "data_dir", "device")),
-}
-"""Options that `txl eval` has too, with their defaults, which are the same there."""
 
-
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "cache",
@@ -54,8 +28,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that the cache holds (2000)")
-    parser.add_argument("--thetas", type=_fractions, metavar="X,X,...", help="to try (default: suited to the model)")
-    parser.add_argument("--lambdas", type=_fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
+    parser.add_argument("--thetas", type=fractions, metavar="X,X,...", help="to try (default: suited to the model)")
+    parser.add_argument("--lambdas", type=fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
     parser.add_argument("--split", default="test", metavar="NAME", help="to measure (default: test)")
     parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
     add_memory_options(parser)
@@ -64,19 +38,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
-
-
-def _fractions(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-_fractions.__name__ = "list of numbers"  # argparse names a type by its function when it refuses a value
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -91,16 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
-    corpus = open_run_corpus(directory, vocabulary, arguments)
-    tune_on, measured = (split_tokens(corpus, name) for name in (arguments.tune_on, arguments.split))
-    common = {
-        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
-        "batch_size": config.eval.batch_size if arguments.batch is None else arguments.batch,
-        "max_tokens": arguments.max_tokens,
-        "dtype": arguments.dtype,
-        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
-        **memory_settings(arguments, config),
-    }
+    corpus = run_corpus(directory, vocabulary, arguments)
+    tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
+    settings = evaluation_settings(arguments, config, config.eval.batch_size)
     described = {
         "split": arguments.split,
         "corpus": corpus.name,
@@ -116,18 +72,18 @@ def run(arguments: argparse.Namespace) -> None:
             size=arguments.size,
             thetas=arguments.thetas,
             lambdas=arguments.lambdas,
-            tuning_progress=functools.partial(progress, f"tuning on the {arguments.tune_on} split"),
-            progress=functools.partial(progress, f"{arguments.split} split"),
-            **common,
+            tuning_progress=partial(progress, f"tuning on the {arguments.tune_on} split"),
+            progress=partial(progress, f"{arguments.split} split"),
+            max_tokens=arguments.max_tokens,
+            **settings,
         )
     tuned, results = found.tuning, (found.without, found.with_cache)
     refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
     rows = [described | result.to_dict() for result in results]
-    step = checkpoint_step(checkpoint)
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
-    record(directory, "cache", step, **tuning)
+    record(directory, EventName.CACHE, checkpoint, **tuning)
     for row in rows:
-        record(directory, "eval", step, **row)
+        record(directory, EventName.EVAL, checkpoint, **row)
     if arguments.json:
         print_json({"tuning": tuning, "without": rows[0], "with": rows[1]})
         return
@@ -142,17 +98,5 @@ def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[st
     for name in tuned.at_edge:
         print(f"the best {name} is at an end of those that were tried; try others with --{name}s")
     print_rows(rows)
-    print(f"with the cache again: {shlex.join(_again(arguments, tuned))}")
-
-
-def _again(arguments: argparse.Namespace, tuned: CacheTuning) -> list[str]:
-    """The words of the command that measures the best cache again, on the same tokens in the same way."""
-    words = ["txl", "eval", arguments.directory]
-    words += ["--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight)]
-    for name, default in _OF_EVAL.items():
-        value = getattr(arguments, name)
-        if value != default:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in config_options(arguments).items():
-        words += [f"--{name.replace('_', '-')}", value]
-    return words
+    found = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
+    print(f"with the cache again: {eval_command(arguments, found)}")

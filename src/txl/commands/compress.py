@@ -11,30 +11,29 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from txl.commands.evaluate import open_run_corpus, training_tokens
 from txl.commands.options import (
     add_checkpoint,
     add_data_dir,
     add_json,
     add_memory_options,
+    check_out,
     existing_run,
     memory_settings,
-    print_json,
-    progress_bar,
-    say,
 )
-from txl.commands.score import check_out, output
+from txl.commands.output import output, print_json, progress_bar, say
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.compression.files import CodingModel, DynamicRecipe, Sizes
-
+    from txl.data.prepared import Tokens
 
 _LEARNING_RATE = 0.03
-"""Of sgd, where nothing was tuned."""
+"""Learning rate of sgd where nothing was tuned."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add both commands to the command line."""
     parser = commands.add_parser("compress", help="compress a file by a model's probabilities, without loss")
     parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")
@@ -145,7 +144,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
-    """The file to read and its size, once source and destination have been looked at."""
+    """Open the file to read once source and destination are checked; give it and its size."""
     path = None if arguments.file == "-" else Path(arguments.file)
     check_out(None if arguments.out == "-" else arguments.out, path)
     if arguments.out == "-" and arguments.json:
@@ -162,8 +161,9 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
 
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
-    """The model that a file is coded by; with the memory lengths that the options and the run say, or without."""
+    """Return the model that codes a file, with the memory lengths of options and run if `lengths` says so."""
     from txl.compression.files import CodingModel
+    from txl.runs.corpus import open_run_corpus, training_tokens
     from txl.runs.directory import RunDirectory
 
     run_directory = RunDirectory(existing_run(arguments.model))
@@ -171,16 +171,16 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     if vocabulary is None:
         raise UserError(f"{run_directory.path} has no vocabulary, so no file can be read; give one when importing")
 
-    def training() -> Any:
-        quiet = argparse.Namespace(data_dir=arguments.data_dir, json=True)
-        return training_tokens(run_directory, vocabulary, open_run_corpus(run_directory, vocabulary, quiet), quiet)
+    def training() -> Tokens:
+        corpus = open_run_corpus(run_directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
+        return training_tokens(run_directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=True)
 
     settings = memory_settings(arguments, run_directory.config()) if lengths else {}
     return CodingModel(model.eval(), vocabulary, settings, training)
 
 
 def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
-    """How the model adapts: as the options say, or as the run's newest dynamic evaluation did."""
+    """Return how the model adapts: as the options say, or as in the run's newest dynamic evaluation."""
     if arguments.dynamic is None:
         return None
     from txl.compression.files import DynamicRecipe
@@ -189,7 +189,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
 
     if arguments.dynamic == "run":
         events = RunDirectory(Path(arguments.model)).events()
-        measured = [event for event in events if event["event"] == "eval" and event.get("dynamic")]
+        measured = [event for event in events if event["event"] == EventName.EVAL and event.get("dynamic")]
         if not measured:
             say(f"note: txl dynamic has tuned nothing for this run; sgd at learning rate {_LEARNING_RATE} is used")
             return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))
@@ -205,7 +205,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
 
 
 def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more: Any) -> None:
-    """Sizes and speed, on standard error or as one JSON object."""
+    """Print sizes and speed, on standard error or as one JSON object."""
     bits = 8 * sizes.file / sizes.text if sizes.text else None
     if arguments.json:
         print_json(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from txl.commands.options import add_data_dir, add_json, print_json
+from txl.commands.options import add_data_dir, add_json
+from txl.commands.output import print_json
 from txl.config import DataConfig, RunConfig, parse_value, validate
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command and its three actions to the command line."""
     parser = commands.add_parser("data", help="prepare corpora and tell about them")
     actions = parser.add_subparsers(dest="action", metavar="prepare|info|list", required=True)

@@ -6,26 +6,30 @@ import argparse
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_data_dir, config_options, say
+from txl.commands.options import add_config_options, add_data_dir, config_options
+from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 
-PROMPTS = ("def read_config(path):\n    ", "class Stream:\n    ", "import ")
-TEST_TOKENS = 200_000
-"""Tokens of the test split that are read at each memory length."""
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+
+PROMPTS = ("import ", "class Stream:\n    ", "def read_config(path):\n    ")
+_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 800
+"""The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
+_SHOWN = 12
+"""Lines of a sample that are printed."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     about = "train, evaluate, generate and report in minutes, without a download"
     parser = commands.add_parser("demo", help=about, add_help=False)
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="the run directory (default: runs/demo)")
-    parser.add_argument("--preset", default="stdlib-tiny", metavar="NAME", help="default: stdlib-tiny")
-    parser.add_argument(
-        "--test-tokens", type=int, default=TEST_TOKENS, metavar="N", help=f"of the test split (default: {TEST_TOKENS})"
-    )
+    parser.add_argument("--preset", default=_PRESET, metavar="NAME", help=f"default: {_PRESET}")
+    parser.add_argument("--test-tokens", type=int, metavar="N", help="of the test split (default: all)")
     add_data_dir(parser)
     add_config_options(parser, ("model", "data", "train", "eval"))
     parser.set_defaults(run=run)
@@ -35,28 +39,43 @@ def run(arguments: argparse.Namespace) -> None:
     """Train (or go on), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
-    if arguments.test_tokens < 2 * preset(arguments.preset).eval.batch_size:
-        raise UserError(
-            f"--test-tokens is {arguments.test_tokens}; expected two for each lane of the evaluation or more"
-        )
-    out, changes = arguments.out, config_options(arguments)
-    config = with_options(preset(arguments.preset), changes)
+    limit = arguments.test_tokens
+    if limit is not None and limit < 2 * preset(arguments.preset).eval.batch_size:
+        raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
+    changes = config_options(arguments)
+    if arguments.preset == _PRESET:
+        changes = arithmetic_of_this_machine() | changes
+    out, config = arguments.out, with_options(preset(arguments.preset), changes)
     validate(config)
     options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
-    lengths = ",".join(map(str, memory_lengths(config)))
+    measured = ["--mem-lens", ",".join(map(str, memory_lengths(config)))]
+    measured += ["--dtype", "bfloat16"] if config.train.dtype == "bfloat16" else []
+    measured += [] if limit is None else ["--max-tokens", str(limit)]
 
     parse = arguments.parse
     _command(parse, "train", arguments.preset, "--out", out, *options, *data_dir)
-    _command(parse, "eval", out, "--mem-lens", lengths, "--max-tokens", str(arguments.test_tokens), *data_dir)
-    write_samples(Path(out), config)
-    _command(parse, "report", out, *data_dir)
+    _command(parse, "eval", out, *measured, *data_dir)
+    sample = write_samples(Path(out), config)
+    _command(parse, "report", out, "--after-training-text", *data_dir)
 
     from txl.reporting.report import summary_lines
     from txl.runs.directory import RunDirectory
 
+    for line in [*sample.splitlines()[:_SHOWN], ""] if sample else []:
+        print(line)
     for line in summary_lines(RunDirectory(out).events(), Path(out) / "report.html"):
         print(line)
+
+
+def arithmetic_of_this_machine() -> dict[str, str]:
+    """Return the options of training that keep the demo short here: bfloat16 where it is fast, else fewer steps."""
+    from txl.commands.options import pick_device
+    from txl.runs.environment import multiplies_bfloat16
+
+    if multiplies_bfloat16(pick_device(None)):
+        return {"train.dtype": "bfloat16"}
+    return {"train.steps": str(_STEPS_IN_FLOAT32)}
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:
@@ -67,17 +86,12 @@ def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) 
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and doublings from a quarter of it up to the run's test memory."""
-    lengths = {0, config.model.mem_len, config.eval.mem_len}
-    length = max(1, config.model.mem_len // 4)
-    while length < config.eval.mem_len:
-        lengths.add(length)
-        length *= 2
-    return sorted(lengths)
+    """Return the memory lengths to test: none, training's, and the run's test memory."""
+    return sorted({0, config.model.mem_len, config.eval.mem_len})
 
 
-def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> None:
-    """Continue a few prompts and add them to the run's log, for the report."""
+def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> str:
+    """Continue a few prompts, add them to the run's log for the report, and return the last one with its prompt."""
     from txl.commands.generate import record_sample
     from txl.generation.text import encode_prompt, generate
     from txl.runs.directory import RunDirectory
@@ -91,10 +105,9 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "temperature": 0.8,
         "seed": seed,
         "max_tokens": max_tokens,
-        "mem_len": config.eval.mem_len,
-        "window": config.eval.window or "none",
-        "clamp_len": "none" if config.eval.clamp_len is None else config.eval.clamp_len,
+        **config.eval.length_options(),
     }
+    shown = ""
     for prompt in PROMPTS:
         try:
             encode_prompt(vocabulary, prompt)
@@ -103,3 +116,5 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
             continue
         text = "".join(generate(model, vocabulary, prompt, **settings))
         record_sample(run_directory, checkpoint, prompt, text, settings)
+        shown = prompt + text
+    return shown

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.dynamic_options import (
+from txl.commands.evaluations import (
     BATCH,
     SEGMENTS,
     DynamicRequest,
+    add_cache_options,
     add_rule_options,
     collect_statistics,
-    refuse_divergence,
-    refuse_statistics,
-)
-from txl.commands.evaluate import (
-    add_cache_options,
-    checkpoint_step,
-    open_run_corpus,
+    eval_command,
+    evaluation_settings,
+    fractions,
     print_rows,
-    record,
+    refuse_divergence,
     refuse_not_a_number,
-    split_tokens,
-    training_tokens,
+    refuse_statistics,
     with_cache,
 )
-from txl.commands.options import (
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_memory_options,
-    config_options,
-    existing_run,
-    memory_settings,
-    pick_device,
-    print_json,
-    progress_bar,
-)
+from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
-    from txl.evaluation.dynamic_tuning import DynamicTuning
-
-_OF_EVAL = {
-    "split": "test",
-    **dict.fromkeys(("mem_len", "window", "clamp_len", "segment", "batch", "max_tokens", "temperature")),
-    **dict.fromkeys(("cache_size", "cache_theta", "cache_lambda")),
-    "dtype": "float32",
-    **dict.fromkeys(("checkpoint", "data_dir", "device")),
-}
-"""Options that `txl eval` has too, with their defaults, which are the same there."""
+    from txl.commands.options import Subparsers
+    from txl.evaluation.dynamic_tuning import DynamicGain
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "dynamic",
@@ -66,8 +42,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--rule", choices=("rms", "sgd"), default="rms", help="default: rms")
-    parser.add_argument("--learning-rates", type=_fractions, metavar="X,X,...", help="to try (default: many)")
-    parser.add_argument("--decays", type=_fractions, metavar="X,X,...", help="to try (default: 0 to 0.1)")
+    parser.add_argument("--learning-rates", type=fractions, metavar="X,X,...", help="to try (default: many)")
+    parser.add_argument("--decays", type=fractions, metavar="X,X,...", help="to try (default: 0 to 0.1)")
     add_rule_options(parser, "")
     parser.add_argument("--split", default="test", metavar="NAME", help="to measure (default: test)")
     parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
@@ -79,35 +55,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     add_cache_options(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
-
-
-def _fractions(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-_fractions.__name__ = "list of numbers"  # argparse names a type by its function when it refuses a value
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune, measure, print, and add the results to the run's log."""
-    from txl.allocator import keep_freed_memory
-    from txl.evaluation.dynamic import Adaptation, evaluate_dynamically
-    from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic
-    from txl.evaluation.perplexity import evaluate
-    from txl.runs.directory import RunDirectory
-
     if arguments.split == arguments.tune_on:
         raise UserError(
             f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
         )
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
+    directory, config, checkpoint = run_to_read(arguments)
+    from txl.allocator import keep_freed_memory
+    from txl.evaluation.dynamic import Adaptation
+    from txl.evaluation.dynamic_tuning import DECAYS, measure_dynamic
+    from txl.runs.corpus import training_tokens
+
     given = {name: getattr(arguments, name) for name in ("epsilon", "weights") if getattr(arguments, name) is not None}
     request = DynamicRequest(
         Adaptation(arguments.rule, learning_rate=0.0, **given),
@@ -115,72 +80,51 @@ def run(arguments: argparse.Namespace) -> None:
         BATCH if arguments.statistics_batch is None else arguments.statistics_batch,
     )
     keep_freed_memory()
-    directory = RunDirectory(existing_run(arguments.directory))
-    config = directory.config()
-    checkpoint = directory.checkpoint(arguments.checkpoint)
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     model = with_cache(model, arguments)
-    corpus = open_run_corpus(directory, vocabulary, arguments)
-    tune_on, measured = (split_tokens(corpus, name) for name in (arguments.tune_on, arguments.split))
-    common = {
-        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
-        "batch_size": 1 if arguments.batch is None else arguments.batch,
-        "dtype": arguments.dtype,
-        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
-        **memory_settings(arguments, config),
-    }
-    training_split = partial(training_tokens, directory, vocabulary, corpus, arguments)
-    statistics = collect_statistics(model, training_split, request, common, quiet=arguments.json)
-    progress, move = progress_bar(f"tuning on the {arguments.tune_on} split", quiet=arguments.json)
-    with progress:
-        tuned = tune_dynamic(
+    corpus = run_corpus(directory, vocabulary, arguments)
+    tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
+    settings = evaluation_settings(arguments, config, batch_size=1)
+    training_split = partial(
+        training_tokens, directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json
+    )
+    statistics = collect_statistics(model, training_split, request, settings, quiet=arguments.json)
+    with ProgressByPart(quiet=arguments.json) as progress:
+        found = measure_dynamic(
             model,
             tune_on,
+            measured,
             request.adaptation,
             statistics,
             learning_rates=arguments.learning_rates,
             decays=DECAYS if arguments.decays is None else arguments.decays,
-            max_tokens=arguments.tune_tokens,
-            progress=move,
-            **common,
+            tune_tokens=arguments.tune_tokens,
+            max_tokens=arguments.max_tokens,
+            tuning_progress=partial(progress, f"tuning on the {arguments.tune_on} split"),
+            progress=partial(progress, f"{arguments.split} split"),
+            **settings,
         )
-    refuse_not_a_number([tuned.static_nll], checkpoint)
-    progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
-    with progress:
-        static = evaluate(model, measured, max_tokens=arguments.max_tokens, **common, progress=move)
-        adapted = refuse_divergence(
-            evaluate_dynamically(
-                model,
-                measured,
-                tuned.adaptation,
-                statistics,
-                max_tokens=arguments.max_tokens,
-                **common,
-                progress=move,
-            )
-        )
-    refuse_not_a_number([static.nll], checkpoint)
+    refuse_not_a_number([found.tuning.static_nll, found.static.nll], checkpoint)
+    refuse_divergence(found.adapted)
     described = {
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
-        "unknown": corpus.info()["splits"][arguments.split]["unknown"],
         "checkpoint": checkpoint.name,
     }
-    rows = [described | result.to_dict() for result in (static, adapted)]
-    cost = static.tokens_per_second / adapted.tokens_per_second
-    tuning = tuned.to_dict() | {"split": arguments.tune_on}
-    step = checkpoint_step(checkpoint)
-    record(directory, "dynamic", step, **tuning)
+    rows = [described | result.to_dict() for result in (found.static, found.adapted)]
+    tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
+    record(directory, EventName.DYNAMIC, checkpoint, **tuning)
     for row in rows:
-        record(directory, "eval", step, **row)
+        record(directory, EventName.EVAL, checkpoint, **row)
     if arguments.json:
-        print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": cost})
+        print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": found.times_static})
         return
-    _print(arguments, tuned, rows, cost)
+    _print(arguments, found, rows)
 
 
-def _print(arguments: argparse.Namespace, tuned: DynamicTuning, rows: list[dict[str, Any]], cost: float) -> None:
+def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[dict[str, Any]]) -> None:
+    tuned = found.tuning
     best = tuned.adaptation
     print(
         f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: learning rate {best.learning_rate:g}, "
@@ -190,24 +134,12 @@ def _print(arguments: argparse.Namespace, tuned: DynamicTuning, rows: list[dict[
         print(f"the best {name} is at an end of those that may be tried; give others: --{name.replace(' ', '-')}s")
     for row in rows:
         print_rows([row])
-    print(f"scoring and adapting took {cost:.1f} times as long as scoring")
-    print(f"the same again: {shlex.join(_again(arguments, tuned))}")
-
-
-def _again(arguments: argparse.Namespace, tuned: DynamicTuning) -> list[str]:
-    """The words of the command that evaluates with what was found, on the same tokens in the same way."""
-    words = ["txl", "eval", arguments.directory, "--dynamic", arguments.rule]
-    words += ["--dynamic-learning-rate", repr(tuned.adaptation.learning_rate)]
-    words += ["--dynamic-decay", repr(tuned.adaptation.decay)]
+    print(f"scoring and adapting took {found.times_static:.1f} times as long as scoring")
+    words = ["--dynamic", arguments.rule, "--dynamic-learning-rate", repr(best.learning_rate)]
+    words += ["--dynamic-decay", repr(best.decay)]
     for name in ("epsilon", "weights", "statistics_segments", "statistics_batch"):
         if getattr(arguments, name, None) is not None:
             words += [f"--dynamic-{name.replace('_', '-')}", str(getattr(arguments, name))]
     if getattr(arguments, "statistics_segments", SEGMENTS) is None:
         words += ["--dynamic-statistics-segments", "all"]
-    for name, default in _OF_EVAL.items():
-        value = getattr(arguments, name)
-        if value != default:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in config_options(arguments).items():
-        words += [f"--{name.replace('_', '-')}", value]
-    return words
+    print(f"the same again: {eval_command(arguments, words)}")

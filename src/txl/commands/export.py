@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_checkpoint, add_json, print_json, run_to_read
+from txl.commands.options import add_checkpoint, add_json, run_to_read
+from txl.commands.output import print_json
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("export", help="write a run's model for other programs")
     parser.add_argument("directory", metavar="DIR", help="a run directory")

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluate import checkpoint_step, record
 from txl.commands.options import (
     add_checkpoint,
     add_detokenise,
@@ -22,19 +21,21 @@ from txl.commands.options import (
     memory_settings,
     note_lacking,
     pick_device,
-    print_json,
     run_to_read,
 )
+from txl.commands.output import print_json, record
 from txl.errors import UserError
+from txl.runs.events import EventName
 
 if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 KEPT = 2000
 """Characters of a text that the run's log keeps."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("generate", help="continue a prompt")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
@@ -141,8 +142,8 @@ def record_sample(
     names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
         run_directory,
-        "sample",
-        checkpoint_step(checkpoint),
+        EventName.SAMPLE,
+        checkpoint,
         prompt=prompt[-KEPT:],
         text=text[:KEPT],
         checkpoint=checkpoint.name,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_json, config_options, print_json
+from txl.commands.options import add_config_options, add_json, config_options
+from txl.commands.output import print_json
 from txl.config import leaf_fields
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "import",

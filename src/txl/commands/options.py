@@ -1,18 +1,17 @@
-"""Options that several commands share, and the values they take."""
+"""Options that several commands share, and what they name: configurations, devices, runs, corpora and files."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
-import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from txl.commands.output import say
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
@@ -28,15 +27,29 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
+    from txl.data.prepared import Corpus
     from txl.data.vocabulary import Vocabulary
     from txl.runs.directory import RunDirectory
 
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Parse = TypeVar("Parse", bound=Callable[[str], object])
 _NAMED = 8
 """Words or characters that a message names before it only counts them."""
 
 
+def named(name: str) -> Callable[[Parse], Parse]:
+    """Return a decorator that names an option's type for the message in which argparse refuses a value."""
+
+    def rename(parse: Parse) -> Parse:
+        parse.__name__ = name
+        return parse
+
+    return rename
+
+
 def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...], help_of: str = "") -> None:
-    """Every field of the configuration's sections as an option, ``--model.mem-len`` for ``config.model.mem_len``.
+    """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
     Args:
         parser: where they are added, those of each class of models as a group.
@@ -90,7 +103,7 @@ class _Help(argparse.Action):
 
 
 def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None:
-    """The family of the configuration that the words before --help name, if they do."""
+    """Return the family of models of the configuration named before --help; None if none is named."""
     name = getattr(namespace, "preset", None)
     if name is None:
         return None
@@ -101,7 +114,7 @@ def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None
 
 
 def base_config(name: str) -> RunConfig:
-    """The configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
+    """Return the configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
     from txl.presets import preset, presets
 
     if name in presets() or not (Path(name) / "config.json").is_file():
@@ -112,55 +125,67 @@ def base_config(name: str) -> RunConfig:
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """The options of `add_config_options` that were given."""
+    """Return those options of `add_config_options` that were given."""
     return {name: value for name, value in vars(arguments).items() if "." in name}
 
 
 def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
-    """A corpus's configuration with the given ``--data.*`` options set."""
+    """Return a corpus's configuration with the given ``--data.*`` options set."""
     from txl.data.corpora import with_absolute_paths
 
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
 def add_data_dir(parser: argparse.ArgumentParser) -> None:
-    """Where prepared corpora live."""
+    """Add the option for the folder of prepared corpora."""
     parser.add_argument("--data-dir", metavar="DIR", help="where prepared corpora live (default: TXL_DATA, or a cache)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Where the model runs."""
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    """Add the option for the device that the model runs on."""
+    parser.add_argument(
+        "--device", type=_device, metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
+    )
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+"""Kinds of devices of PyTorch."""
+
+
+def _device(text: str) -> str:
+    """Return the name of a device; one of an unknown kind is refused here, before PyTorch is imported."""
+    if text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends"):
+        reason = f"expected one of {', '.join(_DEVICES)}"
+        raise argparse.ArgumentError(None, f"--device {text} cannot be used here ({reason}); try --device cpu")
+    return text
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Which weights of a run are used."""
+    """Add the option for the checkpoint that is used."""
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, latest or a step (default: best, else latest)")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """Memory, window and clamp, with the run's test settings where they are unset."""
+    """Add the options of memory, window and clamp; unset, they are the run's test settings."""
     parser.add_argument("--mem-len", type=int, metavar="M", help="positions of memory; alone it also sets --window M")
     parser.add_argument("--window", type=limit, metavar="N", help="keys a query sees, itself included, or none")
     parser.add_argument("--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How tokens are drawn."""
+    """Add the options of drawing tokens."""
     parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
 
 
+@named("number or none")
 def _top_k(text: str) -> int | None:
     return None if text.lower() == "none" else bounded_int(text)
 
 
-_top_k.__name__ = "number or none"
-
-
 def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
-    """Whether the words of a benchmark are put together again."""
+    """Add the option for putting the words of a benchmark together again."""
     parser.add_argument(
         "--detokenise",
         nargs="?",
@@ -172,11 +197,7 @@ def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
-    """What `--detokenise` names.
-
-    Raises:
-        UserError: if the vocabulary has no words, and a way of tokenising was named.
-    """
+    """Return the way of tokenising that `--detokenise` names; None for none."""
     from txl.data.detokenise import check_convention, convention_of
 
     if name == "none":
@@ -189,12 +210,21 @@ def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Machine-readable output."""
+    """Add the option for machine-readable output."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that read a run and a corpus: `--data.*`, checkpoint, data folder, device, JSON."""
+    add_config_options(parser, ("data",))
+    add_checkpoint(parser)
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+
+
 def bounded_int(text: str) -> int:
-    """A whole number that the arithmetic behind it can bear; every option of type `int` is read by this (`txl.cli`).
+    """Return a whole number that no arithmetic rounds; every option of type `int` is read by this (`txl.cli`).
 
     Raises:
         ValueError: if it is no whole number.
@@ -206,51 +236,44 @@ def bounded_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text}: expected {error}") from None
 
 
-def limit(text: str) -> int | str:
-    """A whole number, or "none"."""
+@named("number or all")
+def number_or_all(text: str) -> int | None:
+    """Return a whole number, or None for "all"."""
+    return None if text.lower() == "all" else bounded_int(text)
+
+
+@named("number or none")
+def limit(text: str) -> int | Literal["none"]:
+    """Return a whole number, or "none"."""
     return "none" if text.lower() == "none" else bounded_int(text)
 
 
-limit.__name__ = "number or none"  # argparse names a type by its function when it refuses a value
-
-
+@named("list of numbers")
 def numbers(text: str) -> list[int]:
-    """Whole numbers separated by commas."""
+    """Return whole numbers separated by commas."""
     return [bounded_int(part) for part in text.split(",")]
 
 
-numbers.__name__ = "list of numbers"
-
-
 def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, Any]:
-    """`mem_len`, `window` and `clamp_len` for an evaluation: what was given, else the run's test settings.
+    """Return `mem_len`, `window` and `clamp_len` of an evaluation: as given, else the run's test settings.
 
     ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
     read alone.
     """
-    mem_len = run.eval.mem_len if arguments.mem_len is None else arguments.mem_len
-    if arguments.window is not None:
-        window = arguments.window
-    elif arguments.mem_len is not None:
-        window = arguments.mem_len or "none"
-    else:
-        window = run.eval.window or "none"
-    return {"mem_len": mem_len, "window": window, "clamp_len": clamp_setting(arguments.clamp_len, run)}
+    lengths = run.eval.length_options()
+    if arguments.mem_len is not None:
+        lengths |= {"mem_len": arguments.mem_len, "window": arguments.mem_len or "none"}
+    given = {"window": arguments.window, "clamp_len": arguments.clamp_len}
+    return lengths | {name: value for name, value in given.items() if value is not None}
 
 
-def clamp_setting(given: int | str | None, run: RunConfig) -> Any:
-    """The clamp for an evaluation: what was given, else the run's test settings; a number or "none"."""
-    if given is not None:
-        return given
-    return "none" if run.eval.clamp_len is None else run.eval.clamp_len
+def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
+    """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
+    return run.eval.length_options()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:
-    """The device to use: the one asked for, else a GPU if there is one.
-
-    Raises:
-        UserError: for a device that this machine does not have.
-    """
+    """Return the device to use: the one asked for, else a GPU if there is one."""
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -263,11 +286,7 @@ def pick_device(name: str | None) -> str:
 
 
 def existing_run(path: str) -> Path:
-    """The path of a run directory.
-
-    Raises:
-        UserError: if it is not one.
-    """
+    """Return the path of a run directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"{path}: no such directory; expected a run directory (made by txl train --out {path})")
@@ -277,11 +296,7 @@ def existing_run(path: str) -> Path:
 
 
 def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig, Path]:
-    """The run directory that a command names, its configuration and the checkpoint; nothing of it takes PyTorch.
-
-    Raises:
-        UserError: if one of them is missing or damaged, or --data.corpus names nothing.
-    """
+    """Return the run directory that a command names, its configuration and checkpoint, without importing PyTorch."""
     from txl.runs.directory import RunDirectory
 
     directory = RunDirectory(existing_run(arguments.directory))
@@ -292,11 +307,7 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
 
 
 def check_corpus(name: str) -> None:
-    """Refuse a corpus that is not there, before anything that takes long.
-
-    Raises:
-        UserError: if it is neither a known name nor a file, folder or glob.
-    """
+    """Refuse a corpus that is not there, before anything that takes long."""
     from txl.data.catalogue import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
 
@@ -305,11 +316,7 @@ def check_corpus(name: str) -> None:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """A folder that results will go to, tried before they are computed; what had to be made for that is gone again.
-
-    Raises:
-        UserError: if it is a file or below one, or nothing can be written there.
-    """
+    """Return a folder for results once a file could be written there; folders made to try are removed again."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {path} cannot be written into: it is a file; expected a folder")
@@ -327,6 +334,32 @@ def writable_folder(path: str | Path) -> Path:
     return folder
 
 
+def check_out(out: str | None, source: Path | None) -> None:
+    """Refuse an output that cannot be, before anything is computed."""
+    if out is None:
+        return
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out}: {path.parent} is not a folder; make it first")
+    if path.is_dir():
+        raise UserError(f"--out {out} is a folder; expected the name of a file")
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError(f"--out {out} is the source itself; expected another file")
+
+
+def run_corpus(
+    run: RunDirectory, vocabulary: Vocabulary | None, arguments: argparse.Namespace, whole: bool = False
+) -> Corpus:
+    """Open the corpus that the run was trained on, or the one that the options name, in the run's own vocabulary."""
+    from txl.runs.corpus import is_trained_on, open_run_corpus
+
+    options = config_options(arguments)
+    corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
+    if not options and not whole and not is_trained_on(run, corpus):
+        say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+    return corpus
+
+
 def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
     """Say which words or characters of a prompt are read as `<unk>`."""
     lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
@@ -335,114 +368,3 @@ def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
         shown = [each if words else f"{each!r} (U+{ord(each):04X})" for each in lacking[:_NAMED]]
         more = f" and {len(lacking) - _NAMED:,} more" if len(lacking) > _NAMED else ""
         say(f"note: the vocabulary lacks {', '.join(shown)}{more}; read as <unk>")
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output; numbers that JSON has no name for become null."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(each) for key, each in item.items()}
-        if isinstance(item, (list, tuple)):
-            return [plain(each) for each in item]
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    print(json.dumps(plain(value), ensure_ascii=False))
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr)
-
-
-def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
-    """A table on standard output, below its title; nothing in it is read as markup.
-
-    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
-    a pipe, a row stays a line.
-
-    Args:
-        title: a line; it may be long.
-        headings: of the columns.
-        rows: what stands below them.
-        text: the columns that hold text, not numbers.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    rows, console = list(rows), Console()
-
-    def made(roomy: bool) -> Table:
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(headings):
-            if heading in text:
-                table.add_column(Text(heading), overflow="fold")
-            else:
-                words = [heading] if roomy else [word[:12] for word in heading.split()]
-                width = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
-                table.add_column(Text(heading), justify="right", overflow="fold", width=width)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        return table
-
-    def measured(table: Table) -> Measurement:
-        return Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
-
-    table, width = made(roomy=True), measured(made(roomy=True)).maximum
-    if console.is_terminal and width > console.width:
-        table = made(roomy=False)
-        width = max(console.width, measured(table).minimum)
-    print(title)
-    sys.stdout.flush()
-    Console(width=width).print(table)
-
-
-def progress_bar(description: str, quiet: bool) -> tuple[Any, Callable[[int, int], None]]:
-    """A progress display on standard error (only on a terminal), and the function that moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    )
-    task = progress.add_task(description, total=None)
-
-    def move(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total)
-
-    return progress, move
-
-
-class ProgressByPart:
-    """Shows a bar for each part of the work, named by its first argument; a context manager."""
-
-    def __init__(self, quiet: bool):
-        self._quiet, self._what = quiet, ""
-        self._bar: Any = None
-        self._move: Any = None
-
-    def __enter__(self) -> ProgressByPart:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Move the bar of a part, which ends the bar of the part before it."""
-        if what != self._what:
-            self.__exit__()
-            self._what = what
-            self._bar, self._move = progress_bar(what, self._quiet)
-            self._bar.start()
-        self._move(done, total)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from txl.commands.options import add_json, print_json, print_table
+from txl.commands.options import add_json
+from txl.commands.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("presets", help="list the configurations that have a name")
     add_json(parser)

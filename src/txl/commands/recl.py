@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from txl.commands.options import (
     add_config_options,
@@ -16,20 +16,20 @@ from txl.commands.options import (
     existing_run,
     limit,
     pick_device,
-    print_json,
-    print_table,
-    progress_bar,
-    say,
+    run_corpus,
     writable_folder,
 )
+from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.data.vocabulary import Vocabulary
+    from torch import Tensor
+
+    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("recl", help="measure how much context each model of a group still gains from")
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
@@ -66,22 +66,25 @@ def run(arguments: argparse.Namespace) -> None:
 
     Scoring takes hours where models are large: whatever can be refused is refused before it begins.
     """
-    from txl.commands.evaluate import open_run_corpus, split_tokens
-    from txl.runs.directory import RunDirectory
-
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
     lengths = _lengths(arguments)
     folder = None if arguments.out is None else writable_folder(arguments.out)
+    from txl.runs.directory import RunDirectory
+
     directories = [RunDirectory(path) for path in paths]
-    vocabulary = _shared_vocabulary(directories)
-    _check_corpora(directories, arguments)
-    corpus = open_run_corpus(directories[0], vocabulary, arguments)
-    tokens = split_tokens(corpus, arguments.split)
+    from txl.runs.corpus import refuse_different_corpora, shared_vocabulary
+
+    vocabulary = shared_vocabulary(directories)
+    if "data.corpus" not in config_options(arguments):
+        refuse_different_corpora(directories)
+    corpus = run_corpus(directories[0], vocabulary, arguments)
+    tokens = corpus.tokens(arguments.split)
     targets = _targets(len(tokens), lengths[-1], arguments)
     from txl.allocator import keep_freed_memory
+    from txl.evaluation.effective_context import group_record
     from txl.evaluation.sliding import losses_at_contexts
 
     keep_freed_memory()
@@ -91,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         {"name": name, **_described(directory, clamp, device)}
         for name, directory, clamp in zip(names, directories, clamps, strict=True)
     ]
-    losses: dict[str, dict[int, Any]] = {}
+    losses: dict[str, dict[int, Tensor]] = {}
     for name, directory, clamp in zip(names, directories, clamps, strict=True):
         model, _ = directory.load(device=device)
         progress, move = progress_bar(name, quiet=arguments.json)
@@ -106,7 +109,8 @@ def run(arguments: argparse.Namespace) -> None:
                 dtype=arguments.dtype,
                 progress=move,
             )
-    result = _result(models, losses, arguments) | {"corpus": corpus.name}
+    result = {"split": arguments.split, **group_record(models, losses, arguments.r, arguments.threshold)}
+    result["corpus"] = corpus.name
     if folder is not None:
         from txl.reporting.recl_page import write_recl
 
@@ -119,32 +123,8 @@ def run(arguments: argparse.Namespace) -> None:
         _print(result)
 
 
-def _shared_vocabulary(directories: list[RunDirectory]) -> Vocabulary | None:
-    """The vocabulary of all runs.
-
-    Raises:
-        UserError: if they do not have the same one.
-    """
-    first, *others = directories
-    shared = first.vocabulary()
-    for directory in others:
-        vocabulary = directory.vocabulary()
-        if vocabulary != shared:
-            kinds = ["no vocabulary" if each is None else f"{each.kind} tokens" for each in (vocabulary, shared)]
-            told_apart = f" ({kinds[0]}, not {kinds[1]})" if kinds[0] != kinds[1] else ""
-            raise UserError(
-                f"{directory.path} has another vocabulary than {first.path}{told_apart}; their losses cannot be "
-                f"compared: expected runs with one vocabulary"
-            )
-    return shared
-
-
-def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[Any]:
-    """The clamp of each run: what was given, for models that tell distances; else its test settings.
-
-    Raises:
-        UserError: if one was given for models none of which tells distances.
-    """
+def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None) -> list[int | Literal["none"]]:
+    """Return the clamp of each run: what was given, for models that tell distances; else its test settings."""
     configs = [directory.config() for directory in directories]
     tell_distances = [each.model.tells_distances for each in configs]
     if given not in (None, "none") and not any(tell_distances):
@@ -155,11 +135,7 @@ def _clamps(directories: list[RunDirectory], given: int | str | None) -> list[An
 
 
 def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, Any]:
-    """A model's size and limits. Loading it finds a damaged one; its tensors are let go again.
-
-    Raises:
-        UserError: if it cannot be loaded, or not read with this clamp.
-    """
+    """Return a model's size and limits, after loading it once to find out whether it is damaged."""
 
     model, _ = directory.load(device=device)
     try:
@@ -173,61 +149,8 @@ def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, An
     }
 
 
-def _check_corpora(directories: list[RunDirectory], arguments: argparse.Namespace) -> None:
-    """Runs of different corpora need to be told which text they are compared on.
-
-    Raises:
-        UserError: if they are not told.
-    """
-    if "data.corpus" in config_options(arguments):
-        return
-    from txl.data.corpora import absolute_path
-
-    trained_on: dict[str, RunDirectory] = {}
-    for directory in directories:
-        identity = directory.trained_on().get("identity")
-        trained_on.setdefault(identity or absolute_path(directory.config().data.corpus), directory)
-    if len(trained_on) > 1:
-        described = ", ".join(f"{each.path} {each.config().data.corpus or 'no'}" for each in trained_on.values())
-        raise UserError(f"the runs have different corpora ({described}); say which to compare on: --data.corpus NAME")
-
-
-def _result(
-    models: list[dict[str, Any]], losses: dict[str, dict[int, Any]], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Return everything that was found, ready for JSON."""
-    from txl.evaluation.effective_context import effective_context
-
-    longest = {each["name"]: each["longest_context"] for each in models}
-    found = effective_context(losses, arguments.r, arguments.threshold, longest)
-    lengths = sorted(losses[models[0]["name"]])
-
-    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[dict[str, Any]]]:
-        return {
-            str(r): [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()]
-            for r, by_pair in gains.items()
-        }
-
-    return {
-        "split": arguments.split,
-        "targets": len(losses[models[0]["name"]][lengths[0]]),
-        "context_lengths": lengths,
-        "threshold": arguments.threshold,
-        "models": [
-            {
-                **model,
-                "recl": {str(r): each[model["name"]] for r, each in found.recl.items()},
-                "ppl": {str(length): values.mean().exp().item() for length, values in losses[model["name"]].items()},
-            }
-            for model in models
-        ],
-        "relative_gains": rows(found.relative_gains),
-        "perplexity_gains": rows(found.perplexity_gains),
-    }
-
-
 def _lengths(arguments: argparse.Namespace) -> range:
-    """step, 2 * step, ... up to the longest, once all numbers are in their ranges."""
+    """Return context lengths step, 2 * step, ... up to the longest, once all options are checked."""
     for name in ("step", "longest", "targets", "batch"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")

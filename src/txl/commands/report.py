@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_data_dir, add_json, existing_run, print_json
+from txl.commands.options import add_data_dir, add_json, existing_run
+from txl.commands.output import print_json
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("report", help="write report.html, one file that opens offline")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--out", metavar="FILE", help="where to write it (default: DIR/report.html)")
+    parser.add_argument(
+        "--after-training-text",
+        action="store_true",
+        help="measure also what lzma needs for the test text when it has seen the training text (up to a minute)",
+    )
     add_data_dir(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -23,7 +32,12 @@ def run(arguments: argparse.Namespace) -> None:
     directory = existing_run(arguments.directory)
     from txl.reporting.report import write_report
 
-    path = write_report(directory, out=arguments.out, data_dir=arguments.data_dir)
+    path = write_report(
+        directory,
+        out=arguments.out,
+        data_dir=arguments.data_dir,
+        after_training_text=arguments.after_training_text,
+    )
     if arguments.json:
         print_json({"report": str(path)})
     else:

@@ -6,23 +6,20 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    config_options,
-    pick_device,
-    print_json,
-    say,
-)
+from txl.commands.options import add_config_options, add_data_dir, add_device, add_json, config_options, pick_device
+from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+    from txl.reproduction.definition import Definition
+    from txl.reproduction.scales import Scale
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "reproduce",
@@ -81,15 +78,13 @@ def run(arguments: argparse.Namespace) -> None:
             )
         return
     from txl.allocator import keep_freed_memory
-    from txl.reproduction.experiment import Experiment, circumstances
+    from txl.reproduction.experiment import Experiment, circumstances, default_folder
     from txl.reproduction.outcome import gather, markdown
-    from txl.reproduction.record import write_outcome
+    from txl.reproduction.page import write_outcome
 
     keep_freed_memory()
     device = pick_device(arguments.device)
-    out = Path(
-        arguments.out or f"runs/reproduce/{definition.experiment_name}-{scale.name}{_budget(scale)}-{_label(data)}"
-    )
+    out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
     rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet).run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
     record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(device))
@@ -105,8 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
-def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataConfig:
-    """The corpus: the scale's for this table, or the one that was asked for."""
+def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -> DataConfig:
+    """Return the corpus: the scale's for this table, or the one that was asked for."""
     from txl.data.corpora import absolute_path
     from txl.reproduction.scales import named_data
 
@@ -121,13 +116,3 @@ def _data(arguments: argparse.Namespace, definition: Any, scale: Any) -> DataCon
     config = with_options(RunConfig(data=base), options)
     validate(dataclasses.replace(config))
     return config.data
-
-
-def _budget(scale: Any) -> str:
-    return "".join(f"-{each}" for each in (scale.steps, scale.dtype) if each is not None)
-
-
-def _label(data: DataConfig) -> str:
-    from txl.reporting.wording import short_name
-
-    return "".join(each if each.isalnum() or each in "-_." else "_" for each in short_name(data.corpus)) or "text"

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
-    ProgressByPart,
-    add_checkpoint,
-    add_config_options,
-    add_data_dir,
     add_detokenise,
-    add_device,
-    add_json,
     add_memory_options,
+    add_run_options,
     add_sampling_options,
     convention,
     memory_settings,
     pick_device,
-    print_json,
-    print_table,
+    run_corpus,
     run_to_read,
     writable_folder,
 )
+from txl.commands.output import ProgressByPart, print_json, print_table
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("samples", help="continue contexts of the test split, beside what follows there")
     parser.add_argument("directory", metavar="DIR", help="a run directory")
@@ -42,11 +40,7 @@ def add_parser(commands: Any) -> None:
     add_detokenise(parser, default="auto")
     parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
     add_memory_options(parser)
-    add_config_options(parser, ("data",))
-    add_checkpoint(parser)
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    add_run_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,15 +58,14 @@ def run(arguments: argparse.Namespace) -> None:
     lengths = memory_settings(arguments, config)
     from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
-    from txl.commands.evaluate import open_run_corpus, split_tokens
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
 
     keep_freed_memory()
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     tokenised_as = convention(arguments.detokenise, vocabulary)
-    corpus = open_run_corpus(directory, vocabulary, arguments)
-    tokens, training = split_tokens(corpus, arguments.split), split_tokens(corpus, "train")
-    assert vocabulary is not None  # open_run_corpus has refused None
+    corpus = run_corpus(directory, vocabulary, arguments)
+    tokens, training = corpus.tokens(arguments.split), corpus.tokens("train")
+    assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling, lengths)
     with ProgressByPart(quiet=arguments.json) as progress:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
-from txl.commands.options import add_json, existing_run, print_json
+from txl.commands.options import add_json, existing_run
+from txl.commands.output import print_json
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("status", help="tell how far a run is, its last good checkpoint and its restarts")
     parser.add_argument("directory", metavar="DIR", help="a run directory; it may be training")

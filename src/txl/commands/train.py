@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_config_options,
@@ -16,14 +16,16 @@ from txl.commands.options import (
     check_corpus,
     config_options,
     pick_device,
-    print_json,
-    say,
 )
+from txl.commands.output import print_json, say
 from txl.config import RunConfig, leaf_fields, validate, with_options
 from txl.errors import UserError
 
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "train",
@@ -67,17 +69,21 @@ def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":  # of several processes one says it
         check_corpus(config.data.corpus)
     _check_source(arguments)
-    from txl.allocator import keep_freed_memory
-    from txl.training.trainer import Trainer
-
-    keep_freed_memory()
-    out, init_from = Path(arguments.out), arguments.init_from
     if arguments.fork and arguments.extend:
         raise UserError(
             "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
         )
+    out, init_from = Path(arguments.out), arguments.init_from
+    if os.environ.get("RANK", "0") == "0" and not arguments.fork:
+        from txl.training.starting import check_out
+
+        check_out(out, config, arguments.extend)
+    from txl.allocator import keep_freed_memory
+    from txl.training.trainer import Trainer, fork_of
+
+    keep_freed_memory()
     if arguments.fork:
-        out, init_from = forked(config, out, arguments.data_dir)
+        out, init_from = fork_of(config, out, arguments.data_dir)
     trainer = Trainer(
         config,
         out,
@@ -95,11 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """Refuse weights to start from that are not there, before PyTorch is imported.
-
-    Raises:
-        UserError: if --init-from is no run directory, or there is no run to fork, or both are asked for.
-    """
+    """Refuse weights to start from that are not there, before PyTorch is imported."""
     from txl.runs.directory import RunDirectory
 
     out = RunDirectory(arguments.out)
@@ -111,39 +113,12 @@ def _check_source(arguments: argparse.Namespace) -> None:
         RunDirectory(arguments.init_from).config()
 
 
-def forked(config: RunConfig, out: Path, data_dir: str | None) -> tuple[Path, Path | None]:
-    """Where a forked run is, and where its weights come from.
-
-    A directory whose configuration and text are these is gone on with; else it is the first free OUT-fork-N.
-
-    """
-    from txl.runs.directory import RunDirectory
-    from txl.training.trainer import Trainer
-
-    candidate, number = out, 0
-    while RunDirectory(candidate).config_path.exists():
-        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
-            return candidate, None if candidate == out else out
-        number += 1
-        candidate = out.with_name(f"{out.name}-fork-{number}")
-    return candidate, out
-
-
-def vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Tokens in the vocabulary of a configuration's corpus; nothing is downloaded only to be counted."""
-    from txl.data.corpora import known_vocabulary_size, open_corpus
-
-    known = known_vocabulary_size(config.data)
-    if known is not None:
-        return known
-    return len(open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir).vocabulary)
-
-
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
+    from txl.data.corpora import vocabulary_size
     from txl.training.estimate import estimate, softmax_hint
 
-    vocab_size = vocabulary_size(config, arguments)
+    vocab_size = vocabulary_size(config.data, arguments.data_dir)
     costs = estimate(config, vocab_size)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})

@@ -1,4 +1,4 @@
-"""What the last bit of a probability depends on beside the weights: a file is decoded only where it is the same."""
+"""Versions and hardware that the last bit of a probability depends on: both sides of a file need the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txl.native.build import identity
 
 
 def arithmetic() -> dict[str, str]:
-    """Versions, instruction set, compiled library and processor, as a header holds them."""
+    """Return versions, instruction set, compiled library and processor, as a header holds them."""
     return {
         "txl": txl.__version__,
         "torch": torch.__version__,
@@ -23,7 +23,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
-    """What differs between the arithmetic of a file and this machine's, in words; None: nothing."""
+    """Return in words how the arithmetic of a file differs from this machine's; None if it does not."""
     names = {
         "txl": "version of txl",
         "torch": "version of PyTorch",
@@ -41,7 +41,7 @@ def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads for PyTorch and the compiled library within the block.
+    """Set the number of threads of PyTorch and the compiled library within the block.
 
     PyTorch's products add in another order with another number of threads: what is to be the same on both sides is
     computed by one.

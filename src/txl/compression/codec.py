@@ -1,4 +1,4 @@
-"""Blocks of text to payloads and back, by a predictor that both sides drive alike.
+"""Encode blocks of text as payloads and back, by a predictor that both sides drive alike.
 
 A block's symbols are cut into B lanes of equal length (the last column may be short), and column after column is coded:
 the symbols of one column depend on the columns before it alone, so that all lanes are predicted at once.
@@ -20,7 +20,7 @@ from txl.errors import UserError
 
 
 class BlockCodec:
-    """One side, encoder or decoder, of one file: block after block.
+    """Encoder or decoder of one file, block after block.
 
     Args:
         predictor: new, and used by nobody else.
@@ -35,7 +35,7 @@ class BlockCodec:
         self._frequencies, self._literals = Frequencies(symbols.escape), Literals()
 
     def encode(self, text: bytes) -> tuple[int, bytes]:
-        """Number of symbols, and the payload."""
+        """Return the number of symbols, and the payload."""
         symbols, literals = self._symbols.encode(text)
         behind = np.zeros(len(symbols), dtype=np.int64)
         behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
@@ -59,7 +59,7 @@ class BlockCodec:
         return len(symbols), encoder.finish()
 
     def decode(self, block: Block, name: str) -> bytes:
-        """The block's text.
+        """Return the block's text.
 
         Raises:
             UserError: if it is not the text that was encoded; then this side of the file is of no more use.
@@ -93,19 +93,19 @@ class BlockCodec:
         return text
 
     def _go_on(self, chosen: list[int]) -> None:
-        """The column is known."""
+        """Let frequencies and predictor read a column."""
         self._frequencies.count(chosen)
         padded = np.full(self._lanes, self._symbols.start, dtype=np.int64)
         padded[: len(chosen)] = self._symbols.read(np.array(chosen, dtype=np.int64))
         self._predictor.read(torch.from_numpy(padded), len(chosen) == self._lanes)
 
     def _active(self, n_symbols: int) -> list[int]:
-        """Lanes that have a symbol, for every column."""
+        """Return the number of lanes that have a symbol, for every column."""
         full, rest = divmod(n_symbols, self._lanes)
         return [self._lanes] * full + [rest] * (rest > 0)
 
     def _in_lanes(self, values: np.ndarray) -> np.ndarray:
-        """[N] to [B,C]: the first lanes are one longer where N is no multiple of B."""
+        """Return [N] as [B,C]: the first lanes are one longer where N is no multiple of B."""
         full, rest = divmod(len(values), self._lanes)
         table = np.zeros((self._lanes, full + (rest > 0)), dtype=np.int64)
         cut = rest * (full + 1)
@@ -114,6 +114,6 @@ class BlockCodec:
         return table
 
     def _in_a_row(self, table: np.ndarray, count: int) -> np.ndarray:
-        """The inverse of `_in_lanes`."""
+        """Undo `_in_lanes`."""
         full, rest = divmod(count, self._lanes)
         return np.concatenate([table[:rest].reshape(-1), table[rest:, :full].reshape(-1)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl.errors import CommandFailed
 
 TOTAL = 1 << 30
-"""What a lane's frequencies add up to, within the rounding of its probabilities."""
+"""Sum of a lane's frequencies, within the rounding of its probabilities."""
 _WIDTH = 64
 _TOP = 1 << _WIDTH
 _BOTTOM = 1 << (_WIDTH - 8)
@@ -40,7 +40,7 @@ class RangeEncoder:
             self._range <<= 8
 
     def finish(self) -> bytes:
-        """All bytes, as few as name a number within the range; zeros follow."""
+        """Return all bytes: as few as name a number within the range, if zeros follow."""
         kept = 8
         while kept < _WIDTH:
             unit = 1 << (_WIDTH - kept)
@@ -74,12 +74,12 @@ class RangeDecoder:
         self._range, self._share = _TOP - 1, 0
 
     def find(self, total: int) -> int:
-        """A number below `total` within the next symbol's part of it."""
+        """Return a number below `total` within the next symbol's part of it."""
         self._share = self._range // total
         return min(self._code // self._share, total - 1)
 
     def take(self, start: int, size: int) -> None:
-        """The symbol was the one that takes [start, start + size)."""
+        """Go on behind the symbol that takes [start, start + size)."""
         self._code -= self._share * start
         self._range = self._share * size
         while self._range < _BOTTOM:
@@ -106,7 +106,7 @@ class Frequencies:
         self._escaped, self._coded = 0, 0
 
     def cumulative(self, log_probs: Tensor) -> np.ndarray:
-        """Log-probabilities [B,V] to int64 [B,V+1], or [B,V+2] where the escape is a symbol of its own.
+        """Return log-probabilities [B,V] as int64 [B,V+1], or [B,V+2] where the escape is a symbol of its own.
 
         Raises:
             CommandFailed: if they are no numbers.
@@ -128,7 +128,7 @@ class Frequencies:
         return np.cumsum(result, axis=1, out=result)
 
     def count(self, symbols: Sequence[int]) -> None:
-        """Symbols that were coded."""
+        """Count symbols that were coded."""
         if self._escape is None:
             return
         self._coded += len(symbols)
@@ -152,7 +152,7 @@ class Literals:
         self._count(value)
 
     def decode(self, decoder: RangeDecoder) -> int:
-        """The next byte."""
+        """Return the next byte."""
         at, start, value = decoder.find(self._total), 0, 0
         while start + self._counts[value] <= at:
             start += self._counts[value]

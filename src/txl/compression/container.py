@@ -1,4 +1,4 @@
-"""The file: a header, blocks, an end; each with a checksum that covers everything before it.
+"""Format of a compressed file: a header, blocks, an end; each with a checksum that covers everything before it.
 
     magic (8 bytes), version u16, length u32, header (zlib of JSON), checksum u32
     a block: 1 (u8), bytes of text u32, symbols u32, bytes of payload u32, digest of the text (8 bytes), payload,
@@ -41,7 +41,7 @@ class Block:
 
 
 def digest(text: bytes) -> bytes:
-    """Of a block's text."""
+    """Return the digest of a block's text."""
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
@@ -53,18 +53,18 @@ class ContainerWriter:
         self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
 
     def header(self, values: dict[str, Any]) -> bytes:
-        """The file's beginning."""
+        """Write the file's beginning."""
         packed = zlib.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode(), 9)
         return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
 
     def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
-        """A block whose text has been coded."""
+        """Write a block whose text has been coded."""
         self._n_bytes += len(text)
         self._digest.update(text)
         return self._record(_BLOCK.pack(1, len(text), n_symbols, len(payload), digest(text)) + payload)
 
     def end(self) -> bytes:
-        """The file's end."""
+        """Write the file's end."""
         return self._record(_END.pack(0, self._n_bytes, self._digest.digest()))
 
     def _record(self, record: bytes) -> bytes:
@@ -88,11 +88,7 @@ class ContainerReader:
         """Bytes of the file that were read."""
 
     def header(self) -> dict[str, Any]:
-        """The header's values.
-
-        Raises:
-            UserError: if it is no such file, of another version, or damaged.
-        """
+        """Read the header's values."""
         start = self._file.read(len(MAGIC))
         self.n_read += len(start)
         if start != MAGIC:
@@ -115,13 +111,10 @@ class ContainerReader:
         return values
 
     def blocks(self, most: int) -> Iterator[Block]:
-        """The blocks, checked, to the end of the file; the end's digest is of what `decoded` was told.
+        """Yield the checked blocks to the end of the file, whose digest is of the texts that `decoded` was given.
 
         Args:
             most: bytes of text that one may hold.
-
-        Raises:
-            UserError: at the first place that is damaged.
         """
         number = 0
         while True:

@@ -19,7 +19,7 @@ DISTRIBUTIONS = ORDERS + 1
 MATCH = 6
 """Bytes that a match begins with."""
 _BITS = (0, 8, 16, 17, 18, 18)
-"""Of the number of rows; up to two bytes every context has its own."""
+"""Bits of the number of rows; up to two bytes every context has its own."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MATCH_BITS, _HISTORY = 20, 1 << 22
 _LONGEST = 31
@@ -43,7 +43,7 @@ class Counts:
         self._matches = _Matches(lanes)
 
     def predict(self) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities of the next byte by context of growing length, and by the match: float32 [B,K,256].
+        """Return probabilities of the next byte by context of growing length, and by the match: float32 [B,K,256].
 
         Also how many contexts were met before, int64 [B]: 0 to K - 1, and K more where there is a match.
         """
@@ -70,7 +70,7 @@ class Counts:
         return out, met
 
     def read(self, symbols: np.ndarray) -> None:
-        """Each lane's next byte, int64 [B]."""
+        """Read each lane's next byte, int64 [B]."""
         columns = symbols[:, None]
         raised = self._table[self._rows, columns]
         full = raised == 255
@@ -83,7 +83,7 @@ class Counts:
         self._matches.read(symbols.tolist())
 
     def rotate(self) -> None:
-        """The last lane's text goes on in the first."""
+        """Let the last lane's text go on in the first."""
         self._context = np.roll(self._context, 1)
         self._rows = self._row_numbers()
         self._matches.rotate()
@@ -94,7 +94,7 @@ class Counts:
 
 
 class _Matches:
-    """Where each lane's newest bytes stood before, and how long what followed has been the same."""
+    """Last place of each lane's newest bytes, and the length of what has been the same since."""
 
     def __init__(self, lanes: int):
         self._size = _HISTORY // lanes
@@ -108,7 +108,7 @@ class _Matches:
         self._hits = [[2, 3] for _ in range(_LONGEST + 1)]  # of matches of a length: hits and trials
 
     def predict(self) -> list[tuple[int, float]]:
-        """For each lane the byte that followed the last time, and how often that was right; -1: none."""
+        """Return for each lane the byte that followed the last time, and how often that was right; -1: none."""
         found = []
         for place, length in zip(self._place, self._length, strict=True):
             if place < 0:
@@ -119,7 +119,7 @@ class _Matches:
         return found
 
     def read(self, symbols: list[int]) -> None:
-        """Each lane's next byte."""
+        """Read each lane's next byte."""
         for lane, symbol in enumerate(symbols):
             stream = self._streams[lane]
             start = stream * self._size
@@ -147,6 +147,6 @@ class _Matches:
                 self._last_seen[slot] = following + 1
 
     def rotate(self) -> None:
-        """See `Counts.rotate`."""
+        """Rotate as `Counts.rotate`."""
         for each in (self._streams, self._read, self._newest, self._place, self._length):
             each.insert(0, each.pop())

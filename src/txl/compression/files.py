@@ -21,12 +21,13 @@ from txl.compression.predictors import ModelPredictor, Predictor, fixed_predicto
 from txl.compression.symbols import Symbols
 from txl.compression.verification import Verifier
 from txl.config.values import from_plain
+from txl.data.prepared import Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.models.language_model import LanguageModel
 
-Progress = Callable[[int, int], None]
+BytesDone = Callable[[int, int], None]
 """Called with the bytes of text and of the compressed file that are done."""
 _PROBE = 24
 """Columns whose frequencies the header's probe is of."""
@@ -48,11 +49,11 @@ class CodingModel:
     """Its own: bytes, characters or byte pairs."""
     lengths: dict[str, Any] = field(default_factory=dict)
     """`mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`; a decoder takes the file's."""
-    training_tokens: Callable[[], Any] | None = None
-    """Gives the tokens of the training split, for adaptation by rms."""
+    training_tokens: Callable[[], Tokens | torch.Tensor] | None = None
+    """Function that gives the tokens of the training split, for adaptation by rms."""
 
     def identity(self) -> str:
-        """A digest of weights, configuration and vocabulary."""
+        """Return a digest of weights, configuration and vocabulary."""
         total = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -64,7 +65,7 @@ class CodingModel:
 
 @dataclass(frozen=True)
 class DynamicRecipe:
-    """How a trained model adapts to the file; the file's header holds it."""
+    """Settings by which a trained model adapts to the file; the file's header holds them."""
 
     adaptation: Adaptation
     segment: int = 128
@@ -78,11 +79,7 @@ class DynamicRecipe:
         return self.segment if model.context is None else min(self.segment, model.context)
 
     def statistics(self, model: CodingModel, lengths: dict[str, Any]) -> GradientStatistics | None:
-        """What rms needs of the training split, read with one thread; None for sgd.
-
-        Raises:
-            UserError: if the training split is not at hand.
-        """
+        """Return the gradient statistics that rms needs, read with one thread; None for sgd."""
         if self.adaptation.rule == "sgd":
             return None
         if model.training_tokens is None:
@@ -101,7 +98,7 @@ class DynamicRecipe:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What became of a file."""
+    """Sizes of a file and of its parts."""
 
     text: int
     """Bytes of it."""
@@ -120,7 +117,7 @@ def compress(
     online: OnlineRecipe | None = None,
     lanes: int | None = None,
     verify: list[str] | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Sizes:
     """Write a stream's bytes, coded by a model's probabilities of them.
 
@@ -210,7 +207,7 @@ def decompress(
     *,
     name: str,
     load: Callable[[], CodingModel] | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Sizes:
     """Write the text of a file that `compress` made; nothing is written that has not been checked.
 
@@ -220,9 +217,6 @@ def decompress(
         name: what the file is called in messages.
         load: gives the model, for a file that needs one.
         progress: is told how much is done.
-
-    Raises:
-        UserError: if the file is damaged or cut off, needs another model, or was made by another arithmetic.
     """
     reader = ContainerReader(source, name)
     header = reader.header()
@@ -258,11 +252,7 @@ def decompress(
 
 
 class _Setup:
-    """Makes what a header describes, alike on both sides.
-
-    Raises:
-        UserError: for a header that this version does not understand.
-    """
+    """Makes what a header describes, alike on both sides."""
 
     def __init__(self, header: dict[str, Any], model: CodingModel | None):
         lanes, block = header.get("lanes"), header.get("block")
@@ -287,11 +277,11 @@ class _Setup:
         self._symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
 
     def codec(self, n_threads: int) -> BlockCodec:
-        """A new encoder or decoder."""
+        """Return a new encoder or decoder."""
         return BlockCodec(self._predictor(), self._symbols, self._lanes, n_threads)
 
     def probe(self) -> str:
-        """A digest of the frequencies that a few columns of made-up tokens have, learning included.
+        """Return a digest of the frequencies that a few columns of made-up tokens have, learning included.
 
         Where it is another one, so are the probabilities: this is known before anything is decoded.
         """

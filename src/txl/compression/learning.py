@@ -28,12 +28,12 @@ from txl.models import build_model
 from txl.models.language_model import LanguageModel
 
 _FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
-"""Of the distributions, in the order of `Counts.predict`, before anything is learnt."""
+"""Weights of the distributions, in the order of `Counts.predict`, before anything is learnt."""
 
 
 @dataclass(frozen=True)
 class OnlineRecipe:
-    """What a model that learns the file from nothing is, and how it learns. Its defaults were measured on text."""
+    """Configuration and training of a model that learns the file from nothing. Its defaults were measured on text."""
 
     seed: int = 1
     segment: int = 16
@@ -46,13 +46,13 @@ class OnlineRecipe:
     halved_after: int = 0
     """Updates after which the rate has fallen by the square root of two, and goes on so; 0: it stays."""
     counts: bool = True
-    """Whether counts take part; without, the model's own probabilities are coded."""
+    """True if counts take part; without, the model's own probabilities are coded."""
     weights_factor: float = 2.0
     """Learning rate of the counts' weights, relative to the model's."""
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
     def to_plain(self) -> dict[str, Any]:
-        """All fields ready for JSON; of the model its family, and what differs from the family's defaults."""
+        """Return all fields ready for JSON; of the model its family, and what differs from the family's defaults."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "model"}
         general = type(self.model)()
         changed = {k: v for k, v in dataclasses.asdict(self.model).items() if v != getattr(general, k)}
@@ -60,15 +60,11 @@ class OnlineRecipe:
 
     @classmethod
     def from_plain(cls, values: Any) -> OnlineRecipe:
-        """The inverse of `to_plain`.
-
-        Raises:
-            UserError: for what this version does not know.
-        """
+        """Undo `to_plain`."""
         return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
 
     def build(self, vocab_size: int) -> LanguageModel:
-        """The model with its first weights; torch's own generator is left as it was."""
+        """Build the model with its first weights; torch's own generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return build_model(self.model, vocab_size).eval()
@@ -100,7 +96,7 @@ class OnlinePredictor(ModelPredictor):
         self._told: list[tuple[Tensor, Tensor]] = []  # log p_k and m of each position of the segment
 
     def predict(self) -> Tensor:
-        """See `Predictor.predict`."""
+        """Predict as `Predictor.predict`."""
         log_probs = super().predict()
         if self._counts is None:
             return log_probs
@@ -111,24 +107,24 @@ class OnlinePredictor(ModelPredictor):
             return self._mixed(log_probs, *told)
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """See `Predictor.read`."""
+        """Read as `Predictor.read`."""
         if self._counts is not None:
             self._counts.read(tokens.numpy())
         super().read(tokens, whole)
 
     def end_block(self) -> None:
-        """See `Predictor.end_block`."""
+        """End a block as `Predictor.end_block`."""
         super().end_block()
         if self._counts is not None:
             self._counts.rotate()
 
     def _mixed(self, log_probs: Tensor, told: Tensor, met: Tensor) -> Tensor:
-        """[...,256], [...,K,256] and [...] -> [...,256]."""
+        """Mix predictions: [...,256], [...,K,256] and [...] -> [...,256]."""
         weights = self._weights[met][..., None, :]
         return (log_probs + torch.matmul(weights, told).squeeze(-2)).log_softmax(dim=-1)
 
     def _step(self, tokens: Tensor, targets: Tensor, state: Any) -> None:
-        """One update, by a segment that has been coded: int64 [B,T] twice, and the state before it."""
+        """Update the weights by a segment that has been coded: int64 [B,T] twice, and the state before it."""
         recipe, told = self._recipe, self._told[: tokens.shape[1]]
         log_probs, _ = self.model.log_probs(tokens, state)
         if told:

@@ -25,22 +25,22 @@ Learn = Callable[[Tensor, Tensor, Any], object]
 
 
 class Predictor(ABC):
-    """What is coded by. Every lane reads one token a step."""
+    """Source of the probabilities that symbols are coded by. Every lane reads one token a step."""
 
     any_threads = False
-    """Whether its numbers are the same with any number of threads; otherwise it runs with one."""
+    """True if its numbers are the same with any number of threads; otherwise it runs with one."""
 
     @abstractmethod
     def predict(self) -> Tensor:
-        """Log-probabilities of each lane's next token, [B,V], from all that it has read."""
+        """Return log-probabilities of each lane's next token, [B,V], given all that it has read."""
 
     @abstractmethod
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """The next token of every lane, int64 [B]; `whole`: all of them are tokens of the text."""
+        """Read the next token of every lane, int64 [B]; `whole`: all of them are tokens of the text."""
 
     @abstractmethod
     def end_block(self) -> None:
-        """The block is over. Its lanes follow one another in the text: the next block's first goes on from the last."""
+        """End a block. Its lanes follow one another in the text: the next block's first goes on from the last."""
 
 
 class EnginePredictor(Predictor):
@@ -53,16 +53,16 @@ class EnginePredictor(Predictor):
         self.any_threads = self._engine.compiled and model.mixture is None
 
     def predict(self) -> Tensor:
-        """See `Predictor.predict`."""
+        """Predict as `Predictor.predict`."""
         return self._engine.advance(self._streams)
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """See `Predictor.read`."""
+        """Read as `Predictor.read`."""
         for stream, token in zip(self._streams, tokens.tolist(), strict=True):
             self._engine.put(stream, token)
 
     def end_block(self) -> None:
-        """See `Predictor.end_block`."""
+        """End a block as `Predictor.end_block`."""
         self._streams.insert(0, self._streams.pop())
 
 
@@ -97,7 +97,7 @@ class ModelPredictor(Predictor):
         self._window: list[Tensor] = []  # all that a model without memory reads
 
     def predict(self) -> Tensor:
-        """See `Predictor.predict`."""
+        """Predict as `Predictor.predict`."""
         self._tokens.append(self._last)
         with torch.no_grad(), _without_onednn():
             if self.model.context is None:
@@ -108,7 +108,7 @@ class ModelPredictor(Predictor):
         return log_probs[:, -1]
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """See `Predictor.read`."""
+        """Read as `Predictor.read`."""
         self._last = tokens
         if self._learn is None:
             self._tokens.clear()
@@ -118,7 +118,7 @@ class ModelPredictor(Predictor):
             self._update(self._segment, tokens)
 
     def end_block(self) -> None:
-        """See `Predictor.end_block`."""
+        """End a block as `Predictor.end_block`."""
         if self._learn is not None:
             self._update(len(self._tokens), self._last)
         lanes = len(self._last)
@@ -141,7 +141,7 @@ class ModelPredictor(Predictor):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """oneDNN's LSTM packs the weights anew at every call, which takes longer than reading one token."""
+    """Switch oneDNN off: its LSTM packs the weights anew at every call, which takes longer than reading one token."""
     flags: Any = torch.backends.mkldnn
     before, flags.enabled = flags.enabled, False
     try:
@@ -151,7 +151,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
-    """A model with fixed weights, in the fastest way there is."""
+    """Return a model with fixed weights, in the fastest way there is."""
     if decodes(model):
         return EnginePredictor(model, lanes, start, lengths)
     return ModelPredictor(model, lanes, start, lengths)

@@ -1,4 +1,4 @@
-"""Any bytes as symbols of a vocabulary, and back: what it cannot say is an escape with a byte behind it.
+"""Encode any bytes as symbols of a vocabulary: what it cannot express is an escape with a byte behind it.
 
 Nothing is normalised: what comes back is what went in, byte for byte.
 """
@@ -17,11 +17,7 @@ _INVALID = re.compile("[\udc80-\udcff]+")
 
 
 class Symbols:
-    """The tokens of a vocabulary, and the escape if it needs one.
-
-    Raises:
-        UserError: for a vocabulary of words, which does not keep the white space between them.
-    """
+    """The tokens of a vocabulary, and the escape if it needs one."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -45,7 +41,7 @@ class Symbols:
         self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
         """The symbol behind which a byte is coded by itself; None: every byte is a token."""
         self.start = of_byte.get(ord("\n"), 0)
-        """What is read before the first token, and in the place of an escape that is no token: a line's end."""
+        """Token read before the first one, and in the place of an escape that is no token: a line's end."""
         if isinstance(vocabulary, CharVocabulary):
             first = 0 if vocabulary.unk_id is None else 1
             self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}
@@ -54,7 +50,7 @@ class Symbols:
             self._byte_symbols[value] = token
 
     def encode(self, data: bytes) -> tuple[np.ndarray, bytes]:
-        """Symbols, int64 [N], and the byte behind each escape among them."""
+        """Return symbols, int64 [N], and the byte behind each escape among them."""
         if isinstance(self._vocabulary, ByteVocabulary):
             return self._as_bytes(data)
         text = data.decode("utf-8", errors="surrogateescape")
@@ -69,7 +65,7 @@ class Symbols:
         return np.concatenate([symbols for symbols, _ in parts]), b"".join(literals for _, literals in parts)
 
     def decode(self, symbols: list[int], literals: bytes) -> bytes:
-        """The inverse of `encode`."""
+        """Undo `encode`."""
         if self.escape is None:
             return b"".join([self._pieces[symbol] for symbol in symbols])
         behind = iter(literals)
@@ -78,7 +74,7 @@ class Symbols:
         )
 
     def read(self, symbols: np.ndarray) -> np.ndarray:
-        """What a model reads of symbols: the tokens, and for an escape that is none, a line's end."""
+        """Return the tokens that a model reads for symbols; for an escape that is no token, a line's end."""
         return np.where(symbols == len(self._pieces), self.start, symbols)
 
     def _as_bytes(self, data: bytes) -> tuple[np.ndarray, bytes]:

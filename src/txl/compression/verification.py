@@ -37,7 +37,7 @@ class Verifier:
         self._reader.start()
 
     def send(self, record: bytes, text: bytes | None = None) -> None:
-        """A record of the file, and its text if it is a block.
+        """Send a record of the file, and its text if it is a block.
 
         Raises:
             CommandFailed: if the process has given up.
@@ -61,7 +61,7 @@ class Verifier:
             raise self._failure()
 
     def finish(self) -> None:
-        """The file has been sent to its end.
+        """Finish: the whole file has been sent.
 
         Raises:
             CommandFailed: if the process does not think so.

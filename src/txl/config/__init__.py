@@ -1,9 +1,18 @@
 """The configuration of a run: dataclasses, JSON in and out, and the rules that their values must obey.
 
-`models` has the families of models, `sections` what all of them share, `run` the whole. Each field has its range, its
-help and what depends on it in its metadata (`values.setting`). `fields` finds fields by name.
+`run` has the whole, `sections` its parts on data, training and evaluation, `model` the fields that all models share,
+`transformer_xl`, `vanilla` and `recurrent` those of one family; `families` lists the families. Each field has its
+range, its help and what depends on it in its metadata (`values.setting`). `fields` finds fields by name.
 """
 
+from txl.config.families import (
+    MODEL_FAMILIES,
+    MODEL_FIELDS,
+    as_family,
+    chosen_family,
+    model_from_dict,
+    model_with,
+)
 from txl.config.fields import (
     Option,
     differences,
@@ -14,25 +23,12 @@ from txl.config.fields import (
     with_options,
     with_unset_data,
 )
-from txl.config.models import (
-    MODEL_FAMILIES,
-    MODEL_FIELDS,
-    AttentionName,
-    Encoding,
-    ModelConfig,
-    RecurrentConfig,
-    RecurrentKind,
-    TransformerConfig,
-    TransformerXLConfig,
-    VanillaConfig,
-    as_family,
-    chosen_family,
-    model_from_dict,
-    model_with,
-)
+from txl.config.model import Encoding, ModelConfig, TransformerConfig
+from txl.config.recurrent import RecurrentConfig, RecurrentKind
 from txl.config.run import RunConfig, validate
 from txl.config.sections import (
     RANDOM_LENGTHS,
+    Boundary,
     DataConfig,
     EvalConfig,
     Lengths,
@@ -43,13 +39,16 @@ from txl.config.sections import (
     WordRule,
     validate_temperature,
 )
+from txl.config.transformer_xl import AttentionName, TransformerXLConfig
 from txl.config.values import parse_value, whole_number
+from txl.config.vanilla import VanillaConfig
 
 __all__ = [
     "MODEL_FAMILIES",
     "MODEL_FIELDS",
     "RANDOM_LENGTHS",
     "AttentionName",
+    "Boundary",
     "DataConfig",
     "Encoding",
     "EvalConfig",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from txl.config.models import MODEL_FIELDS, ModelConfig, model_with
+from txl.config.families import MODEL_FIELDS, model_with
+from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
+from txl.config.sections import DataConfig
 from txl.config.values import hints_of, parse_value, shown
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Option:
 
 
 def options() -> Iterator[Option]:
-    """The fields of all sections and families as options."""
+    """Yield the fields of all sections and families as options."""
     for name, field in MODEL_FIELDS.items():
         yield Option(f"model.{name}", field.hint, field.item.metadata["help"], field.owner)
     for name, item, hint, _ in leaf_fields(RunConfig()):
@@ -37,7 +38,7 @@ def options() -> Iterator[Option]:
 
 
 def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
+    """Return every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
     leaves = []
     hints = hints_of(type(config))
     for item in dataclasses.fields(config):
@@ -51,7 +52,7 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
 
 
 def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozenset()) -> list[str]:
-    """The fields in which two configurations differ, as "train.steps 100 -> 200", but for the names in `ignore`.
+    """Return the fields in which two configurations differ, as "train.steps 100 -> 200", without the names in `ignore`.
 
     Of models of different families, those that both have.
     """
@@ -64,21 +65,21 @@ def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozens
 
 
 def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
-    """A copy of a configuration in which a run that exists keeps its own way of reading text, where none is set."""
+    """Return a copy of a configuration that reads text as a stored run does, where it leaves the way unset."""
     result = RunConfig.from_dict(config.to_dict())
-    for name in ("min_count", "word_rule", "normalise"):
-        if getattr(result.data, name) is None:
-            setattr(result.data, name, getattr(stored.data, name))
+    for item in dataclasses.fields(DataConfig):
+        if item.metadata.get("as_stored") and getattr(result.data, item.name) is None:
+            setattr(result.data, item.name, getattr(stored.data, item.name))
     return result
 
 
 def may_change() -> frozenset[str]:
-    """The fields that nothing depends on that a run computes: one that goes on may change them."""
+    """Return the fields that a run which goes on may change, as no number that it computes depends on them."""
     return frozenset(name for name, item, _, _ in leaf_fields(RunConfig()) if item.metadata.get("may_change"))
 
 
 def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False) -> RunConfig:
-    """A copy of a configuration with fields set from text, as the command line gives them.
+    """Return a copy of a configuration with fields set from text, as the command line gives them.
 
     A field that belongs to another family makes the model one of that family: ``{"model.encoding": "learned"}`` makes a
     Transformer-XL a Transformer without memory.
@@ -106,18 +107,14 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
 
 
 def parsed_options(given: dict[str, str]) -> dict[str, Any]:
-    """The values of options, by their names with "_" for "-".
-
-    Raises:
-        UserError: for a name that is no field (with the nearest ones), or a value of the wrong type.
-    """
+    """Parse the values of options; the result has their names with "_" for "-"."""
     types_of = {option.name: option.hint for option in options()}
     values = {}
     for option, text in given.items():
         name = option.replace("-", "_")
         if name not in types_of:
-            near = difflib.get_close_matches(name, types_of, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join('--' + each.replace('_', '-') for each in near)}?" if near else ""
-            raise UserError(f"unknown option --{option}{hint}")
+            known = [f"--{each.replace('_', '-')}" for each in types_of]
+            hint = did_you_mean(f"--{name.replace('_', '-')}", known, cutoff=0.5)
+            raise UserError(f"unknown option --{option}" + (f"; {hint}" if hint else ""))
         values[name] = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
     return values

@@ -6,8 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from txl.config.models import ModelConfig, TransformerXLConfig, model_from_dict
+from txl.config.families import model_from_dict
+from txl.config.model import ModelConfig
 from txl.config.sections import DataConfig, EvalConfig, TrainConfig
+from txl.config.transformer_xl import TransformerXLConfig
 from txl.config.values import from_plain
 
 
@@ -22,12 +24,12 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, ready for JSON."""
+        """Return plain dictionaries and lists, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of `to_dict`; missing fields take their defaults.
+        """Build a configuration from `to_dict` of it; missing fields take their defaults.
 
         Raises:
             UserError: for a field that this version does not know, or a value of the wrong type.
@@ -36,11 +38,7 @@ class RunConfig:
 
 
 def validate(run: RunConfig) -> None:
-    """The rules of a whole configuration, apart from those that depend on the data.
-
-    Raises:
-        UserError: naming the first field that breaks one.
-    """
+    """Check the rules of a whole configuration, apart from those that depend on the data."""
     for section in (run.model, run.train, run.data, run.eval):
         section.validate()
     run.model.validate_use(run.train, run.eval)

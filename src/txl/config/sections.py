@@ -16,8 +16,9 @@ from txl.errors import UserError
 Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
+Boundary = Literal["end", "both"]
 RANDOM_LENGTHS = 40
-"""By how much segments of random length may be longer than their mean: eight standard deviations."""
+"""Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
 
 
@@ -82,11 +83,7 @@ def _limit(given: Limit, own: int | None) -> int | None:
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
-    """A softmax's temperature is a number above 0.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Check that a softmax's temperature is a number above 0."""
     require(0 < temperature < math.inf, name, temperature, "a number above 0 (1 leaves the distribution as it is)")
 
 
@@ -103,6 +100,7 @@ class DataConfig:
         "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus",
         at_least=1,
         expected="1 or more, or none",
+        as_stored=True,
     )
     max_words: int | None = setting(
         None,
@@ -114,30 +112,28 @@ class DataConfig:
         None,
         "whitespace: words are what lies between white space; punctuation: each mark is a word of its own too; none: "
         "punctuation in a text of your own, whitespace in a named corpus",
+        as_stored=True,
     )
     normalise: bool | None = setting(
         None,
         "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: in a text of your own, not in a "
         "named corpus",
+        as_stored=True,
     )
     like_original: bool = setting(
         False, "prepare a named corpus as the authors' code does (enwik8 without newlines ...)"
     )
-    boundary: Literal["end", "both"] = setting("end", "which <S> around a sentence of lm1b is predicted")
+    boundary: Boundary = setting("end", "which <S> around a sentence of lm1b is predicted")
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:
-        """The rules of how a text is prepared.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a text is prepared."""
         check_ranges(self, "data.")
 
 
 @dataclass
 class TrainConfig:
-    """How a model is trained."""
+    """The settings of training."""
 
     steps: int = setting(400_000, "updates of the weights", at_least=1)
     batch_size: int = setting(22, "lanes B read in parallel", at_least=1)
@@ -152,21 +148,28 @@ class TrainConfig:
         0, "tokens by which each pass over the text begins later than the one before, so that segments begin elsewhere"
     )
     random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
-    optimizer: Literal["adam", "adamw", "sgd"] = setting("adam", "optimiser")
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
+        "adam", "optimiser; muon: Muon for the layers' matrices at the same rate, AdamW for everything else"
+    )
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
-        0.0, "learning rate at the end of the cosine, floor of inverse_sqrt and steps", at_least=0
+        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "steps"] = setting("cosine", "shape after the warm-up")
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
+        "cosine", "shape after the warm-up; linear: constant, then falling linearly"
+    )
+    decay_share: float = setting(
+        0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
+    )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
     beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
     beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = setting(
-        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw: decoupled)", at_least=0
+        0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw, muon: decoupled)", at_least=0
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(
@@ -243,11 +246,7 @@ class TrainConfig:
     )
 
     def validate(self) -> None:
-        """The rules of how a model is trained.
-
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+        """Check the rules of how a model is trained."""
         check_ranges(self, "train.")
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
         require(
@@ -274,7 +273,8 @@ class TrainConfig:
             )
 
     def _validate_decay(self) -> None:
-        """The rules of a learning rate that is divided at given steps; those that training does not reach are none."""
+        """Check the rules of a learning rate that is divided at given steps; steps that training does not reach are
+        allowed."""
         if self.schedule != "steps" and self.decay_at:
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "
@@ -288,7 +288,7 @@ class TrainConfig:
             )
 
     def _validate_averaging(self) -> None:
-        """The rules of the average of the weights."""
+        """Check the rules of the average of the weights."""
         begin, patience = self.average_from, self.average_patience
         if begin is not None and patience is not None:
             raise UserError(
@@ -305,7 +305,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """How a trained model is evaluated, if the command does not say otherwise."""
+    """The settings of an evaluation, if the command does not say otherwise."""
 
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)
     mem_len: int = setting(512, "positions of memory")
@@ -319,12 +319,12 @@ class EvalConfig:
         """Memory length, window and clamp."""
         return Lengths(self.mem_len, self.window, self.clamp_len)
 
-    def validate(self) -> None:
-        """The rules of how a model is tested.
+    def length_options(self) -> dict[str, Any]:
+        """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
+        return self.lengths.options()
 
-        Raises:
-            UserError: naming the first field that breaks one.
-        """
+    def validate(self) -> None:
+        """Check the rules of how a model is tested."""
         check_ranges(self, "eval.")
         self.lengths.validate("eval.")
         validate_temperature(self.temperature, "eval.temperature")

@@ -1,4 +1,4 @@
-"""Values of fields: from JSON and from text, and what is said of one that is not allowed."""
+"""Values of fields: how they are read from JSON and from text, and the messages that refuse them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -34,7 +39,7 @@ def setting(
     none: str = "",
     **marks: Any,
 ) -> Any:
-    """A field of a configuration, with what is known about it in its metadata.
+    """Declare a field of a configuration, with everything known about it in its metadata.
 
     Args:
         default: its value if nothing is said.
@@ -46,7 +51,8 @@ def setting(
         expected: these in words, if not those that `check_ranges` finds.
         none: what None stands for, in these words.
         marks: `changes_weights`: weights mean something else with another value. `may_change`: a run that goes on may
-            have another value, as nothing that it computes depends on it. `lacking`: the value that means the same as
+            have another value, as nothing that it computes depends on it. `as_stored`: a run that goes on keeps its
+            value where none is given. `lacking`: the value that means the same as
             not having the field, if that is not the default.
     """
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
@@ -66,12 +72,8 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: Any, prefix: str) -> None:
-    """Refuse the first number of a section that is outside of its limits.
-
-    Raises:
-        UserError: naming it.
-    """
+def check_ranges(section: DataclassInstance, prefix: str) -> None:
+    """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
         if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
@@ -85,23 +87,20 @@ def check_ranges(section: Any, prefix: str) -> None:
 
 @functools.cache
 def hints_of(section: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name."""
+    """Return the types of a dataclass's fields by name."""
     return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
 
 
 def from_plain(
-    cls: type[Any], values: Any, prefix: str = "", readers: dict[type[Any], Callable[[Any], Any]] | None = None
-) -> Any:
-    """A dataclass from plain dictionaries and lists; missing fields take their defaults.
+    cls: type[T], values: object, prefix: str = "", readers: dict[type, Callable[[object], object]] | None = None
+) -> T:
+    """Build a dataclass from plain dictionaries and lists; missing fields take their defaults.
 
     Args:
         cls: the dataclass; its fields may be dataclasses themselves.
         values: as JSON gives them.
         prefix: of its fields' names in errors: "" or "train.".
         readers: for fields that are dataclasses with a reader of their own.
-
-    Raises:
-        UserError: for a field that it does not have, or a value of the wrong type.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
@@ -122,7 +121,7 @@ def from_plain(
 
 
 def whole_number(text: str) -> int:
-    """A whole number from its text.
+    """Parse a whole number.
 
     Raises:
         ValueError: if it is none.
@@ -135,11 +134,7 @@ def whole_number(text: str) -> int:
 
 
 def parse_value(expected: Any, text: str, name: str) -> Any:
-    """A value of type `expected` from its text; "none" for None, commas in lists, true and false.
-
-    Raises:
-        UserError: naming the option, what came and what was expected.
-    """
+    """Parse a value of type `expected`; "none" for None, commas in lists, true and false."""
     if text.lower() == "none" and _allows_none(expected):
         return None
     expected = _without_none(expected)
@@ -158,27 +153,21 @@ def parse_value(expected: Any, text: str, name: str) -> Any:
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
 
-def require(holds: bool, name: str, value: Any, expected: str) -> None:
-    """Refuse a value that breaks a rule.
-
-    Raises:
-        UserError: unless the rule holds.
-    """
+def require(holds: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a value that breaks a rule."""
     if not holds:
         raise UserError(f"{name} is {value}; expected {expected}")
 
 
-def shown(value: Any) -> str:
-    """A value as it is said in a message: none for None."""
-    return "none" if value is None else str(value)
+def shown(value: object) -> str:
+    """Return a value as messages and the command line have it: none, true, [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def checked(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the field's type.
-
-    Raises:
-        UserError: if it is none of that type.
-    """
+    """Return a JSON value as the field's type."""
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)

@@ -1,4 +1,4 @@
-"""The public corpora of the paper: where each comes from, how it is laid out on disk, and what is known of it.
+"""The public corpora of the paper: sources, layouts on disk, known counts and hashes.
 
 Hashes and counts are only those that a public source states; each is cited. Where a file has none, the first download's
 hash is recorded, and said.
@@ -36,13 +36,13 @@ class Benchmark:
     unit: str
     """The unit in which its results are stated."""
     layouts: tuple[Layout, ...]
-    """How its files may lie in a folder or an archive: the first that is complete is used."""
+    """Arrangements of its files in a folder or an archive: the first that is complete is used."""
     folders: tuple[str, ...]
     """Folders below the one given in which the files may lie."""
     archives: tuple[str, ...]
     """Names of the archives that hold them."""
     routes: tuple[tuple[Download, ...], ...]
-    """What to download: the first set of files that can be had."""
+    """Sets of files to download: the first that can be had is used."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Known numbers of tokens in its own unit, `<eos>` a line included."""
     vocabulary: tuple[int, int] | None = None
@@ -63,7 +63,7 @@ _VALID = ("valid", "validation", "val", "dev")
 
 
 def _splits(train: str, valid: str, test: str) -> Layout:
-    """A layout of three files, under the upstream names or the common ones."""
+    """Return a layout of three files, under the upstream names or the common ones."""
     return {
         "train": (train, "train.txt", "train.tokens"),
         "valid": (valid, *(f"{name}.{end}" for end in ("txt", "tokens") for name in _VALID)),

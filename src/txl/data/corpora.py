@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import platformdirs
 
 from txl.cache_folder import usable_cache
-from txl.config import DataConfig
+from txl.config import DataConfig, Unit
 from txl.data.catalogue import BENCHMARKS
 from txl.data.prepare import Recipe, normalises, prepare
 from txl.data.prepared import META_FORMAT, Corpus
@@ -31,10 +31,9 @@ from txl.data.sources import (
     user_pieces,
 )
 from txl.data.vocabulary import Vocabulary, WordVocabulary
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 
 __all__ = [
-    "UNITS",
     "Corpus",
     "absolute_path",
     "data_directory",
@@ -43,15 +42,15 @@ __all__ = [
     "list_corpora",
     "natural_unit",
     "open_corpus",
+    "vocabulary_size",
     "with_absolute_paths",
 ]
 
-UNITS = ("byte", "char", "word", "bpe")
 STDLIB = "stdlib"
 
 
 def list_corpora() -> list[dict[str, str]]:
-    """Name, description and natural unit of every named corpus."""
+    """Return name, description and natural unit of every named corpus."""
     about = "the Python standard library's own .py files; on every machine, no download"
     stdlib = {"name": STDLIB, "description": about, "unit": "byte"}
     public = [{"name": each.name, "description": each.description, "unit": each.unit} for each in BENCHMARKS.values()]
@@ -59,12 +58,12 @@ def list_corpora() -> list[dict[str, str]]:
 
 
 def natural_unit(name: str) -> str:
-    """The unit in which a corpus is read if nothing else is said: a public one's results are stated in it."""
+    """Return the unit in which a corpus is read by default: a public one's results are stated in it."""
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
 
 def known_vocabulary_size(config: DataConfig) -> int | None:
-    """The size of a corpus's vocabulary where it is known without opening it, else None."""
+    """Return the size of a corpus's vocabulary where it is known without opening it, else None."""
     if config.unit == "byte" and not config.like_original:
         return 256
     public = BENCHMARKS.get(config.corpus)
@@ -73,6 +72,14 @@ def known_vocabulary_size(config: DataConfig) -> int | None:
         return None
     sizes = public.original_vocabulary if config.like_original and public.original_vocabulary else public.vocabulary
     return None if sizes is None else sizes[1]
+
+
+def vocabulary_size(config: DataConfig, data_dir: str | Path | None = None, quiet: bool = False) -> int:
+    """Return the size of a corpus's vocabulary, opening the corpus only where the size is not known without."""
+    known = known_vocabulary_size(config)
+    if known is not None:
+        return known
+    return len(open_corpus(config.corpus, config=config, data_dir=data_dir, quiet=quiet).vocabulary)
 
 
 def open_corpus(
@@ -123,8 +130,8 @@ def open_corpus(
         unit = (config.unit if config is not None else None) or natural_unit(name)
     if vocabulary is not None:
         unit = vocabulary.kind
-    if unit not in UNITS:
-        raise UserError(f"unit is {unit!r}; expected one of {', '.join(UNITS)}")
+    if unit not in get_args(Unit):
+        raise UserError(f"unit is {unit!r}; expected one of {', '.join(get_args(Unit))}")
     config = dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
     source = source if source is not None else config.source
     folder = data_directory(data_dir)
@@ -162,13 +169,13 @@ def open_corpus(
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """A copy whose corpus and source are the same from every working directory."""
+    """Return a copy whose corpus and source are the same from every working directory."""
     source = None if data.source is None else os.path.abspath(Path(data.source).expanduser())
     return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
 
 
 def absolute_path(corpus: str) -> str:
-    """A user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
+    """Return a user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
 
     A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
     """
@@ -183,12 +190,12 @@ def absolute_path(corpus: str) -> str:
 
 
 def is_named(corpus: str) -> bool:
-    """Whether this is one of the corpora that have a name, rather than a text of the user's."""
+    """Return whether this is one of the corpora that have a name, rather than a text of the user's."""
     return corpus == STDLIB or corpus in BENCHMARKS
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
-    """Where prepared corpora live."""
+    """Return the folder of prepared corpora."""
     chosen = data_dir or os.environ.get("TXL_DATA")
     if chosen:
         return Path(os.path.expanduser(chosen))
@@ -237,11 +244,7 @@ def _open(
 
 
 def own_files(name: str) -> list[Path]:
-    """The files of a user's own text.
-
-    Raises:
-        UserError: if there is none, naming the corpora that may have been meant.
-    """
+    """Return the files of a user's own text."""
     try:
         return find_files(name)
     except UserError as error:
@@ -249,6 +252,5 @@ def own_files(name: str) -> list[Path]:
         if os.path.exists(name) or any(mark in name for mark in "/\\.*?["):
             raise
         names = [each["name"] for each in list_corpora()]
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"named corpora: {', '.join(names)}"
+        hint = did_you_mean(name, names, cutoff=0.5) or f"named corpora: {', '.join(names)}"
         raise UserError(f"unknown corpus {name[:200]!r}, and {error}; {hint}") from None

@@ -1,6 +1,6 @@
-"""Vocabularies from a training text: which symbols there are, and which are the most frequent.
+"""Vocabularies of a training text, by counting its symbols.
 
-From a piece's bytes to checked text, and from text to words: block by block, so that memory stays small.
+A piece's bytes become checked text, and text becomes words, block by block, so that memory stays small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_WORD = 1 << 20
 
 
 def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Text of a piece, block by block, with the bytes that each took.
+    """Yield the text of a piece, block by block, with the bytes that each took.
 
     A character that is cut by a block's end goes to the next block.
 
@@ -56,12 +56,9 @@ def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
 
 
 def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Text of a piece as `decoded` gives it, but with no \\r\\n cut by a block's end.
+    """Yield the text of a piece as `decoded` gives it, but with no \\r\\n cut by a block's end.
 
     Where the cut between two splits goes through one, the first split is without it, and the second begins with \\n.
-
-    Raises:
-        UserError: as for `decoded`.
     """
     rest = ""
     for text, done in decoded(piece, blocks):
@@ -79,11 +76,7 @@ class Normaliser:
         self.byte_order_marks = self.line_ends = 0
 
     def blocks(self, piece: Piece) -> Iterator[bytes]:
-        """The bytes of a piece, normalised.
-
-        Raises:
-            UserError: as for `decoded`.
-        """
+        """Yield the bytes of a piece, normalised."""
         begins = piece.start == 0
         for text, _ in whole_line_ends(piece, piece.blocks()):
             if begins and text:
@@ -95,12 +88,12 @@ class Normaliser:
 
 
 def _newline_follows(piece: Piece) -> bool:
-    """Whether a cut between two pieces of a file stands before a line's end."""
+    """Return whether a cut between two pieces of a file stands before a line's end."""
     return piece.end is not None and next(Piece(piece.path, piece.end, piece.end + 1).blocks(), b"") == b"\n"
 
 
 def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Text of a piece, cut behind white space, with the bytes that each block took.
+    """Yield the text of a piece, cut behind white space, with the bytes that each block took.
 
     A word that is cut by a block's end goes to the next block; a piece's last line has an end even if nothing ends it.
 
@@ -130,10 +123,8 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
 def words(
     piece: Piece, blocks: Iterable[bytes], eos: str = EOS, rule: WordRule = "whitespace"
 ) -> Iterator[tuple[list[str], int]]:
-    """Words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block took.
-
-    Raises:
-        UserError: as for `whole_words`.
+    """Yield the words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block
+    took.
     """
     for text, done in whole_words(piece, blocks):
         yield words_and_ends(text, eos, rule), done
@@ -163,11 +154,11 @@ class SymbolCounter:
         self._total += len(codes)
 
     def sorted(self) -> list[int]:
-        """Those that appeared, by value."""
+        """Return the values that appeared, in their order."""
         return np.flatnonzero(self._counts).tolist()
 
     def most_frequent_first(self) -> list[int]:
-        """Those that appeared, by falling count, equal counts in the order of appearance."""
+        """Return the values that appeared, by falling count, equal counts in the order of appearance."""
         order = np.lexsort((self._first, -self._counts))
         return order[self._counts[order] > 0].tolist()
 
@@ -213,7 +204,7 @@ class WordCounter:
         return ids
 
     def vocabulary(self, min_count: int, max_words: int | None, **how_read: Any) -> tuple[WordVocabulary, np.ndarray]:
-        """The vocabulary, and its id for each number: int64 [words]. The counter is used up.
+        """Return the vocabulary, and its id for each number: int64 [words]. The counter is used up.
 
         See `word_vocabulary` for the order.
         """
@@ -224,7 +215,8 @@ class WordCounter:
 def word_vocabulary(
     words: list[str], counts: np.ndarray, min_count: int, max_words: int | None, **how_read: Any
 ) -> tuple[WordVocabulary, np.ndarray]:
-    """`<eos>` first, as in the authors' code, then words by falling count; equal counts in the order of appearance.
+    """Build a vocabulary: `<eos>` first, as in the authors' code, then words by falling count; equal counts in the
+    order of appearance.
 
     `<unk>` takes the place that its count gives it: its own occurrences and those of all words left out.
 
@@ -262,7 +254,7 @@ def word_vocabulary(
 def bpe_vocabulary(
     pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]], normalise: bool
 ) -> BpeVocabulary:
-    """Byte pairs learnt from the blocks of some pieces' text, or from every k-th part of it if it is long."""
+    """Learn byte pairs from the blocks of some pieces' text, or from every k-th part of it if it is long."""
     total = sum((content_size(each.path) if each.end is None else each.end) - each.start for each in pieces)
     every = max(1, math.ceil(total / BPE_TRAINING_BYTES))
 

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time."""
+"""Decoders from token ids to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Decoder(Protocol):
     """Turns token ids into text as they come."""
 
     def push(self, token: int) -> str:
-        """The text that is complete after one more token (may be empty)."""
+        """Return the text that is complete after one more token (may be empty)."""
         ...
 
     def flush(self) -> str:
-        """What was still incomplete, at the end of the text."""
+        """Return the text that is still incomplete, at the end."""
         ...
 
 
@@ -30,11 +30,11 @@ class BytesDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         return self._decoder.decode(self._pieces[token])
 
     def flush(self) -> str:
-        """U+FFFD if a character was left incomplete."""
+        """Return U+FFFD if a character was left incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -45,11 +45,11 @@ class SymbolDecoder:
         self._symbols = symbols
 
     def push(self, token: int) -> str:
-        """The token's character."""
+        """Return the token's character."""
         return self._symbols[token]
 
     def flush(self) -> str:
-        """Nothing: every token is complete."""
+        """Return nothing: every token is complete."""
         return ""
 
 
@@ -61,7 +61,7 @@ class WordDecoder:
         self._space = "" if not after or after[-1].isspace() else " "
 
     def push(self, token: int) -> str:
-        """The token's word, after a space if one belongs there."""
+        """Return the token's word, after a space if one belongs there."""
         word = self._words[token]
         if word == self._eos:
             self._space = ""
@@ -72,5 +72,5 @@ class WordDecoder:
         return text
 
     def flush(self) -> str:
-        """Nothing: every token is complete."""
+        """Return nothing: every token is complete."""
         return ""

@@ -1,4 +1,4 @@
-"""From the words of a benchmark back to text as people write it: only spaces go, and the marks that stood for them.
+"""Detokenisers from the words of a benchmark to text as people write it: they remove spaces and their marks alone.
 
 What a benchmark's tokenisation has destroyed does not come back: `<unk>`, Penn Treebank's `N` for numbers, its
 punctuation and capitals stay as they are.
@@ -13,7 +13,7 @@ from txl.data.vocabulary import UNK, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 Convention = Literal["wikitext", "ptb", "lm1b"]
-"""How a text was cut into words.
+"""Ways in which a text was cut into words.
 
 wikitext: Moses' tokeniser, with `@-@`, `@,@` and `@.@` inside words and numbers, and headings between `=`.
 ptb: Mikolov's Penn Treebank: `n't`, `'s`, `\\/`; no punctuation, so every `'` is a possessive.
@@ -31,18 +31,14 @@ _CURRENCIES = frozenset(["US", "NZ", "HK", "AU"])
 
 
 def check_convention(name: str) -> Convention:
-    """The convention of this name.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Return the convention of this name."""
     if name not in CONVENTIONS:
         raise UserError(f"unknown way of tokenising {name!r}; expected one of {', '.join(CONVENTIONS)}")
     return cast(Convention, name)
 
 
 def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
-    """How the text of a word vocabulary was tokenised, as its words show; None where it was not.
+    """Return the convention that a word vocabulary was tokenised by, as its words show; None where it was not.
 
     `@-@` is WikiText's alone. `n't` as a word of its own is Penn Treebank's, where nothing is a comma. One Billion Word
     has commas as words of their own, and hardly any word that ends in one.
@@ -61,14 +57,11 @@ def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def detokenise(text: str, convention: Convention = "wikitext") -> str:
-    """A tokenised text as people write it; each line by itself.
+    """Return a tokenised text as people write it; each line by itself.
 
     Args:
         text: words between spaces.
         convention: how it was tokenised.
-
-    Raises:
-        UserError: for an unknown convention.
     """
     words = Detokeniser(convention)
     return "\n".join("".join(words.push(word) for word in line.split()) + words.end_line() for line in text.split("\n"))
@@ -85,7 +78,7 @@ class Detokeniser:
         self.end_line()
 
     def end_line(self) -> str:
-        """Forget the line; nothing is left to be written."""
+        """Forget the line."""
         self._before: list[str] = []  # the last two words
         self._glue = True
         self._quotes: set[str] = set()  # those that are open
@@ -93,7 +86,7 @@ class Detokeniser:
         return ""
 
     def push(self, word: str) -> str:
-        """The word as it is written, after a space if one belongs there."""
+        """Return the word as it is written, after a space if one belongs there."""
         left, right = self._attached(word)
         space = "" if self._glue or left else " "
         self._glue = right
@@ -106,7 +99,7 @@ class Detokeniser:
         return word.replace("\\/", "/").replace("\\*", "*") if self.convention == "ptb" else word
 
     def _attached(self, word: str) -> tuple[bool, bool]:
-        """Whether nothing stands between a word and the one before it, and the one after it."""
+        """Return whether a word touches the one before it, and the one after it."""
         last = self._before[-1] if self._before else ""
         if self.convention == "wikitext" and (word in _JOINED or self._in_heading(word)):
             return True, word in _JOINED
@@ -123,7 +116,8 @@ class Detokeniser:
         return word in _CLOSING or _is_clitic(word, last) or self._continues(word, last), word in _OPENING
 
     def _continues(self, word: str, last: str) -> bool:
-        """The letter behind 50 °, the minutes behind 10 :, the s behind women ’, the $ behind US."""
+        """Return whether a word continues the one before: the letter behind 50 °, the minutes behind 10 :, the s behind
+        women ’, the $ behind US."""
         if last == "°":
             return word in _DEGREES
         if last == "’":
@@ -134,7 +128,7 @@ class Detokeniser:
         return last == ":" and hour.isdecimal() and len(hour) <= 2 and word.isdecimal() and len(word) == 2
 
     def _in_heading(self, word: str) -> bool:
-        """Whether a word is an `=` of a heading, other than the first on its side."""
+        """Return whether a word is an `=` of a heading, other than the first on its side."""
         if word == "=":
             if not self._before:
                 self._heading = "opening"
@@ -148,7 +142,8 @@ class Detokeniser:
 
 
 def _is_clitic(word: str, last: str) -> bool:
-    """What follows an apostrophe within a word: 's, 't, 're after anything, and the rest of O'Neill."""
+    """Return whether a word follows an apostrophe within a word: 's, 't, 're after anything, and the rest of
+    O'Neill."""
     if word[:1] != "'" or not last:
         return False
     inside = word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
@@ -165,19 +160,19 @@ class DetokenisingDecoder:
             self._detokeniser.push(word)
 
     def push(self, token: int) -> str:
-        """The token's word, after a space if one belongs there; a line's end for the end of a line."""
+        """Return the token's word, after a space if one belongs there; a line's end for the end of a line."""
         word = self._words[token]
         if word == self._eos:
             return self._detokeniser.end_line() + "\n"
         return self._detokeniser.push(word)
 
     def flush(self) -> str:
-        """Nothing: every token is complete."""
+        """Return nothing: every token is complete."""
         return ""
 
 
 def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: str = "") -> Decoder:
-    """A decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
+    """Return a decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
 
     Raises:
         UserError: if a convention is given for a vocabulary that is not made of words, or whose words say themselves

@@ -1,4 +1,4 @@
-"""Fetching public files, through pooch: whole and verified, or not at all.
+"""Downloads of public files, through pooch: whole and verified, or not at all.
 
 A file is downloaded under another name and takes its own only when its hash is right. A transfer that breaks off is
 tried again from the beginning.
@@ -60,7 +60,7 @@ class _Unavailable(Exception):
 
 
 def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -> None:
-    """One file; if no hash of it is known, that of the first download is recorded beside it.
+    """Download one file; if no hash of it is known, the first download's is recorded beside it.
 
     Raises:
         _Unavailable: if it could not be had.
@@ -112,15 +112,15 @@ def forget(folder: Path) -> None:
 
 
 def file_hash(path: Path, like: str) -> str:
-    """The hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
+    """Return the hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
     algorithm = like.split(":")[0]
     with open(path, "rb") as file:
         return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
 
 
 def _reason(error: Exception) -> str:
-    """The innermost reason of a failure, in one line."""
-    inner: Any = error
+    """Return the innermost reason of a failure, in one line."""
+    inner: BaseException = error
     while getattr(inner, "args", None) and isinstance(inner.args[-1], Exception):
         inner = inner.args[-1]
     inner = getattr(inner, "reason", None) or inner
@@ -131,7 +131,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _silent_pooch() -> Iterator[None]:
-    """Without pooch's own messages: ours say the same."""
+    """Silence pooch's own messages within the block: ours say the same."""
     import pooch
 
     logger = pooch.get_logger()

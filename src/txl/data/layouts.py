@@ -1,7 +1,4 @@
-"""Finding a public corpus's parts in a folder or an archive, and telling whether they are the known ones.
-
-Unpacking the files that are wanted from zip and tar archives.
-"""
+"""The parts of a public corpus in a folder, or unpacked from a zip or tar archive, compared with the known ones."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ ARCHIVES = (".zip", ".tgz", ".tar.gz", ".tar", ".tar.xz", ".tar.bz2")
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file's name is an archive's."""
+    """Return whether a file's name is an archive's."""
     return path.name.endswith(ARCHIVES)
 
 
@@ -88,11 +85,7 @@ Parts = dict[str, list[Path]]
 
 
 def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
-    """The files of a source that the corpus would be made from, archives unopened; to tell whether they changed.
-
-    Raises:
-        UserError: if the source does not exist or lacks a part.
-    """
+    """Return the files of a source that the corpus would be made from, archives unopened: they tell if it changed."""
     parts, archives = _look(benchmark, source)
     if not archives:
         _require(benchmark, source, parts)
@@ -101,15 +94,12 @@ def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
 
 @contextmanager
 def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]:
-    """The parts of a corpus in a folder or an archive, unpacked if need be while the context lasts.
+    """Give the parts of a corpus in a folder or an archive, unpacked if need be for the time of the block.
 
     Args:
         benchmark: says which files those are.
         source: a folder, an archive, or the one file of a corpus that is one.
         scratch: a folder on the disk on which there is room to unpack; is made.
-
-    Raises:
-        UserError: if a part is missing, or an archive is damaged.
     """
     parts, archives = _look(benchmark, source)
     if not archives:
@@ -126,7 +116,7 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
 
 
 def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False) -> Pieces:
-    """The pieces of each split.
+    """Return the pieces of each split.
 
     Args:
         benchmark: says where a corpus of one file is cut.
@@ -152,7 +142,7 @@ def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False
 
 
 def file_differences(benchmark: Benchmark, parts: Parts) -> dict[str, str]:
-    """In what a corpus's files differ from the published ones, by part: the sizes of its splits, else the hashes."""
+    """Return how a corpus's files differ from the published ones, by part: the sizes of its splits, else the hashes."""
     found = {}
     for split, expected in _known_sizes(benchmark, parts).items():
         total = sum(content_size(path) for path in parts[split])
@@ -182,7 +172,7 @@ def _known_sizes(benchmark: Benchmark, parts: Parts) -> dict[str, int]:
 def count_differences(
     known: dict[str, int], tokens: dict[str, int], sizes: tuple[int, int] | None, vocabulary_size: int
 ) -> list[str]:
-    """In what counts differ from the known ones, and by how much.
+    """Return which counts differ from the known ones, and by how much.
 
     Args:
         known: tokens of each split as they should be.
@@ -207,11 +197,7 @@ def _off(what: str, have: int, expected: int, unit: str) -> str:
 
 
 def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
-    """The parts that lie open, and the archives that may hold the others.
-
-    Raises:
-        UserError: if the source is neither.
-    """
+    """Find the parts that lie open, and the archives that may hold the others."""
     if source.is_dir():
         parts = _find(benchmark, source)
         if _missing(benchmark, parts) is None:
@@ -227,7 +213,7 @@ def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
 
 
 def _find(benchmark: Benchmark, folder: Path, only: tuple[str, ...] = ()) -> Parts:
-    """The parts of the first layout that is complete in a folder, else of the one that has the most."""
+    """Return the parts of the first layout that is complete in a folder, else of the one that has the most."""
     best: Parts = {}
     for layout in benchmark.layouts:
         parts = {}
@@ -254,7 +240,7 @@ def _matching(benchmark: Benchmark, folder: Path, name: str) -> Iterator[list[Pa
 
 
 def _is_wanted(benchmark: Benchmark, member: str) -> bool:
-    """Whether a path inside an archive may be one of the corpus's files."""
+    """Return whether a path inside an archive may be one of the corpus's files."""
     member = member.removeprefix("./")
     return any(
         fnmatch(member, f"{inside}/{name}" if inside else name)
@@ -266,7 +252,7 @@ def _is_wanted(benchmark: Benchmark, member: str) -> bool:
 
 
 def _missing(benchmark: Benchmark, parts: Parts) -> Layout | None:
-    """What the layout that is nearest to complete lacks; None if one is complete."""
+    """Return what the layout that is nearest to complete lacks; None if one is complete."""
     lacks = [{part: names for part, names in layout.items() if part not in parts} for layout in benchmark.layouts]
     nearest = min(lacks, key=len)
     return nearest or None
@@ -288,7 +274,7 @@ def _expected(benchmark: Benchmark) -> str:
 
 
 def _stripped(pieces: list[Piece]) -> list[Piece]:
-    """Without a space at the beginning or the end (text8 has at most one at each)."""
+    """Return the pieces without a space at the beginning or the end (text8 has at most one at each)."""
     first, last = pieces[0], pieces[-1]
     if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
         pieces = [Piece(first.path, first.start + 1, first.end), *pieces[1:]]

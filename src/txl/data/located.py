@@ -1,4 +1,4 @@
-r"""Token ids of a text together with where each stands in it: byte offsets and words.
+r"""Token ids of a text with the place of each: byte offsets and words.
 
 The ids are those of a corpus made from the same text (`encode_piece`), block by block, so that memory stays small.
 
@@ -50,7 +50,7 @@ class LocatedToken(NamedTuple):
     word: int | None
     """Number of its word; None: it belongs to none."""
     is_text: bool
-    """Whether it holds anything but white space."""
+    """True if it holds anything but white space."""
     text: bytes
     """Its part of the text."""
 
@@ -58,16 +58,13 @@ class LocatedToken(NamedTuple):
 def located_tokens(
     piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary, normalise: bool | None = None
 ) -> Iterator[LocatedToken]:
-    """The tokens of a piece of text, in order.
+    """Yield the tokens of a piece of text, in order.
 
     Args:
         piece: names the text in errors.
         blocks: its bytes.
         vocabulary: to encode with; characters and words that it lacks become `<unk>`.
         normalise: whether the text is normalised; None: as the vocabulary says.
-
-    Raises:
-        UserError: as `encode_piece`.
     """
     words = _WordCounter()
     normalise = vocabulary.normalise if normalise is None else normalise and vocabulary.kind != "byte"
@@ -96,7 +93,7 @@ def located_tokens(
 
 
 def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
-    """The byte of a text at which the token that follows the first ones, `ids` [N], begins.
+    """Return the byte of a text at which the token that follows the first ones, `ids` [N], begins.
 
     None if the text's tokens are others, or end there.
     """
@@ -110,7 +107,7 @@ def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
 
 
 def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[str, int]]:
-    """Text in blocks that no token crosses, and where in the piece's bytes reading stands after each."""
+    """Yield the text in blocks that no token crosses, and the place in the piece's bytes after each."""
     n_read = piece.start
     if isinstance(vocabulary, ByteVocabulary):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
@@ -137,7 +134,7 @@ class _Block:
         self.whole = text.encode("utf-8", errors="surrogateescape")
         """Its bytes as they are."""
         self.places = np.arange(len(self.whole) + 1)
-        """Where in `whole` each byte that is read begins, and the end: int64 [D+1]."""
+        """Places in `whole` at which each byte that is read begins, and the end: int64 [D+1]."""
         if normalise:
             mark = len(BYTE_ORDER_MARK.encode()) if begins and text.startswith(BYTE_ORDER_MARK) else 0
             returns = np.array([match.start() for match in re.finditer(b"\r\n", self.whole)], dtype=np.int64)
@@ -153,12 +150,12 @@ class _Block:
         """The byte at which each character begins, and the end: int64 [C+1]."""
 
     def white(self) -> np.ndarray:
-        """Whether each byte is white space: bool [D]."""
+        """Return whether each byte is white space: bool [D]."""
         return np.repeat(np.isin(self._codes, _WHITE), self._lengths)
 
 
 def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids of a block, and the bytes of it at which each token starts and ends: int64 [N] each."""
+    """Return ids of a block, and the bytes of it at which each token starts and ends: int64 [N] each."""
     edges = np.arange(len(block.data) + 1)
     if isinstance(vocabulary, ByteVocabulary):
         ids = vocabulary.encode_bytes(block.data)
@@ -184,7 +181,7 @@ class _WordCounter:
         self._words, self._after_white = 0, True
 
     def number(self, white: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The word of each token [N], and whether it holds anything but white space [N].
+        """Return the word of each token [N], and whether it holds anything but white space [N].
 
         Args:
             white: whether each byte of the block is white space, [D].
@@ -212,7 +209,7 @@ class _SentenceMarks:
     def added(
         self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray, is_text: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """All arguments [N] with the marks; a sentence's beginning is due when the sentence follows."""
+        """Return all arguments [N] with the marks; a sentence's beginning is due when the sentence follows."""
         if len(ids) == 0:
             return ids, starts, ends, numbers, is_text
         before = np.zeros(len(ids), dtype=bool)

@@ -1,4 +1,4 @@
-"""From pieces of text to token files, in streams: memory does not grow with the text.
+"""Preparation of token files from pieces of text, in streams: memory does not grow with the text.
 
 A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
 are plain bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,9 +27,9 @@ from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.data.words import UNK, holds_word
 from txl.errors import UserError
-from txl.files import is_full, make_scratch
+from txl.files import JsonObject, is_full, make_scratch
 
-Progress = Callable[[str, int, int | None], None]
+StageProgress = Callable[[str, int, int | None], None]
 """Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
 STALE_AFTER = 86_400.0
 """Seconds after which a half-prepared directory belongs to a process that was killed."""
@@ -38,20 +37,21 @@ STALE_AFTER = 86_400.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text becomes tokens: all settings that the token files depend on, beside the text."""
+    """The settings that token files depend on, beside the text."""
 
     unit: str
     vocab_size: int = 8192
-    """Of a bpe vocabulary."""
+    """Tokens of a bpe vocabulary."""
     min_count: int | None = 1
     """Words seen less often become `<unk>`; None: as `word_rule` None says."""
     max_words: int | None = None
     """Only this many of the most frequent words are kept."""
     word_rule: WordRule | None = "whitespace"
-    """How words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or WikiText's
-    `@-@` stands alone was cut into words before, so that only white space cuts it; with `<unk>`, all words are kept."""
+    """Rule by which words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or
+    WikiText's `@-@` stands alone is in words already, so that only white space cuts it; with `<unk>`, all words are
+    kept."""
     normalise: bool = False
-    """Whether it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
+    """True if it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
     vocabulary: Vocabulary | None = None
     """The one to encode with; None: one made from the text."""
     counted: tuple[str, ...] = ("train",)
@@ -60,12 +60,12 @@ class Recipe:
     """Bytes or characters: only those that occur, most frequent first, nothing unknown."""
     rewrite: str | None = None
     """"drop newlines" or "lower case": done to the bytes before all else."""
-    record: dict[str, Any] = field(default_factory=dict)
-    """What else the corpus's record shall say."""
+    record: JsonObject = field(default_factory=dict)
+    """Further entries of the corpus's record."""
 
-    def settings(self) -> dict[str, Any]:
-        """What the token files depend on, as JSON values; settings of other units are left out."""
-        values: dict[str, Any] = {"unit": self.unit, "rewrite": self.rewrite}
+    def settings(self) -> JsonObject:
+        """Return the settings that the token files depend on, as JSON values; settings of other units are left out."""
+        values: JsonObject = {"unit": self.unit, "rewrite": self.rewrite}
         if self.normalise:
             values |= {"normalise": True}
         if self.vocabulary is not None:
@@ -81,7 +81,8 @@ class Recipe:
 
 
 def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default: bool) -> bool:
-    """Whether a text is normalised: what is configured, else as the vocabulary to encode with says, else by default."""
+    """Return whether a text is normalised: as configured, else as the vocabulary to encode with says, else by
+    default."""
     if config.unit == "byte":
         return False
     if config.normalise is not None:
@@ -94,8 +95,8 @@ def prepare(
     name: str,
     pieces: Callable[[], Pieces],
     recipe: Recipe,
-    progress: Progress,
-    check: Callable[[dict[str, Any]], None] | None = None,
+    progress: StageProgress,
+    check: Callable[[JsonObject], None] | None = None,
 ) -> None:
     """Make the prepared corpus `directory`, or leave no trace.
 
@@ -142,7 +143,7 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: StageProgress) -> JsonObject:
     """Write token files, texts and the vocabulary; give the record of it all."""
     readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
     if recipe.unit == "word" and recipe.vocabulary is None:
@@ -186,7 +187,7 @@ class _Reader:
         self.size = None if None in sizes else sum(size for size in sizes if size is not None)
         self.n_bytes = 0
         self.hash = hashlib.sha256()
-        self.keep: Callable[[bytes], Any] | None = None
+        self.keep: Callable[[bytes], object] | None = None
 
     def blocks(self, piece: Piece) -> Iterator[bytes]:
         for block in piece.blocks() if self.normaliser is None else self.normaliser.blocks(piece):
@@ -201,13 +202,13 @@ class _Reader:
             yield block
 
     def texts(self) -> Iterator[tuple[str, int]]:
-        """The text of all pieces, block by block, with the bytes that each took."""
+        """Yield the text of all pieces, block by block, with the bytes that each took."""
         for piece in self.pieces:
             yield from decoded(piece, self.blocks(piece))
 
 
-def _normalised(readers: dict[str, _Reader]) -> dict[str, Any]:
-    """What was left out of the text, for its record."""
+def _normalised(readers: dict[str, _Reader]) -> JsonObject:
+    """Return counts of what was left out of the text, for its record."""
     those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
     counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
     return {"normalised": counts} if any(counts.values()) else {}
@@ -218,10 +219,10 @@ def _write_split(
     split: str,
     reader: _Reader,
     encoded: Iterable[tuple[np.ndarray, int]],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.unsignedinteger],
     vocabulary: Vocabulary | None,
-    progress: Progress,
-) -> dict[str, Any]:
+    progress: StageProgress,
+) -> JsonObject:
     """Write a split's token file, and its text where that is kept; give its record.
 
     Without a vocabulary, the tokens are the numbers of words whose ids are not yet known.
@@ -246,8 +247,8 @@ def _write_split(
 
 
 def _number_words(
-    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: Progress
-) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
+    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: StageProgress
+) -> tuple[Vocabulary, dict[str, JsonObject]]:
     """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
     counter, splits = WordCounter(), {}
     rule, min_count = _how_words_are_cut(recipe, readers["train"].pieces)
@@ -273,7 +274,7 @@ def _number_words(
 
 
 def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
-    """The rule of words and their `min_count`, as configured or as the training text asks for."""
+    """Return the rule of words and their `min_count`, as configured or as the training text asks for."""
     if recipe.word_rule is not None and recipe.min_count is not None:
         return recipe.word_rule, recipe.min_count
     has_unknown, has_hyphen = (
@@ -283,12 +284,8 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
     return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
 
 
-def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Vocabulary:
-    """The vocabulary of bytes, characters or byte pairs.
-
-    Raises:
-        UserError: if the text cannot be read in this unit.
-    """
+def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) -> Vocabulary:
+    """Make the vocabulary of bytes, characters or byte pairs."""
     counted = [piece for split in recipe.counted for piece in pieces[split]]
     reader = _Reader(counted, recipe)
     if recipe.unit == "byte":
@@ -316,11 +313,7 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: Progress) -> Voca
 
 
 def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Token ids of a split, block by block, with the bytes that each block took.
-
-    Raises:
-        UserError: for text that this vocabulary cannot encode.
-    """
+    """Yield the token ids of a split, block by block, with the bytes that each block took."""
     blocks = (each for piece in reader.pieces for each in encode_piece(piece, reader.blocks(piece), vocabulary))
     if not isinstance(vocabulary, WordVocabulary) or vocabulary.boundary is None:
         yield from blocks
@@ -341,7 +334,7 @@ def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarr
 
 
 def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Token ids of a piece of text, block by block, with the bytes that each block took.
+    """Yield the token ids of a piece of text, block by block, with the bytes that each block took.
 
     Normalising is the reader's (see `Normaliser`). A character that a character vocabulary lacks becomes `<unk>`; a
     piece's last line has an `<eos>` even if nothing ends it.

@@ -1,6 +1,6 @@
 """A prepared corpus on disk: its record, its vocabulary, its token files.
 
-Token files: a split's token ids as little-endian integers on disk, read through a memory map.
+A token file has the ids of a split as little-endian integers and is read through a memory map.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -19,13 +19,20 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import file_sha256
+from txl.files import JsonObject, file_sha256
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 META_FORMAT = 1
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest unsigned integers that hold all ids."""
+Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+"""Token ids [N]."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the narrowest unsigned integers that hold all ids."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
         if vocab_size - 1 <= np.iinfo(dtype).max:
@@ -35,7 +42,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Sentences:
-    """How a stream of separate sentences is cut: training shuffles them."""
+    """The cuts of a stream of separate sentences, which training shuffles."""
 
     boundary_id: int
     """The token at a sentence's ends."""
@@ -48,7 +55,7 @@ class Tokens:
 
     def __init__(
         self,
-        ids: np.ndarray,
+        ids: Ids,
         split: str,
         n_bytes: int | None,
         sentences: Sentences | None = None,
@@ -60,22 +67,28 @@ class Tokens:
         self.n_bytes = n_bytes
         """Bytes of the text that the ids stand for."""
         self.sentences = sentences
-        """Of a corpus of separate sentences; None: running text."""
+        """Cuts of a corpus of separate sentences; None: running text."""
         self.unk_id = unk_id
-        """What stands for everything that the vocabulary lacks; None: it lacks nothing."""
+        """Id of everything that the vocabulary lacks; None: it lacks nothing."""
         self.bytes_of_first = bytes_of_first
         """Gives the bytes of text that so many tokens from the first on stand for; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> np.integer: ...
+
+    @overload
+    def __getitem__(self, key: slice | np.ndarray) -> Ids: ...
+
+    def __getitem__(self, key: int | slice | np.ndarray) -> Ids | np.integer:
         return self._ids[key]
 
     def __iter__(self) -> Iterator[int]:
         return map(int, self._ids)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if dtype is not None and np.dtype(dtype) != self._ids.dtype:
             return np.asarray(self._ids).astype(dtype)
         return np.array(self._ids) if copy else np.asarray(self._ids)
@@ -84,7 +97,7 @@ class Tokens:
 class TokenWriter:
     """Writes a token file block by block, counting and hashing as it goes."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], unk_id: int | None):
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], unk_id: int | None):
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._dtype, self._unk_id = dtype, unk_id
         self._hash = hashlib.sha256()
@@ -101,7 +114,7 @@ class TokenWriter:
 
     @property
     def sha256(self) -> str:
-        """Of what has been written."""
+        """Hash of the tokens that have been written."""
         return self._hash.hexdigest()
 
     def __enter__(self) -> TokenWriter:
@@ -112,17 +125,13 @@ class TokenWriter:
 
 
 class Corpus:
-    """A prepared corpus: token files, vocabulary and what is known of them.
-
-    Raises:
-        UserError: if a file is missing or damaged.
-    """
+    """A prepared corpus: token files, vocabulary and what is known of them."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
         self._bytes_of: dict[tuple[str, int], int | None] = {}
-        """What `_bytes_of_first` has found; training asks before every evaluation."""
+        """Results of `_bytes_of_first`; training asks before every evaluation."""
         self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
         if len(self.vocabulary) != self._meta["vocabulary_size"]:
             raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
@@ -134,7 +143,7 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """What one token is."""
+        """Unit of text that one token is."""
         return self._meta["unit"]
 
     @property
@@ -143,11 +152,7 @@ class Corpus:
         return tuple(self._meta["splits"])
 
     def tokens(self, split: str) -> Tokens:
-        """The token ids of a split.
-
-        Raises:
-            UserError: naming the splits that there are.
-        """
+        """Return the token ids of a split."""
         record = self._record(split)
         sentences = None
         if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
@@ -165,7 +170,7 @@ class Corpus:
         return np.memmap(self._path(split, "tokens"), dtype=np.dtype(self._meta["dtype"]), mode="r")
 
     def _bytes_of_first(self, split: str, n_token: int) -> int | None:
-        """Bytes of text that the first tokens of a split stand for.
+        """Return the bytes of text that the first tokens of a split stand for.
 
         None where the tokens do not spell the text and it is not kept (words of the training split), or is that of
         several files that no line's end separates.
@@ -182,26 +187,28 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """The text of the validation or test split (of any split, if tokens are bytes), a block at a time.
-
-        Raises:
-            UserError: for the training split, whose text is not kept.
-        """
+        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens."""
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")
         if not path.is_file():
-            raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+            ids = self._ids(split)
+            for start in range(0, len(ids), BLOCK):
+                block = self.vocabulary.spell(np.asarray(ids[start : start + BLOCK], dtype=np.int64))
+                if block is None:
+                    raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+                yield block
+            return
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
                 yield block
 
-    def info(self) -> dict[str, Any]:
-        """Name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
+    def info(self) -> JsonObject:
+        """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
     def notes(self, split: str, trained: float | None = None) -> list[str]:
-        """What a reader of a split's numbers should know of how its text was read.
+        """Return remarks for a reader of a split's numbers on how its text was read.
 
         Args:
             split: whose `<unk>` are told.
@@ -217,17 +224,13 @@ class Corpus:
         return [note for note in (kept, unknown) if note is not None]
 
     def verify(self) -> None:
-        """Compare the token files with their hashes.
-
-        Raises:
-            UserError: naming the file that was altered.
-        """
+        """Compare the token files with their hashes."""
         for split, record in self._meta["splits"].items():
             path = self._path(split, "tokens")
             if file_sha256(path) != record["sha256_tokens"]:
                 raise UserError(f"{path}: altered since it was prepared; delete {self.directory} to prepare it anew")
 
-    def _record(self, split: str) -> dict[str, Any]:
+    def _record(self, split: str) -> JsonObject:
         if split not in self._meta["splits"]:
             raise UserError(f"{self.name} has no split {split!r}; expected one of {', '.join(self.splits)}")
         return self._meta["splits"][split]
@@ -237,7 +240,7 @@ class Corpus:
 
 
 def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | None:
-    """What was left out of a text when it was normalised; None for nothing."""
+    """Return a remark on what was left out of a text when it was normalised; None for nothing."""
     marks = "a byte order mark" if byte_order_marks == 1 else f"{byte_order_marks:,} byte order marks"
     parts = [f"without {marks}"] * (byte_order_marks > 0)
     parts += [f"with \\n for {line_ends:,} line ends \\r\\n"] * (line_ends > 0)
@@ -245,7 +248,7 @@ def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | N
 
 
 def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
-    """How much of a text is `<unk>`, and what that does to its numbers; None for nothing.
+    """Return a remark on how much of a text is `<unk>`, and what that does to its numbers; None for nothing.
 
     Args:
         unit: of the tokens.
@@ -272,12 +275,8 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
-    """The record of a prepared corpus, after a look at whether its files are whole.
-
-    Raises:
-        UserError: if something is missing or has the wrong size.
-    """
+def read_meta(directory: Path) -> JsonObject:
+    """Read the record of a prepared corpus, after checking that its files are whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != META_FORMAT:

@@ -1,4 +1,4 @@
-"""How far preparing a corpus is, on standard error."""
+"""Progress of preparing a corpus, on standard error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 
 def say(message: str, quiet: bool) -> None:
-    """One line, unless quiet."""
+    """Print one line, unless quiet."""
     if not quiet:
         print(message, file=sys.stderr)
 
 
 @contextmanager
 def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on a terminal, one line elsewhere, nothing if quiet; gives what `prepare` calls with bytes done."""
+    """Show a bar on a terminal, one line elsewhere, nothing if quiet; gives the function that `prepare` calls with
+    bytes done."""
     console = Console(stderr=True)
     if not console.is_terminal:
         say(f"preparing {name} in {unit} tokens", quiet)
@@ -47,7 +48,7 @@ class DownloadBar:
         self.total = 0
 
     def update(self, done: int) -> None:
-        """So many bytes more."""
+        """Count bytes that have arrived."""
         if self._bar is None:
             self._bar = _bar(self._console, self._quiet)
             self._bar.start()

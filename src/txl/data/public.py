@@ -1,4 +1,4 @@
-"""Opening a public corpus: from what is prepared, from a folder or archive, or from the web; verified on the way."""
+"""Public corpora: opened where they are prepared, else prepared from a folder, an archive or the web and verified."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
-from txl.config import DataConfig
+from txl.config import Boundary, DataConfig
 from txl.data.catalogue import Benchmark
 from txl.data.download import fetch, forget
 from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
@@ -19,9 +19,7 @@ from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import is_full
-
-BOUNDARIES = ("end", "both")
+from txl.files import JsonObject, is_full
 
 
 class _NotTheCorpus(UserError):
@@ -41,9 +39,6 @@ class PublicCorpus:
         boundary: of sentences: "end" or "both".
         verify: refuse what is not the known corpus.
         quiet: say nothing.
-
-    Raises:
-        UserError: for settings that do not go with this corpus.
     """
 
     def __init__(
@@ -63,8 +58,8 @@ class PublicCorpus:
         self.vocabulary, self.like_original, self.boundary = vocabulary, like_original, boundary
         self.verify, self.quiet = verify, quiet
         self._is_natural = config.unit == benchmark.unit and vocabulary is None
-        if boundary not in BOUNDARIES:
-            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(BOUNDARIES)}")
+        if boundary not in get_args(Boundary):
+            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(get_args(Boundary))}")
         cut_down = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
         if config.word_rule == "punctuation":
             cut_down.append("word_rule")
@@ -74,7 +69,7 @@ class PublicCorpus:
             raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
 
     def open(self) -> Corpus:
-        """The corpus, prepared first if need be.
+        """Open the corpus, prepared first if need be.
 
         Raises:
             UserError: if it cannot be had, or is not what it should be.
@@ -96,8 +91,8 @@ class PublicCorpus:
         directory = self.folder / f"{prefix}-{stamp}"
         return self._ready(directory) or self._prepare(directory)
 
-    def _settings(self) -> dict[str, Any]:
-        """What the token files depend on, beside the text."""
+    def _settings(self) -> JsonObject:
+        """Return the settings that the token files depend on, beside the text."""
         recipe = self._recipe(None)
         values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
         return values | ({"boundary": self.boundary} if self.benchmark.sentences else {})
@@ -167,10 +162,10 @@ class PublicCorpus:
         )
 
     def _recipe(self, parts: Parts | None) -> Recipe:
-        """How the text becomes tokens; without parts, lacking only a vocabulary that is read from one."""
+        """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""
         benchmark, config = self.benchmark, self.config
         vocabulary = self.vocabulary
-        record: dict[str, Any] = {"like_original": self.like_original}
+        record: JsonObject = {"like_original": self.like_original}
         sentences = benchmark.sentences and config.unit == "word"
         if sentences and vocabulary is None and parts is not None:
             vocabulary = read_words(parts["vocabulary"][0], self.boundary)
@@ -197,12 +192,8 @@ class PublicCorpus:
             record=record,
         )
 
-    def _check(self, meta: dict[str, Any], wrong: dict[str, str]) -> None:
-        """Compare counts with the known ones, and say in the record what was found.
-
-        Raises:
-            UserError: saying by how much they differ.
-        """
+    def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
+        """Compare counts with the known ones, and say in the record what was found."""
         benchmark = self.benchmark
         found = []
         if self._is_natural:
@@ -229,11 +220,7 @@ class PublicCorpus:
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
-    """One Billion Word's vocabulary file: a word a line (with its count, or without).
-
-    Raises:
-        UserError: if it is no such file.
-    """
+    """Read One Billion Word's vocabulary file: a word a line (with its count, or without)."""
     with open_file(path) as file:
         try:
             lines = file.read().decode("utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Where text comes from: files, plain or compressed, and the pieces of them that make up a split."""
+"""Sources of text: files, plain or compressed, and the pieces of them that make up a split."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import zstandard
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -45,11 +48,7 @@ class Piece:
         return None if self.path.suffix in COMPRESSED else self.path.stat().st_size - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """Its bytes, about a megabyte at a time.
-
-        Raises:
-            UserError: if the file cannot be read.
-        """
+        """Yield its bytes, about a megabyte at a time."""
         with open_file(self.path) as file:
             try:
                 self._skip(file)
@@ -82,11 +81,7 @@ Pieces = dict[str, list[Piece]]
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """A file's content for reading, decompressed if its name ends in .gz, .xz or .zst.
-
-    Raises:
-        UserError: if it cannot be opened.
-    """
+    """Open a file's content for reading, decompressed if its name ends in .gz, .xz or .zst."""
     try:
         if path.suffix == ".gz":
             return cast(IO[bytes], gzip.open(path, "rb"))
@@ -111,7 +106,7 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         while not self._ready:
             data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
@@ -124,8 +119,9 @@ class _ZstdFile(io.RawIOBase):
                 return 0
             self._in_frame = True
             self._ready = self._frame.decompress(data)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        count = min(memoryview(buffer).nbytes, len(self._ready))
+        memoryview(buffer).cast("B")[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
     def close(self) -> None:
@@ -134,7 +130,8 @@ class _ZstdFile(io.RawIOBase):
 
 
 def stdlib_files() -> list[Path]:
-    """The Python standard library's own `.py` files, without what was installed beside them, in the order of paths."""
+    """Return the Python standard library's own `.py` files, without what was installed beside them, in the order of
+    paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     foreign = {"site-packages", "dist-packages", "__pycache__"}
     found: list[Path] = []
@@ -145,7 +142,7 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_pieces(unit: str = "byte") -> Pieces:
-    """The Python standard library's own `.py` files, without what was installed beside them.
+    """Return the pieces of the Python standard library's own `.py` files.
 
     Whole files are dealt to the splits, 90/5/5 by bytes, in the order of the sha256 of their path within the library;
     inside a split they stand in the order of their paths, so that a package's files stay together. The library tests
@@ -183,22 +180,15 @@ def _is_text(path: Path) -> bool:
 
 
 def is_cut(text: str) -> bool:
-    """Whether a user's text is cut by position; else it has files that are named after the splits.
-
-    Raises:
-        UserError: as `user_pieces`.
-    """
+    """Return whether a user's text is cut by position; else it has files that are named after the splits."""
     return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
 
 
 def user_pieces(text: str) -> Pieces:
-    """The splits of a user's file, folder or glob.
+    """Return the splits of a user's file, folder or glob.
 
     A folder with files named train, valid (or validation, val, dev) and test uses them. Everything else is put
     together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
-
-    Raises:
-        UserError: if there is nothing to read, or too little.
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
@@ -217,11 +207,7 @@ def user_pieces(text: str) -> Pieces:
 
 
 def find_files(text: str) -> list[Path]:
-    """The files that a path, folder or glob names, sorted; hidden ones are left out of folders.
-
-    Raises:
-        UserError: if there are none, or a folder on the way cannot be read.
-    """
+    """Return the files that a path, folder or glob names, sorted; hidden ones are left out of folders."""
     path = Path(text)
     try:
         if path.is_file():
@@ -245,7 +231,7 @@ def find_files(text: str) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The files of a folder and those below it, without hidden ones.
+    """Yield the files of a folder and those below it, without hidden ones.
 
     Raises:
         OSError: if one of the folders cannot be read: its files would be missing without a word.
@@ -261,19 +247,19 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _folder_before_magic(path: Path) -> Path:
-    """The folder in which a glob begins to look."""
+    """Return the folder in which a glob begins to look."""
     return next(each for each in path.parents if not glob.has_magic(str(each)))
 
 
 def content_size(path: Path) -> int:
-    """Bytes of a file's decompressed content."""
+    """Return the bytes of a file's decompressed content."""
     if path.suffix not in COMPRESSED:
         return path.stat().st_size
     return sum(len(block) for block in Piece(path).blocks())
 
 
 def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
-    """The files that are named after splits, if there is one for each.
+    """Return the files that are named after splits, if there is one for each.
 
     Raises:
         UserError: if the folder itself holds a plain train file, say train.txt, and another split, but not all three:
@@ -300,7 +286,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
 
 
 def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
-    """The pieces between two positions of all files put together."""
+    """Return the pieces between two positions of all files put together."""
     pieces, start = [], 0
     for path, size in zip(paths, sizes, strict=True):
         inner_first, inner_end = max(first - start, 0), min(end - start, size)
@@ -311,7 +297,7 @@ def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece
 
 
 def character_start(paths: list[Path], sizes: list[int], position: int) -> int:
-    """The position, or the next one (at most three further) that does not lie inside a UTF-8 character."""
+    """Return the position, or the next one (at most three further) that does not lie inside a UTF-8 character."""
     following = b"".join(
         block for piece in cut(paths, sizes, position, min(position + 4, sum(sizes))) for block in piece.blocks()
     )

@@ -6,30 +6,30 @@ Shapes: B lanes, T tokens of a segment.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from txl.data.prepared import Sentences
+from txl.data.prepared import Sentences, Tokens
 from txl.errors import UserError
+from txl.files import JsonObject
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where the next segment begins: the pass over the text, and the offset in every lane."""
+    """Beginning of the next segment: the pass over the text, and the offset in every lane."""
 
     epoch: int = 0
     offset: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> StreamPosition:
-        """The inverse of `to_dict`."""
+    def from_dict(cls, values: JsonObject) -> StreamPosition:
+        """Build a position from `to_dict` of it."""
         return cls(epoch=int(values["epoch"]), offset=int(values["offset"]))
 
 
@@ -43,7 +43,7 @@ class Segment:
     """int64 [B,T]: the token after each."""
     next: StreamPosition
     position: StreamPosition
-    """Where it begins."""
+    """Its beginning."""
     starts_epoch: bool
     """True where the lanes begin anew: what was in memory belongs to the text's end."""
 
@@ -71,7 +71,7 @@ class LaneStream:
 
     def __init__(
         self,
-        tokens: Any,
+        tokens: Tokens | np.ndarray,
         batch_size: int,
         segment: int,
         *,
@@ -84,18 +84,18 @@ class LaneStream:
         self.random_segments, self.seed = random_segments, seed
         self.lane_length = len(tokens) // batch_size
         if self.lane_length < segment + 1:
-            name = getattr(tokens, "split", "token stream")
+            name = tokens.split if isinstance(tokens, Tokens) else "token stream"
             raise UserError(
                 f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
                 f"of {segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
             )
 
     def start(self) -> StreamPosition:
-        """The beginning of the first epoch."""
+        """Return the beginning of the first epoch."""
         return StreamPosition()
 
     def read(self, position: StreamPosition) -> Segment:
-        """The segment at a position."""
+        """Read the segment at a position."""
         width = min(self._width(position), self.lane_length - 1 - position.offset)
         first = position.offset
         tokens = self._tokens_of(position.epoch)
@@ -114,11 +114,11 @@ class LaneStream:
         )
 
     def _begin(self, epoch: int) -> int:
-        """Where an epoch's first segment begins in every lane."""
+        """Return the offset at which an epoch's first segment begins in every lane."""
         return epoch * self.shift % self.segment
 
-    def _tokens_of(self, epoch: int) -> Any:
-        """The token stream of an epoch."""
+    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
+        """Return the token stream of an epoch."""
         return self._tokens
 
     def _width(self, position: StreamPosition) -> int:
@@ -142,14 +142,11 @@ class SentenceStream(LaneStream):
         random_segments: as for `LaneStream`.
         seed: of the orders, and of these lengths.
         shift: as for `LaneStream`.
-
-    Raises:
-        UserError: if a lane is shorter than one segment and its last target.
     """
 
     def __init__(
         self,
-        tokens: Any,
+        tokens: Tokens,
         batch_size: int,
         segment: int,
         *,
@@ -157,11 +154,12 @@ class SentenceStream(LaneStream):
         seed: int = 0,
         shift: int = 0,
     ):
+        assert tokens.sentences is not None
         super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
         self._edges = sentence_edges(tokens, tokens.sentences)
         self._shuffled: tuple[int, _Rearranged] | None = None  # of the epoch that was read last
 
-    def _tokens_of(self, epoch: int) -> Any:
+    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
         if self._shuffled is None or self._shuffled[0] != epoch:
             order = shuffled(len(self._edges) - 1, self.seed, epoch)
             self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
@@ -169,15 +167,22 @@ class SentenceStream(LaneStream):
 
 
 def training_stream(
-    tokens: Any, batch_size: int, segment: int, *, random_segments: bool = False, seed: int = 0, shift: int = 0
+    tokens: Tokens | np.ndarray,
+    batch_size: int,
+    segment: int,
+    *,
+    random_segments: bool = False,
+    seed: int = 0,
+    shift: int = 0,
 ) -> LaneStream:
-    """The stream that a training split is read in: sentences shuffled where a corpus is made of them, else as it is."""
-    kind = SentenceStream if getattr(tokens, "sentences", None) is not None else LaneStream
-    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
+    """Return the stream that a training split is read in: sentences shuffled where a corpus has them, else as it is."""
+    if isinstance(tokens, Tokens) and tokens.sentences is not None:
+        return SentenceStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
+    return LaneStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
 
 
-def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
-    """Where each sentence begins, and where the last one ends: int64 [sentences + 1].
+def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndarray:
+    """Return the beginning of each sentence, and the end of the last one: int64 [sentences + 1].
 
     With one boundary between two sentences it belongs to the one that follows it, and the stream's last boundary to
     none; with two, each sentence has one at either end.
@@ -192,19 +197,19 @@ def sentence_edges(tokens: Any, sentences: Sentences) -> np.ndarray:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers below `count` in an order drawn from seed and epoch: int32 [count].
+    """Return the numbers below `count` in an order drawn from seed and epoch: int32 [count].
 
     They are sorted by a hash (SplitMix64), not drawn by a library's generator, so that every version of every library
     gives the same order, and a run can be continued anywhere.
     """
     keys = np.arange(count, dtype=np.uint64)
     for salt in (seed, epoch):
-        keys = _mix(keys ^ _mix(np.array([salt], dtype=np.uint64)))
+        keys = splitmix64(keys ^ splitmix64(np.array([salt], dtype=np.uint64)))
     return np.argsort(keys, kind="stable").astype(np.int32)
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's next number for each state (Steele et al. 2014): uint64 like `values`."""
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's next number for each state (Steele, Lea and Flood 2014): uint64 like `values`."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -218,7 +223,7 @@ _SCAN = 1 << 24
 class _Rearranged:
     """The tokens of a stream with its sentences in another order; whatever follows the last sentence stays there."""
 
-    def __init__(self, tokens: Any, edges: np.ndarray, order: np.ndarray):
+    def __init__(self, tokens: Tokens | np.ndarray, edges: np.ndarray, order: np.ndarray):
         self._tokens, self._edges, self._order = tokens, edges, order
         self._ends = np.cumsum(edges[order + 1] - edges[order])
 

@@ -1,4 +1,4 @@
-"""Vocabularies: between text and token ids, for every unit, and back piece by piece.
+"""Vocabularies: text to token ids for every unit, and back piece by piece.
 
 Each is saved as plain JSON. Ids are int64 arrays in memory.
 """
@@ -19,7 +19,7 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError
-from txl.files import replacing
+from txl.files import JsonObject, read_json, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -33,45 +33,50 @@ class Vocabulary(ABC):
 
     kind: ClassVar[str]
     unk_id: int | None = None
-    """What stands for everything the vocabulary lacks, if anything does."""
+    """Id of everything that the vocabulary lacks; None: it refuses such text."""
     eos_id: int | None = None
     """The end of a line, if lines have one."""
     normalise: bool = False
-    """Whether texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
+    """True if texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text: int64 [N]; what the vocabulary lacks becomes `<unk>`.
+        """Return the token ids of a text: int64 [N]; what the vocabulary lacks becomes `<unk>`.
 
         Raises:
             UserError: for a vocabulary without `<unk>`, naming what it lacks.
         """
 
     def lacking(self, text: str) -> list[str]:
-        """What `encode` reads as `<unk>` in a text: its words or characters, each once, in the order of the text."""
+        """Return what `encode` reads as `<unk>` in a text: its words or characters, each once, in the order of the
+        text."""
         return []
 
     def read(self, text: str) -> str:
-        """A text as it is encoded: normalised, if texts are for this vocabulary."""
+        """Return a text as it is encoded: normalised, if texts are for this vocabulary."""
         return normalised(text) if self.normalise else text
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
-        """Bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        """Return the bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        return None
+
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """Return the text that tokens [N] were made from; None where the tokens alone do not tell."""
         return None
 
     @abstractmethod
     def decoder(self, after: str = "") -> Decoder:
-        """A decoder for tokens that follow the text `after`."""
+        """Return a decoder for tokens that follow the text `after`."""
 
     @abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain JSON values."""
+    def to_json(self) -> JsonObject:
+        """Return everything, as plain JSON values."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         decoder = self.decoder()
         return "".join([decoder.push(int(token)) for token in ids]) + decoder.flush()
 
@@ -82,11 +87,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def from_json(values: Any) -> Vocabulary:
-        """The inverse of `to_json`.
-
-        Raises:
-            UserError: if it is no vocabulary, or one of a future version.
-        """
+        """Build a vocabulary from `to_json` of it."""
         try:
             if values["format"] not in _FORMATS:
                 known = " and ".join(map(str, _FORMATS))
@@ -113,8 +114,9 @@ class Vocabulary(ABC):
             raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
-    def _as_json(self, **values: Any) -> dict[str, Any]:
-        """The values of one kind of vocabulary with what all kinds have; the lowest format that holds them."""
+    def _as_json(self, **values: Any) -> JsonObject:
+        """Return the values of one kind of vocabulary with what all kinds have, in the lowest format that holds
+        them."""
         if self.normalise:
             values |= {"normalise": True}
         return {"format": 2 if self.normalise or "rule" in values else 1, "kind": self.kind, **values}
@@ -126,17 +128,13 @@ class Vocabulary(ABC):
 
     @staticmethod
     def load(path: Path) -> Vocabulary:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: if the file is missing or no vocabulary.
-        """
+        """Read what `save` wrote."""
         try:
-            return Vocabulary.from_json(json.loads(path.read_text(encoding="utf-8")))
+            values = read_json(path)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; expected a vocabulary") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{path}: not JSON ({error})") from None
+        try:
+            return Vocabulary.from_json(values)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
@@ -162,7 +160,7 @@ class ByteVocabulary(Vocabulary):
         return len(self.values)
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text's UTF-8 form (see `utf8`).
+        """Return the bytes of the text's UTF-8 form (see `utf8`).
 
         Raises:
             UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
@@ -170,11 +168,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode_bytes(utf8(text))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """One id a byte: int64 [N].
-
-        Raises:
-            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
-        """
+        """Return one id a byte: int64 [N]."""
         values = np.frombuffer(data, dtype=np.uint8)
         ids = self._table[values]
         if not self.is_complete and (ids < 0).any():
@@ -184,15 +178,19 @@ class ByteVocabulary(Vocabulary):
         return ids
 
     def spelled_bytes(self, ids: np.ndarray) -> int:
-        """One a token."""
+        """Return one byte a token."""
         return len(ids)
 
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return np.array(self.values, dtype=np.uint8)[ids].tobytes()
+
     def decoder(self, after: str = "") -> Decoder:
-        """UTF-8, with U+FFFD for what is none."""
+        """Return a decoder of UTF-8, with U+FFFD for what is none."""
         return BytesDecoder([bytes([value]) for value in self.values])
 
-    def to_json(self) -> dict[str, Any]:
-        """Its kind, and the bytes if they are not all."""
+    def to_json(self) -> JsonObject:
+        """Return its kind, and the bytes if they are not all."""
         return self._as_json(**({} if self.is_complete else {"values": self.values}))
 
 
@@ -225,7 +223,7 @@ class CharVocabulary(Vocabulary):
         return len(self.characters) + (self.unk_id is not None)
 
     def encode(self, text: str) -> np.ndarray:
-        """One id a character, `<unk>` for what the vocabulary lacks.
+        """Return one id a character, `<unk>` for what the vocabulary lacks.
 
         Raises:
             UserError: naming the characters that the vocabulary lacks, if it has no `<unk>`.
@@ -233,7 +231,7 @@ class CharVocabulary(Vocabulary):
         return self.encode_text(self.read(text))
 
     def encode_text(self, text: str) -> np.ndarray:
-        """The same for a block of a text that has been normalised, if it is to be."""
+        """Encode a block of a text that has been normalised, if it is to be."""
         ids = self._lookup(text)
         if self.unk_id is None and (ids < 0).any():
             characters = sorted({text[place] for place in np.flatnonzero(ids < 0)})
@@ -243,7 +241,7 @@ class CharVocabulary(Vocabulary):
         return ids
 
     def lacking(self, text: str) -> list[str]:
-        """The characters that it lacks."""
+        """Return the characters that it lacks."""
         text = self.read(text)
         return list(dict.fromkeys(text[place] for place in np.flatnonzero(self._lookup(text) == self.unk_id)))
 
@@ -252,18 +250,25 @@ class CharVocabulary(Vocabulary):
         return self._table[np.minimum(codes, len(self._table) - 1)]
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
-        """Those of the characters in UTF-8; None if one is unknown."""
+        """Return the bytes of the characters in UTF-8; None if one is unknown."""
         if self.unk_id is not None and (ids == self.unk_id).any():
             return None
         lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
         return int(lengths[ids - (self.unk_id is not None)].sum())
 
+    def spell(self, ids: np.ndarray) -> bytes | None:
+        """Return the text in UTF-8; None if a character is unknown."""
+        if self.unk_id is not None and (ids == self.unk_id).any():
+            return None
+        first = self.unk_id is not None
+        return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
+
     def decoder(self, after: str = "") -> Decoder:
-        """One character a token."""
+        """Return a decoder of one character a token."""
         return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
 
-    def to_json(self) -> dict[str, Any]:
-        """The characters in the order of their ids."""
+    def to_json(self) -> JsonObject:
+        """Return the characters in the order of their ids."""
         return self._as_json(characters=self.characters, **({} if self.unk_id == 0 else {"unknown": False}))
 
 
@@ -325,7 +330,7 @@ class WordVocabulary(Vocabulary):
         return len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
-        """One id a word, and `<eos>` where the text has a line's end; sentences begin with their boundary."""
+        """Return one id a word, and `<eos>` where the text has a line's end; sentences begin with their boundary."""
         ids = self.encode_words(self.cut(self.read(text)))
         if self.boundary is None:
             return ids
@@ -334,25 +339,25 @@ class WordVocabulary(Vocabulary):
         return np.concatenate([np.array([self.eos_id], dtype=np.int64), ids])
 
     def cut(self, text: str) -> list[str]:
-        """The words of a text, with `eos` for each line's end."""
+        """Return the words of a text, with `eos` for each line's end."""
         return words_and_ends(text, self.eos, self.rule)
 
     def lacking(self, text: str) -> list[str]:
-        """The words that it lacks, without the joiners of marks."""
+        """Return the words that it lacks, without the joiners of marks."""
         words = dict.fromkeys(word for word in self.cut(self.read(text)) if word not in self.ids)
         return [unjoined(word)[1] if self.rule == "punctuation" else word for word in words]
 
     def encode_words(self, words: list[str]) -> np.ndarray:
-        """The id of each word: int64 [N]."""
+        """Return the id of each word: int64 [N]."""
         return np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decoder(self, after: str = "") -> Decoder:
-        """Words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
+        """Return a decoder of words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
         return WordDecoder(self.words, self.eos, after, self.rule)
 
-    def to_json(self) -> dict[str, Any]:
-        """The words in the order of their ids."""
-        values: dict[str, Any] = {"words": self.words}
+    def to_json(self) -> JsonObject:
+        """Return the words in the order of their ids."""
+        values: JsonObject = {"words": self.words}
         if (self.eos, self.unk, self.boundary) != (EOS, UNK, None):
             values |= {"eos": self.eos, "unk": self.unk, "boundary": self.boundary}
         if self.rule != "whitespace":
@@ -376,11 +381,7 @@ class BpeVocabulary(Vocabulary):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
-        """A vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges.
-
-        Raises:
-            UserError: if there is no room for merges.
-        """
+        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
         tokenizer = Tokenizer(models.BPE())
@@ -399,7 +400,7 @@ class BpeVocabulary(Vocabulary):
         return len(self.pieces)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids; a byte that is no UTF-8 (see `utf8`) is a token of its own."""
+        """Return token ids; a byte that is no UTF-8 (see `utf8`) is a token of its own."""
         ids: list[int] = []
         for part in re.split("([\udc80-\udcff])", utf8(self.read(text)).decode("utf-8", errors="surrogateescape")):
             if "\udc80" <= part <= "\udcff":
@@ -409,35 +410,39 @@ class BpeVocabulary(Vocabulary):
         return np.array(ids, dtype=np.int64)
 
     def encode_block(self, text: str) -> np.ndarray:
-        """Token ids of a block of a corpus, uint32 [N]: chunk by chunk, so that long ones are fast too."""
+        """Return the token ids of a block of a corpus, uint32 [N]: chunk by chunk, so that long ones are fast too."""
         chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
         encoded = self.tokenizer.encode_batch_fast(chunks)
         return np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encoded] or [np.empty(0, np.uint32)])
 
     def n_bytes(self, ids: np.ndarray) -> np.ndarray:
-        """Bytes of text that each token stands for: int64 [N]."""
+        """Return the bytes of text that each token stands for: int64 [N]."""
         return self._lengths[ids]
 
     def spelled_bytes(self, ids: np.ndarray) -> int:
-        """The sum of `n_bytes`."""
+        """Return the sum of `n_bytes`."""
         return int(self.n_bytes(ids).sum())
 
+    def spell(self, ids: np.ndarray) -> bytes:
+        """See `Vocabulary.spell`."""
+        return b"".join([self.pieces[token] for token in ids.tolist()])
+
     def decoder(self, after: str = "") -> Decoder:
-        """UTF-8 across tokens."""
+        """Return a decoder of UTF-8 across tokens."""
         return BytesDecoder(self.pieces)
 
-    def to_json(self) -> dict[str, Any]:
-        """The tokenizer, as the library writes it."""
+    def to_json(self) -> JsonObject:
+        """Return the tokenizer, as the library writes it."""
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
 
 
 def normalised(text: str) -> str:
-    """A text without a byte order mark, and with \\n for \\r\\n."""
+    """Return a text without a byte order mark, and with \\n for \\r\\n."""
     return text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n")
 
 
 def utf8(text: str) -> bytes:
-    """The UTF-8 form of a text; undecodable bytes of a command line come back as they were.
+    """Return the UTF-8 form of a text; undecodable bytes of a command line come back as they were.
 
     Raises:
         UserError: for half a surrogate pair that stands for no such byte.
@@ -453,7 +458,8 @@ def utf8(text: str) -> bytes:
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte: its own, or the next free one from U+0100."""
+    """Return the printable character that byte-level BPE writes for each byte: its own, or the next free one from
+    U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     symbols, free = [], 0x100
     for value in range(256):

@@ -1,4 +1,4 @@
-"""How a text is cut into words, and what stands between two words when they are put together again.
+"""Rules by which a text is cut into words, and what stands between two words when they are put together again.
 
 Two rules. "whitespace": a word is what lies between white space; benchmarks are made so. "punctuation": every mark
 (Unicode's punctuation and symbols, but for `_`) is a word of its own too. A mark then says at which of its sides the
@@ -29,7 +29,7 @@ _LAST_MARK = 0x1FFFF
 
 @functools.cache
 def marks() -> str:
-    """All marks, as the inside of a regular expression's class that Python and `tokenizers` read alike."""
+    """Return all marks, as the inside of a regular expression's class that Python and `tokenizers` read alike."""
     is_mark = [unicodedata.category(chr(code))[0] in "PS" for code in range(_LAST_MARK + 1)]
     is_mark[ord("_")] = is_mark[ord(JOINER)] = False
     starts = [code for code, mark in enumerate(is_mark) if mark and not is_mark[code - 1]]
@@ -43,7 +43,8 @@ def _in_class(code: int) -> str:
 
 @functools.cache
 def joining_rules() -> tuple[tuple[str, str], ...]:
-    """Regular expressions and what takes their places, one after the other: afterwards white space cuts all words."""
+    """Return regular expressions and their replacements, to apply one after the other: afterwards white space cuts all
+    words."""
     return (
         (f"(?<=[{marks()}])(?=[^\\s{marks()}])", f"{JOINER} "),
         (f"(?<=\\S)(?=[{marks()}])", f" {JOINER}"),
@@ -76,18 +77,19 @@ class _Cut(dict[str, list[str]]):
 
 
 def words_and_ends(text: str, eos: str = EOS, rule: WordRule = "whitespace") -> list[str]:
-    """The words of a text, with `<eos>` for each line's end."""
+    """Return the words of a text, with `<eos>` for each line's end."""
     words = text.replace("\n", f" {eos} ").split()
     return words if rule == "whitespace" else list(chain.from_iterable(map(_Cut().__getitem__, words)))
 
 
 def word_spans(text: str, rule: WordRule = "whitespace") -> list[tuple[int, int]]:
-    """Where each of `words_and_ends` begins and ends in the text, in characters."""
+    """Return the beginning and end in the text of each of `words_and_ends`, in characters."""
     return [match.span() for match in _pieces(rule).finditer(text)]
 
 
 def unjoined(word: str) -> tuple[bool, str, bool]:
-    """Whether a word of the rule "punctuation" touches the one before it, its text, and whether it touches the next."""
+    """Return whether a word of the rule "punctuation" touches the one before it, its text, and whether it touches the
+    next."""
     bare = word.removeprefix(JOINER).removesuffix(JOINER)
     if bare == word or not is_mark(bare):
         return False, word, False
@@ -95,12 +97,12 @@ def unjoined(word: str) -> tuple[bool, str, bool]:
 
 
 def is_mark(text: str) -> bool:
-    """Whether a text is a single mark."""
+    """Return whether a text is a single mark."""
     return len(text) == 1 and text not in ("_", JOINER) and unicodedata.category(text)[0] in "PS"
 
 
 def holds_word(blocks: Iterable[bytes], word: str) -> bool:
-    """Whether a word stands alone somewhere in a text."""
+    """Return whether a word stands alone somewhere in a text."""
     alone, before = re.compile(rb"(?<!\S)" + re.escape(word.encode()) + rb"(?!\S)"), b""
     for block in blocks:
         if alone.search(before + block):

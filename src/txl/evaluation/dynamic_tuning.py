@@ -9,7 +9,7 @@ from typing import Any
 
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, GradientStatistics, evaluate_dynamically
-from txl.evaluation.perplexity import Progress, TokenIds, evaluate
+from txl.evaluation.perplexity import EvaluationResult, Progress, TokenIds, evaluate
 from txl.models.language_model import LanguageModel
 
 LEARNING_RATES = {
@@ -55,6 +55,64 @@ class DynamicTuning:
             for rate, decay, nll in self.tried
         ]
         return asdict(self) | {"tried": tried, "at_edge": self.at_edge}
+
+
+@dataclass(frozen=True)
+class DynamicGain:
+    """Dynamic evaluation tuned on one split, and what it brings on another."""
+
+    tuning: DynamicTuning
+    static: EvaluationResult
+    """With the trained weights."""
+    adapted: EvaluationResult
+    """With weights that follow what is read; its loss is not a number if they diverged."""
+
+    @property
+    def times_static(self) -> float:
+        """Time that scoring and adapting takes, as a multiple of scoring alone."""
+        return self.static.tokens_per_second / self.adapted.tokens_per_second
+
+
+def measure_dynamic(
+    model: LanguageModel,
+    tune_on: Any,
+    measured: Any,
+    adaptation: Adaptation,
+    statistics: GradientStatistics | None = None,
+    *,
+    learning_rates: Sequence[float] | None = None,
+    decays: Sequence[float] = DECAYS,
+    tune_tokens: int | None = None,
+    max_tokens: int | None = None,
+    tuning_progress: Progress | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> DynamicGain:
+    """Find learning rate and decay of dynamic evaluation on one split, and evaluate another with and without it.
+
+    Args:
+        model, adaptation, statistics, learning_rates, decays: as `tune_dynamic`.
+        tune_on: tokens of the validation split.
+        measured: tokens of the split that is reported.
+        tune_tokens, max_tokens: tokens from the first on that are read of each of the two; None: all.
+        tuning_progress, progress: told how far each part is.
+        settings: segment, memory and so on, as `txl.evaluate`, the same everywhere.
+    """
+    tuned = tune_dynamic(
+        model,
+        tune_on,
+        adaptation,
+        statistics,
+        learning_rates=learning_rates,
+        decays=decays,
+        progress=tuning_progress,
+        max_tokens=tune_tokens,
+        **settings,
+    )
+    common = {**settings, "max_tokens": max_tokens, "progress": progress}
+    static = evaluate(model, measured, **common)
+    adapted = evaluate_dynamically(model, measured, tuned.adaptation, statistics, **common)
+    return DynamicGain(tuned, static, adapted)
 
 
 def tune_dynamic(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
@@ -80,6 +81,45 @@ def effective_context(
         {r: {pair: relative_gains(losses, *pair, r) for pair in pairwise(lengths)} for r in fractions},
         {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions},
     )
+
+
+def group_record(
+    models: Sequence[dict[str, Any]], losses: Mapping[str, Mapping[int, Tensor]], r: Sequence[float], threshold: float
+) -> dict[str, Any]:
+    """Return what was measured of a group of models, ready for JSON.
+
+    Args:
+        models: of each its "name", the "longest_context" that it reads at once (or None), and anything else to record.
+        losses: by name and context length, as in `effective_context`.
+        r: fractions of the hardest targets.
+        threshold: least relative gain in perplexity that counts.
+    """
+    longest = {each["name"]: each["longest_context"] for each in models}
+    found = effective_context(losses, r, threshold, longest)
+    some = next(iter(losses.values()))
+    lengths = sorted(some)
+
+    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[dict[str, Any]]]:
+        return {
+            str(r): [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()]
+            for r, by_pair in gains.items()
+        }
+
+    return {
+        "targets": len(some[lengths[0]]),
+        "context_lengths": lengths,
+        "threshold": threshold,
+        "models": [
+            {
+                **model,
+                "recl": {str(r): each[model["name"]] for r, each in found.recl.items()},
+                "ppl": {str(length): values.mean().exp().item() for length, values in losses[model["name"]].items()},
+            }
+            for model in models
+        ],
+        "relative_gains": rows(found.relative_gains),
+        "perplexity_gains": rows(found.perplexity_gains),
+    }
 
 
 def spread_targets(n_token: int, longest: int, count: int) -> range:

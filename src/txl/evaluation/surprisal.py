@@ -9,18 +9,21 @@ Shapes: T tokens of a segment.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from unicodedata import category
 
 import numpy as np
 import torch
 
 from txl.config import Limit, validate_temperature
 from txl.data.located import LocatedToken, located_tokens
+from txl.data.prepared import normalised_note
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
@@ -30,6 +33,11 @@ from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
 _LN2 = math.log(2)
+COLUMNS = (
+    "index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context",
+)  # fmt: skip
+"""Columns of the table that `txl score` writes."""
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _WINDOWS = 16
 """Windows of a sliding evaluation that are computed at once."""
 
@@ -257,3 +265,95 @@ def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSu
         has_text |= is_text and row.word is not None
     if held is not None:
         yield replace(held, word_surprisal=total if has_text else None)
+
+
+@dataclass
+class TextTotals:
+    """Counts over the tokens of a text that is scored."""
+
+    tokens: int = 0
+    scored: int = 0
+    """Tokens that have a surprisal."""
+    bits: float = 0.0
+    """Sum of their surprisals."""
+    unknown: int = 0
+    line_ends: int = 0
+    """\\r\\n within a token: those that were read as one."""
+    returns: int = 0
+    """\\r that are tokens and unknown."""
+    first_unknown: bool = False
+    """Whether the first token is unknown."""
+
+    def add(self, row: TokenSurprisal) -> None:
+        """Count one more token."""
+        self.tokens += 1
+        if row.surprisal is not None:
+            self.bits, self.scored = self.bits + row.surprisal, self.scored + 1
+        self.unknown += row.unknown
+        self.line_ends += row.text.count(b"\r\n")
+        self.returns += row.unknown and row.text == b"\r"
+        self.first_unknown |= row.unknown and row.index == 0
+
+
+def line_end_note(total: TextTotals, has_mark: bool, normalise: bool, kind: str) -> str | None:
+    """Return what was made of a text's byte order mark and \\r\\n; None where it makes no difference.
+
+    Args:
+        total: of the whole text.
+        has_mark: whether the text begins with a byte order mark.
+        normalise: whether it was read without it, and \\r\\n as one line's end.
+        kind: of the vocabulary.
+    """
+    if normalise:
+        told = normalised_note("the text", int(has_mark), total.line_ends)
+        return None if told is None else f"{told} (--no-normalise reads it as it is)"
+    has_mark = has_mark and (kind == "bpe" or total.first_unknown)
+    if kind == "byte" or not (has_mark or total.returns):
+        return None
+    parts = ["a byte order mark"] * has_mark
+    parts += [f"{total.returns:,} \\r that the vocabulary lacks"] * (total.returns > 0)
+    return f"the text has {' and '.join(parts)}; --normalise reads it without"
+
+
+def tsv_line(row: TokenSurprisal) -> str:
+    """Return a row of the table as a line of tab-separated values, in the order of `COLUMNS`."""
+    values = (
+        str(row.index), str(row.start), str(row.end), "" if row.word is None else str(row.word), escaped(row.text),
+        str(int(row.unknown)), _number(row.surprisal), _number(row.word_surprisal), str(row.memory), str(row.context),
+    )  # fmt: skip
+    return "\t".join(values) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.12g}"  # so that sums over long texts agree to six decimals
+
+
+def json_line(row: TokenSurprisal) -> str:
+    """Return a row of the table as a JSON object on a line of its own, with `COLUMNS` as keys."""
+    values: dict[str, Any] = {name: getattr(row, name) for name in COLUMNS if name != "token"}
+    for name in ("surprisal", "word_surprisal"):
+        values[name] = None if values[name] is None else float(_number(values[name]))
+    values["token"] = escaped(row.text)
+    return json.dumps({name: values[name] for name in COLUMNS}, ensure_ascii=False) + "\n"
+
+
+def escaped(text: bytes) -> str:
+    """Return a token as text in one line, from which its bytes can be recovered.
+
+    Backslash, tab, line feed and carriage return are \\\\, \\t, \\n, \\r; bytes that are no whole character \\xNN;
+    other control, format and private characters and line separators \\uNNNN or \\UNNNNNNNN.
+    """
+    if text.isalnum():
+        return text.decode()  # ASCII, the usual case
+    return "".join(map(_shown, text.decode("utf-8", errors="surrogateescape")))
+
+
+def _shown(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if category(character)[0] == "C" or category(character) in ("Zl", "Zp"):
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character

@@ -25,7 +25,8 @@ from txl.errors import UserError
 from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
 from txl.generation.steps import CompiledStep, MemorySlots, ModuleStep, Slots, make_step
 from txl.models.language_model import LanguageModel
-from txl.models.structure import evaluation_view
+from txl.models.memory import Memory, Projections
+from txl.models.structure import Structure, evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 
 PROMPT_SEGMENT = 128
@@ -47,6 +48,27 @@ class Stream:
     """True: it has a token that has not been read yet."""
     ended: str | None = None
     """The reason why the engine ended it, if it could not go on."""
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """What a stream has read, as a value: `DecodeEngine.save` makes it, `resume` and `Reading` go on from it.
+
+    Shapes: H heads, M positions held, D width of a head.
+    """
+
+    n_token: int
+    """Tokens of the stream, the one that waits to be read among them; 0 for a stream that has none yet."""
+    waiting: int
+    """The last token, which the next step reads; 0 if there is none."""
+    keys: tuple[Tensor, ...]
+    """One [H,M,D] a layer, the oldest position first."""
+    values: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(each.nbytes for each in (*self.keys, *self.values))
 
 
 class DecodeEngine:
@@ -106,6 +128,8 @@ class DecodeEngine:
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
         self._streams: list[Stream] = []
         self._free = list(range(max_streams))
+        self._structures: dict[int, Structure] = {}
+        self._positions: tuple[Tensor, ...] | None = None
 
     @property
     def max_streams(self) -> int:
@@ -136,16 +160,82 @@ class DecodeEngine:
         if not isinstance(sampling, Sampling | None):
             raise UserError(f"sampling is {sampling!r}; expected a txl.Sampling")
         vocab_size = self.model.vocab_size
-        ids = checked_tokens(prompt, vocab_size).to(self._like.device)
+        ids = checked_tokens(prompt, vocab_size)
         never = checked_forbidden(forbidden, vocab_size)
         stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never))
         try:
-            with torch.inference_mode():
-                self._fill(stream.slot, ids)
+            reading = Reading(self, ids)
+            while not reading.done:
+                reading.step()
+            self._place(stream, reading.memory, reading.n_token, int(ids[-1]))
         except BaseException:
             self.leave(stream)
             raise
         return stream
+
+    def enter(
+        self,
+        read: Reading | StreamState,
+        *,
+        seed: int = 0,
+        drawn: int = 0,
+        sampling: Sampling | None = None,
+        forbidden: Sequence[int] = (),
+    ) -> Stream:
+        """Return a new stream that goes on from what was read; several may go on from the same.
+
+        Args:
+            read: a reading that is done, or a saved state; with at least one token.
+            seed, sampling, forbidden: as in `join`.
+            drawn: tokens drawn with this seed before; a stream that goes on with both draws as if it had not stopped.
+
+        Raises:
+            UserError: if there is no room, or nothing was read.
+        """
+        never = checked_forbidden(forbidden, self.model.vocab_size)
+        if read.n_token == 0:
+            raise UserError("the stream is empty; let it read at least one token first")
+        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
+        memory = read.memory if isinstance(read, Reading) else self.memory_of(read)
+        self._place(stream, memory, read.n_token, read.waiting)
+        return stream
+
+    def save(self, stream: Stream) -> StreamState:
+        """Return what a stream has read; it stays as it is.
+
+        Raises:
+            UserError: if the stream has no token waiting, or the model's modules have to be called.
+        """
+        self._check_member(stream)
+        if not stream.waiting:
+            raise UserError("the stream has read all its tokens; give it another one with `put`")
+        slots = self._rings()
+        with torch.inference_mode():
+            keys, values = slots.held(stream.slot)
+        return StreamState(int(slots.read[stream.slot]) + 1, int(self._next[stream.slot]), keys, values)
+
+    def empty_state(self) -> StreamState:
+        """Return the state of a stream that has read nothing."""
+        like = self._rings().keys
+        nothing = tuple(ring[:, 0, :0].clone() for ring in like)
+        return StreamState(0, 0, nothing, nothing)
+
+    def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
+        """Return a saved state as memory for a view of the model (by default the engine's), which reads segments.
+
+        A saved state has keys and values but no hidden states: these are not numbers, so that whoever needed them would
+        get none rather than wrong ones.
+        """
+        self._rings()
+        with torch.inference_mode():
+            empty = self.model.empty_state(1, self._lengths)
+            if state.n_token == 0:
+                return empty
+            n_held = state.keys[0].shape[1]
+            unknown = self._like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
+            keys, values = (tuple(each[:, None] for each in kind) for kind in (state.keys, state.values))
+            held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
+        return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
     def fork(self, stream: Stream, *, seed: int) -> Stream:
         """Start a second stream that has read the same, and goes on by another seed."""
@@ -173,18 +263,27 @@ class DecodeEngine:
         """
         if not self._streams:
             return self._next[:0].clone()
-        tokens, reasons = self._draw(self.advance())
-        for stream, reason in zip(self.streams, reasons, strict=True):
+        return self.draw(self.advance())
+
+    def draw(self, log_probs: Tensor, streams: Sequence[Stream] | None = None) -> Tensor:
+        """Draw the next token of some streams (by default all) from what `advance` gave for them: int64 [B].
+
+        Streams for which none can be drawn end, as in `step`; the tokens are those of the others, in the order given.
+        """
+        chosen = list(self._streams if streams is None else streams)
+        tokens, reasons = self._draw(log_probs, chosen)
+        for stream, reason in zip(chosen, reasons, strict=True):
             if reason is not None:
                 self.leave(stream)
                 self._slots.clear(stream.slot)
                 stream.ended = reason
-        if len(self._streams) < len(reasons):
-            tokens = tokens[[row for row, reason in enumerate(reasons) if reason is None]]
+        if any(reasons):
+            kept = [row for row, reason in enumerate(reasons) if reason is None]
+            tokens, chosen = tokens[kept], [chosen[row] for row in kept]
         with torch.inference_mode():
-            slots = torch.tensor([each.slot for each in self._streams], dtype=torch.int64, device=tokens.device)
+            slots = torch.tensor([each.slot for each in chosen], dtype=torch.int64, device=tokens.device)
             self._next[slots] = tokens
-        for stream in self._streams:
+        for stream in chosen:
             stream.drawn += 1
             stream.waiting = True
         return tokens.clone()
@@ -221,41 +320,57 @@ class DecodeEngine:
             self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]
         stream.waiting = True
 
-    def _draw(self, log_probs: Tensor) -> tuple[Tensor, list[str | None]]:
+    def _draw(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
         """Draw a token for every row of [B,V]: int64 [B], and the reason where there is none (else None)."""
         groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
-        for row, stream in enumerate(self._streams):
+        for row, stream in enumerate(streams):
             groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
         if len(groups) == 1:
-            return self._draw_alike(log_probs, range(len(self._streams)))
-        tokens = torch.zeros(len(self._streams), dtype=torch.int64, device=log_probs.device)
-        reasons: list[str | None] = [None] * len(self._streams)
+            return self._draw_alike(log_probs, streams)
+        tokens = torch.zeros(len(streams), dtype=torch.int64, device=log_probs.device)
+        reasons: list[str | None] = [None] * len(streams)
         for members in groups.values():
             rows = torch.tensor(members, device=log_probs.device)
-            tokens[rows], found = self._draw_alike(log_probs[rows], members)
+            tokens[rows], found = self._draw_alike(log_probs[rows], [streams[row] for row in members])
             for row, reason in zip(members, found, strict=True):
                 reasons[row] = reason
         return tokens, reasons
 
-    def _draw_alike(self, log_probs: Tensor, members: Sequence[int]) -> tuple[Tensor, list[str | None]]:
-        """Compute `_draw` for the streams of these numbers, whose sampling is the same."""
-        first = self._streams[members[0]]
+    def _draw_alike(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
+        """Compute `_draw` for streams whose sampling is the same."""
+        first = streams[0]
         log_probs, reasons = permitted(log_probs, first.forbidden)
         if any(reasons):
             log_probs = log_probs.clone()
             log_probs[[place for place, reason in enumerate(reasons) if reason is not None]] = 0.0  # drawn for nobody
-        keys = [(self._streams[row].seed, self._streams[row].drawn) for row in members]
+        keys = [(stream.seed, stream.drawn) for stream in streams]
         seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
         return first.sampling.pick(log_probs, chances(seeds, numbers)), reasons
 
-    def _fill(self, slot: int, ids: Tensor) -> None:
-        """Read all of a prompt but its last token into a slot."""
-        state = self.model.empty_state(1, self._lengths)
-        for start in range(0, ids.shape[0] - 1, PROMPT_SEGMENT):
-            part = ids[None, start : min(start + PROMPT_SEGMENT, ids.shape[0] - 1)]
-            _, state = self.model.hidden_states(part, state)
-        self._slots.fill(slot, state, ids.shape[0] - 1)
-        self._next[slot] = ids[-1]
+    def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> None:
+        """Put what was read, all of `n_token` tokens but the last one, into a stream's slot."""
+        with torch.inference_mode():
+            self._slots.fill(stream.slot, memory, n_token - 1)
+            self._next[stream.slot] = waiting
+
+    def _rings(self) -> Slots:
+        if not isinstance(self._slots, Slots):
+            raise UserError("streams go through the model's modules, and such a stream cannot be saved; see the log")
+        return self._slots
+
+    def _structure_of(self, view: TransformerXL) -> Structure:
+        """Return the structure by which a view that reads segments knows keys and values as its own."""
+        known = self._structures.get(id(view))
+        if known is None or known.model is not view or not known.holds():
+            known = self._structures[id(view)] = frozen_structure(view)
+        return known
+
+    def _positions_of(self, empty: Memory) -> tuple[Tensor, ...]:
+        """W_kR R for the segments of a saved stream; made once, and always of the same length."""
+        if self._positions is None:
+            n_distance = empty.capacity + PROMPT_SEGMENT
+            self._positions = self.model.position_projections(n_distance, empty.clamp_len, self._like)
+        return self._positions
 
     def _enter(self, stream: Stream) -> Stream:
         if not self._free:
@@ -280,6 +395,80 @@ class DecodeEngine:
                 f"the model's weights have changed since the engine was made ({self._structure.change()}); make a new "
                 f"engine"
             )
+
+
+class Reading:
+    """Tokens that are read a segment at a time, so that steps of other streams can be taken in between.
+
+    Nothing of the engine changes: what was read is a value, `memory`, until `DecodeEngine.enter` gives it a place, or
+    `state` takes it home. All tokens are read but the last one, which waits for the stream's next step.
+
+    Args:
+        engine: whose model reads.
+        ids: int64 [n], at least one, all of the vocabulary (`checked_tokens`).
+        after: what was read before.
+        segment: most tokens of a segment, up to `PROMPT_SEGMENT`.
+        view: reads in the place of the engine's model: a view of it, whose attention is watched.
+
+    Raises:
+        UserError: if the model has changed since the engine was made.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        ids: Tensor,
+        after: StreamState | None = None,
+        segment: int = PROMPT_SEGMENT,
+        view: TransformerXL | None = None,
+    ):
+        ids = ids.to(engine._like.device)
+        self._engine, self._segment, self._model = engine, min(segment, PROMPT_SEGMENT), view or engine.model
+        continues = after is not None and after.n_token > 0
+        if after is not None and continues:
+            ids = torch.cat([ids.new_tensor([after.waiting]), ids])
+            self.memory = engine.memory_of(after, self._model)
+        else:
+            with torch.inference_mode():
+                self.memory = engine.model.empty_state(1, engine._lengths)
+        self._ids, self._at = ids, 0
+        self.waiting = int(ids[-1])
+        self.n_token = ids.shape[0] + (after.n_token - 1 if after is not None and continues else 0)
+        """Tokens of the stream when all is read."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is read."""
+        return self._at >= self._ids.shape[0] - 1
+
+    @property
+    def read(self) -> int:
+        """Tokens of the stream that have been read."""
+        return self.n_token - (self._ids.shape[0] - self._at)
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Read the next segment.
+
+        Returns:
+            The final hidden states [1,T,E], for `log_probs_of` or `nll_of` of the engine's model, and what follows
+            each of the tokens read, int64 [1,T].
+        """
+        self._engine._check_weights()
+        end = min(self._at + self._segment, self._ids.shape[0] - 1)
+        with torch.inference_mode():
+            hidden, self.memory = self._model.hidden_states(self._ids[None, self._at : end], self.memory)
+        targets = self._ids[None, self._at + 1 : end + 1]
+        self._at = end
+        return hidden, targets
+
+    def state(self) -> StreamState:
+        """Return what has been read so far, with the token that comes next waiting."""
+        held = self.memory.projections
+        if held is None:
+            self._engine._rings()  # refuses a model whose modules have to be called
+            return replace(self._engine.empty_state(), n_token=1, waiting=int(self._ids[0]))
+        keys, values = (tuple(each[:, 0].clone() for each in kind) for kind in (held.keys, held.values))
+        return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)
 
 
 def decodes(model: LanguageModel) -> TypeGuard[TransformerXL]:

@@ -89,6 +89,15 @@ class Slots:
             for ring, projected in zip(kind, source, strict=True):
                 ring[:, slot].index_copy_(1, places, projected[:, 0].to(ring.dtype))
 
+    def held(self, slot: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return copies of the keys and values that a slot's next token may see, oldest first: [H,M,D] a layer."""
+        read = int(self.read[slot])
+        places = torch.arange(max(0, read - (self.size - 1)), read, device=self.keys[0].device) % self.size
+        keys, values = (
+            tuple(ring[:, slot].index_select(1, places) for ring in kind) for kind in (self.keys, self.values)
+        )
+        return keys, values
+
     def copy(self, source: int, target: int) -> None:
         """Copy a stream into another slot."""
         self.read[target] = self.read[source]

@@ -1,8 +1,6 @@
-"""A run as a directory for other programs: transformers 5 (with its code, to be opened alone), or plain safetensors.
+"""Export a run for transformers 5 (with code and tokenizer, to be opened alone) or as plain safetensors.
 
-A vocabulary as the tokenizer files that transformers' AutoTokenizer opens.
-
-Reading back what `txl export` wrote.
+The same files are read back, so that an export can be imported.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from torch import Tensor
 
 import txl
 from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
+from txl.config.transformer_xl import HUGGINGFACE_TYPE
 from txl.data.vocabulary import (
     BYTE_ORDER_MARK,
     BpeVocabulary,
@@ -38,7 +37,7 @@ from txl.data.vocabulary import (
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 from txl.files import follow_umask
-from txl.interop.huggingface_checkpoint import read_weights
+from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors
@@ -47,7 +46,6 @@ from txl.runs.directory import RunDirectory
 FORMATS = ("huggingface", "safetensors")
 EXPORT_KIND = "transformer-xl"
 """`format` in the config.json of a plain export."""
-HUGGINGFACE_TYPE = "txl-transformer-xl"
 _MODULE = "txl_huggingface"
 
 
@@ -103,7 +101,7 @@ def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
 
 
 def _tested(run: RunConfig) -> dict[str, Any]:
-    """The model's fields, with the lengths that the run is tested with."""
+    """Return the model's fields, with the lengths that the run is tested with."""
     lengths = {"mem_len": run.eval.mem_len, "window": run.eval.window, "clamp_len": run.eval.clamp_len}
     return asdict(run.model) | lengths
 
@@ -162,7 +160,7 @@ def _fill_huggingface(
 
 
 def flat_modules(start: str) -> dict[str, str]:
-    """The source of a module of this package and of all of its that it imports, as files of one flat folder.
+    """Return the source of a module of this package and of all of its that it imports, as files of one flat folder.
 
     transformers opens such a folder by itself: `from txl.models.adaptive import X` becomes
     `from .txl_models_adaptive import X`. Imports of jaxtyping go: annotations are never evaluated, and it may not be
@@ -191,7 +189,7 @@ def flat_modules(start: str) -> dict[str, str]:
 
 
 def _with_texts(sources: dict[str, str]) -> str:
-    """`txl.native.sources` for a place where only Python files come along."""
+    """Return a `txl.native.sources` that holds the C++ texts, for a folder of Python files alone."""
     lines = ['"""The C++ sources of the compiled library."""', "", "", "def cpp_sources() -> dict[str, str]:"]
     lines += ['    """Texts by file name."""', "    return {"]
     for name, text in sources.items():
@@ -211,12 +209,9 @@ PADDING = "<|pad|>"
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
+    """Return tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
 
     Decoded words are joined by spaces, line ends too, and marks as their joiners say.
-
-    Raises:
-        UserError: for a vocabulary that the library cannot represent.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -276,17 +271,14 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def is_own_export(folder: Path) -> bool:
-    """Whether a directory was written by `txl export`."""
+    """Return whether a directory was written by `txl export`."""
     return _stated(folder) is not None
 
 
 def _stated(folder: Path) -> dict[str, Any] | None:
-    """The model's fields as config.json has them, if it is one of ours."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(values, dict):
+    """Return the model's fields as config.json has them, if it is one of ours."""
+    values = stated_config(folder)
+    if values is None:
         return None
     if values.get("format") == EXPORT_KIND and isinstance(values.get("model"), dict):
         return values["model"]
@@ -294,26 +286,19 @@ def _stated(folder: Path) -> dict[str, Any] | None:
 
 
 def read_test_settings(folder: Path) -> EvalConfig | None:
-    """How the exported run was tested, if the export says it.
-
-    Raises:
-        UserError: if what it says is no such thing.
-    """
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """Return the test settings of the exported run, if the export states them."""
+    values = stated_config(folder) or {}
     return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
 
 def read_own_export(
     folder: Path, options: dict[str, Any]
 ) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
-    """Configuration, weights and vocabulary.
+    """Read configuration, weights and vocabulary.
 
     Args:
         folder: what `txl export` wrote, or transformers' `save_pretrained` after it.
         options: fields of `TransformerXLConfig` that the user states.
-
-    Raises:
-        UserError: if something is missing, damaged, or contradicts the options.
     """
     stated = _stated(folder) or {}
     known = {name: value for name, value in stated.items() if name in MODEL_FIELDS}

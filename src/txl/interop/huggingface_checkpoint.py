@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.errors import UserError
+from txl.files import read_json
 from txl.interop.names import restore_shared
 from txl.interop.original import refuse_encoding, refuse_extended_context
 from txl.interop.source import Source, length_or_none, window_of
@@ -25,28 +26,25 @@ VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a directory holds a Transformer-XL of Hugging Face's."""
-    config = _config(folder)
+    """Return whether a directory holds a Transformer-XL of Hugging Face's."""
+    config = stated_config(folder)
     return config is not None and (
         config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
     )
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+def stated_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of config.json; None if there is none, or it is no JSON object."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = read_json(folder / "config.json")
+    except (OSError, UserError):
         return None
     return values if isinstance(values, dict) else None
 
 
 def read_huggingface(folder: Path) -> Source:
-    """The checkpoint in a directory.
-
-    Raises:
-        UserError: if something is missing or damaged, or is no model that can be imported.
-    """
-    config = _config(folder)
+    """Read the checkpoint in a directory."""
+    config = stated_config(folder)
     if config is None:
         raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
     refuse_encoding(config.get("attn_type"), str(folder))
@@ -87,11 +85,7 @@ def _authors_name(name: str) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a directory that `save_pretrained` wrote, from one file or from several with an index.
-
-    Raises:
-        UserError: if a file is missing or damaged, or the index names one elsewhere.
-    """
+    """Read all tensors of a directory that `save_pretrained` wrote, from one file or from several with an index."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return _tensors_of(folder / name)

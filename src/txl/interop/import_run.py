@@ -1,4 +1,4 @@
-"""A foreign checkpoint as an ordinary run directory: read, converted, verified, written whole or not at all."""
+"""Import a foreign checkpoint as an ordinary run: read, converted, verified, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ from txl.interop.torch_files import is_torch_file, read_torch_file
 from txl.models import build_model
 from txl.runs.checkpoints import Contents, belongs_to, write_checkpoint
 from txl.runs.directory import RunDirectory, load_weights
+from txl.runs.events import EventName
 
 
 def read_source(path: Path) -> Source:
-    """A checkpoint of any known kind, recognised by what it is.
-
-    Raises:
-        UserError: if it is none, or damaged, or cannot be imported.
-    """
+    """Read a checkpoint of any known kind, recognised by its content."""
     if not path.exists() and tensorflow_prefix(path) is None:
         raise UserError(f"{path}: no such file or directory; expected a checkpoint")
     if path.is_dir() and is_huggingface(path):
@@ -137,7 +134,7 @@ def _write(
         written = write_checkpoint(directory.checkpoints, 0, contents)
         directory.set_pointer("latest", written.name)
         directory.append(
-            "import",
+            EventName.IMPORT,
             0,
             source=source.kind,
             config=run.to_dict(),

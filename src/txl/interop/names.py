@@ -1,4 +1,4 @@
-"""From the authors' tensors to ours: the shape of the model is found in them, and nothing is computed anew.
+"""Convert the authors' tensors to ours: the model's shape is found in them, and nothing is computed anew.
 
 Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i width of cluster i.
 """
@@ -22,14 +22,11 @@ epsilon, which most files do not state themselves."""
 
 
 def converted(source: Source, options: dict[str, Any]) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
-    """The configuration and weights of a foreign checkpoint; the tensors are emptied on the way.
+    """Return the configuration and weights of a foreign checkpoint; the tensors are emptied on the way.
 
     Args:
         source: what was read.
         options: fields of `TransformerXLConfig` that the user states.
-
-    Raises:
-        UserError: for tensors that make no Transformer-XL, or statements that contradict each other or the tensors.
     """
     tensors = {name: _floating(name, tensor) for name, tensor in source.tensors.items()}
     source.tensors.clear()
@@ -42,14 +39,14 @@ def converted(source: Source, options: dict[str, Any]) -> tuple[TransformerXLCon
 
 
 def _floating(name: str, tensor: Tensor) -> Tensor:
-    """Weights in float32, whatever they were saved in."""
+    """Return weights in float32, whatever they were saved in."""
     if not tensor.dtype.is_floating_point:
         raise UserError(f"the tensor {name} holds {tensor.dtype}; expected floating-point numbers")
     return tensor.to(torch.float32)
 
 
 def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str, Any]) -> TransformerXLConfig:
-    """The shape, from tensors, the file's own statements, and options for what neither tells."""
+    """Return the shape, from tensors, the file's own statements, and options for what neither tells."""
     found = shape_of(tensors, source.kind)
     cutoffs = found.pop("cutoffs", None)
     stated = dict(source.settings)
@@ -92,11 +89,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str
 
 
 def shape_of(tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
-    """What the tensors' shapes say of a `TransformerXLConfig`, and `cutoffs` where every cluster has its own table.
-
-    Raises:
-        UserError: if a tensor that every Transformer-XL has is missing, or two of them do not go together.
-    """
+    """Return the fields of a `TransformerXLConfig` that tensors' shapes tell; `cutoffs` if each cluster has a table."""
 
     def shape(name: str, dimensions: int) -> list[int]:
         if name not in tensors:
@@ -140,12 +133,12 @@ def shape_of(tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
 
 
 def n_cluster_of(tensors: dict[str, Tensor]) -> int:
-    """Number of tail clusters."""
+    """Return the number of tail clusters."""
     return len(tensors["crit.cluster_bias"]) if "crit.cluster_bias" in tensors else 0
 
 
 def _embeddings_are_tied(tensors: dict[str, Tensor]) -> bool:
-    """Whether the output's tables are the embedding's; copies of them are dropped."""
+    """Return whether the output's tables are the embedding's; drop copies of them."""
     same = True
     for i in range(_count(tensors, "word_emb.emb_layers.{}.weight")):
         own = tensors.get(f"crit.out_layers.{i}.weight")
@@ -157,7 +150,7 @@ def _embeddings_are_tied(tensors: dict[str, Tensor]) -> bool:
 
 
 def _projections_tied(tensors: dict[str, Tensor], n_cluster: int) -> Literal["all", "all_but_first", "none"]:
-    """For which clusters the output's projection is the embedding's (missing in the file, or equal)."""
+    """Return for which clusters the output's projection is the embedding's (missing in the file, or equal)."""
     split = _count(tensors, "word_emb.emb_layers.{}.weight") > 1
 
     def shared(cluster: int) -> bool:
@@ -179,7 +172,7 @@ def _count(tensors: dict[str, Tensor], name: str) -> int:
 
 
 def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
-    """Our state dictionary; what is taken leaves `tensors`."""
+    """Return our state dictionary; tensors that are taken are removed from `tensors`."""
     ours: dict[str, Tensor] = {}
 
     def take(name: str) -> Tensor:
@@ -238,7 +231,7 @@ def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[st
 
 
 def flip_clusters(tensors: dict[str, Tensor]) -> None:
-    """Cluster i's logit from row C-i, as the authors' PyTorch code reads it, into row i-1."""
+    """Move cluster i's logit from row C-i, where the authors' PyTorch code reads it, into row i-1."""
     for name in ("crit.cluster_weight", "crit.cluster_bias"):
         if name in tensors:
             tensors[name] = tensors[name].flip(0)

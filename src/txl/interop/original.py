@@ -24,11 +24,7 @@ ENCODINGS = {
 
 
 def source_of(value: Any, path: str) -> Source:
-    """The checkpoint that torch.save was given.
-
-    Raises:
-        UserError: if it is none of the known ones.
-    """
+    """Return the checkpoint that torch.save was given."""
     if isinstance(value, StandIn):
         return _from_module(_unwrapped(value), path)
     if isinstance(value, dict) and "model_state" in value:
@@ -44,22 +40,14 @@ def source_of(value: Any, path: str) -> Source:
 
 
 def refuse_encoding(kind: Any, path: str) -> None:
-    """Refuse every encoding but type 0, by name.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse every encoding but type 0, by name."""
     if kind not in (0, None):
         name = ENCODINGS.get(kind, "unknown")
         raise UserError(f"{path}: encoding type {kind} ({name}); only type 0, the paper's own, can be imported")
 
 
 def refuse_extended_context(ext_len: Any, path: str) -> None:
-    """Refuse an extended context above 0.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse an extended context above 0."""
     if isinstance(ext_len, int) and ext_len > 0:
         raise UserError(
             f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
@@ -67,7 +55,7 @@ def refuse_extended_context(ext_len: Any, path: str) -> None:
 
 
 def _unwrapped(module: StandIn) -> StandIn:
-    """The model inside of DataParallel, FP16_Module and the like."""
+    """Return the model inside of DataParallel, FP16_Module and the like."""
     seen = 0
     while "module" in _modules(module) and seen < 8:
         module, seen = _modules(module)["module"], seen + 1
@@ -184,7 +172,7 @@ def _from_nvidia(value: dict[str, Any], path: str) -> Source:
 
 
 def _bare(name: str) -> str:
-    """A tensor's name without the prefixes of wrappers."""
+    """Return a tensor's name without the prefixes of wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -1,4 +1,4 @@
-"""Reading pickles from outside without running anything of theirs.
+"""Read pickles from outside without running anything of theirs.
 
 A pickle is a program: it names functions and calls them. Here a name either stands on a short list of harmless ones, or
 belongs to a module whose classes are replaced by inert stand-ins that only keep their attributes, or the whole file is
@@ -54,12 +54,12 @@ class StandIn:
         self.arguments = args
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """An attribute of the pickled object."""
+        """Return an attribute of the pickled object."""
         return self.__dict__.get(name, default)
 
 
 def stand_in(module: str, name: str) -> type[StandIn]:
-    """A class of stand-ins for one class."""
+    """Return a class of stand-ins for one class."""
 
     class Named(StandIn):
         origin = f"{module}.{name}"
@@ -68,14 +68,14 @@ def stand_in(module: str, name: str) -> type[StandIn]:
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
-    """`_codecs.encode`, by which Python 3 writes bytes in protocol 2."""
+    """Stand in for `_codecs.encode`, by which Python 3 writes bytes in protocol 2."""
     if not isinstance(text, str) or encoding != "latin1":
         raise UnsafePickle("bytes in an unknown encoding")
     return text.encode("latin1")
 
 
 def _plain_dict(*args: Any) -> dict[Any, Any]:
-    """A dictionary in the place of an OrderedDict or Counter: a list of pairs, a mapping, or nothing."""
+    """Return a dictionary in place of an OrderedDict or Counter: of a list of pairs, a mapping, or nothing."""
     return dict(*args) if args else {}
 
 
@@ -113,7 +113,7 @@ class SafeUnpickler(_PurePython):
         self._stand_ins: dict[tuple[str, str], type[StandIn]] = {}
 
     def find_class(self, module: Any, name: Any) -> Any:
-        """What a name means here.
+        """Return the stand-in or function for a name.
 
         Raises:
             UnsafePickle: if it is on no list.
@@ -128,17 +128,17 @@ class SafeUnpickler(_PurePython):
         raise UnsafePickle(f"it asks for {key[0]}.{key[1]}, which no checkpoint of a Transformer-XL needs")
 
     def get_extension(self, code: int) -> None:
-        """Copyreg's registry of extensions is this process's own business."""
+        """Refuse copyreg's extensions, which are a process's own."""
         raise UnsafePickle(f"it asks for the extension number {code}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage of torch's."""
+        """Return a storage of torch's."""
         if self._persistent is None:
             raise UnsafePickle("it refers to data outside of it")
         return self._persistent(pid)
 
     def load_build(self) -> None:
-        """BUILD: attributes are only ever set on stand-ins (a dictionary's own attributes are dropped)."""
+        """Do BUILD: set attributes on stand-ins alone (a dictionary's own attributes are dropped)."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, StandIn):
@@ -154,7 +154,7 @@ class SafeUnpickler(_PurePython):
     dispatch: ClassVar[dict[int, Any]] = {**_PurePython.dispatch, pickle.BUILD[0]: load_build}
 
     def load(self) -> Any:
-        """The pickled value.
+        """Return the pickled value.
 
         Raises:
             UnsafePickle: for a damaged pickle, or one that names what is on no list.
@@ -168,5 +168,5 @@ class SafeUnpickler(_PurePython):
 
 
 def loads(data: bytes, names: Mapping[tuple[str, str], Any] | None = None) -> Any:
-    """One pickle from memory; see `SafeUnpickler`."""
+    """Read one pickle from memory; see `SafeUnpickler`."""
     return SafeUnpickler(io.BytesIO(data), names).load()

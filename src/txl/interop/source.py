@@ -1,4 +1,4 @@
-"""What every reader of a foreign checkpoint hands on: tensors by the authors' names, and what the file says of itself.
+"""Source of an import: tensors by the authors' names, and what the checkpoint's file says of itself.
 
 The authors' names (their PyTorch code; Hugging Face's and NVIDIA's are brought to them):
 `word_emb.emb_layers.i.weight`, `word_emb.emb_projs.i`, `layers.n.dec_attn.{qkv_net,r_net,o_net}.weight`,
@@ -6,7 +6,7 @@ The authors' names (their PyTorch code; Hugging Face's and NVIDIA's are brought 
 `r_r_bias` (v), in every layer's `dec_attn` if they are not shared, `crit.cluster_{weight,bias}`,
 `crit.out_layers.i.{weight,bias}`, `crit.out_projs.i`.
 
-A checkpoint's path, or a model's name on the Hugging Face Hub, which is downloaded by its own client.
+`checkpoint_path` downloads a model named on the Hugging Face Hub with the Hub's own client.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _PATTERNS = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin
 
 
 def checkpoint_path(given: str, quiet: bool = False) -> Path:
-    """The path of a checkpoint on disk; a model's name is downloaded first (continued after a break, kept in a cache).
-
-    Raises:
-        UserError: if there is neither such a file nor such a model, or it cannot be had.
-    """
+    """Return the path of a checkpoint on disk; download a model's name first (continued after a break, then cached)."""
     path = Path(os.path.expanduser(given))
     if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) or path.with_name(path.name + ".index").exists():
         return path
@@ -54,7 +50,7 @@ class Source:
     kind: str
     """For people: which implementation wrote it."""
     tensors: dict[str, Tensor]
-    """By the authors' names, with cluster i's logit in row i-1."""
+    """Tensors by the authors' names, with cluster i's logit in row i-1."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `TransformerXLConfig` that the file states; the others are found from the tensors."""
     segment: int | None = None
@@ -62,16 +58,16 @@ class Source:
     vocabulary: Vocabulary | None = None
     """The vocabulary, if the file brings it."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know."""
+    """Notes for the user."""
 
 
 def window_of(same_length: Any, mem_len: Any, itself_extra: bool) -> int | None:
-    """The `window` that `same_length` means: `mem_len` keys, the query's own among them, or in addition to them."""
+    """Return the `window` that `same_length` means: `mem_len` keys, the query's own among them or in addition."""
     if not same_length or not isinstance(mem_len, int) or mem_len < 1:
         return None
     return mem_len + 1 if itself_extra else mem_len
 
 
 def length_or_none(value: Any) -> int | None:
-    """A clamp as the authors write it: -1 or 0 is none."""
+    """Return a clamp as the authors write it: -1 or 0 is none."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

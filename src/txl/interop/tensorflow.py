@@ -24,7 +24,7 @@ _EMBED, _SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 
 
 def tensorflow_prefix(path: Path) -> Path | None:
-    """The prefix of a checkpoint's files (PREFIX.index, PREFIX.data-...), if the path is or holds one."""
+    """Return the prefix of a checkpoint's files (PREFIX.index, PREFIX.data-...), if the path is or holds one."""
     if path.is_dir():
         listing = path / "checkpoint"
         if listing.is_file():
@@ -44,11 +44,7 @@ def _step(path: Path) -> tuple[int, str]:
 
 
 def read_tensorflow(prefix: Path) -> Source:
-    """The checkpoint with that prefix.
-
-    Raises:
-        UserError: if TensorFlow is not installed, or the files are damaged or hold another model.
-    """
+    """Read the checkpoint with that prefix."""
     try:
         from tensorflow.train import load_checkpoint  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     except ImportError:
@@ -71,14 +67,11 @@ def _is_of_the_optimiser(name: str) -> bool:
 
 
 def source_of(arrays: dict[str, Any], path: str) -> Source:
-    """TensorFlow's variables by the authors' PyTorch names.
+    """Return TensorFlow's variables by the authors' PyTorch names.
 
     Args:
         arrays: variables by name; what is taken leaves it.
         path: for messages.
-
-    Raises:
-        UserError: if one is missing, or belongs to another model.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -127,7 +120,7 @@ def source_of(arrays: dict[str, Any], path: str) -> Source:
 
 
 def _take_embeddings(arrays: dict[str, Any], tensors: dict[str, Tensor], take: Any, d_model: int) -> None:
-    """One table for all, or one a cluster; a cluster as wide as the model may have no projection: the identity."""
+    """Take one table for all, or one a cluster; a cluster as wide as the model may have no projection: the identity."""
     if f"{_EMBED}/lookup_table" in arrays:
         tensors["word_emb.emb_layers.0.weight"] = take(f"{_EMBED}/lookup_table")
         if f"{_EMBED}/proj_W" in arrays:
@@ -144,7 +137,7 @@ def _take_embeddings(arrays: dict[str, Any], tensors: dict[str, Tensor], take: A
 
 
 def _take_softmax(arrays: dict[str, Any], tensors: dict[str, Tensor], take: Any) -> dict[str, Any]:
-    """Biases, clusters and projections of the output; returns the cutoffs, which the biases' lengths tell."""
+    """Take biases, clusters and projections of the output; return the cutoffs, which the biases' lengths tell."""
     if f"{_SOFTMAX}/bias" in arrays:
         tensors["crit.out_layers.0.bias"] = take(f"{_SOFTMAX}/bias")
         return {"cutoffs": ()}

@@ -61,7 +61,7 @@ class _PendingTensor:
     stride: tuple[int, ...]
 
     def resolve(self) -> Tensor:
-        """The tensor, as a view of its storage.
+        """Return the tensor, as a view of its storage.
 
         Raises:
             UnsafePickle: if it does not lie inside.
@@ -117,14 +117,14 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins like one that torch.save wrote (or another pickle)."""
+    """Return whether a file begins like one that torch.save wrote (or another pickle)."""
     with open(path, "rb") as file:
         head = file.read(4)
     return head[:2] == b"\x80\x02" or head == b"PK\x03\x04"
 
 
 def read_torch_file(path: Path) -> Any:
-    """What torch.save was given: plain values, tensors that are views of the file, and stand-ins for all objects.
+    """Read a file of torch.save: plain values, tensors that are views of the file, and stand-ins for all objects.
 
     Raises:
         UserError: if the file is damaged, or asks for something that no checkpoint needs.
@@ -172,7 +172,7 @@ def _read_zip(path: Path, mapped: np.ndarray) -> Any:
 
 
 def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
-    """The bytes of an uncompressed record, checked against its CRC.
+    """Return the bytes of an uncompressed record, checked against its CRC.
 
     Raises:
         UnsafePickle: if it is compressed, does not lie in the file, or is altered.
@@ -192,7 +192,7 @@ def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _named_storage(pid: Any, storages: dict[str, _Storage]) -> _Storage:
-    """The storage of a persistent id ("storage", kind, key, location, numel, ...)."""
+    """Return the storage of a persistent id ("storage", kind, key, location, numel, ...)."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageKind):
         raise UnsafePickle("it refers to data in an unknown way")
     kind, key, numel = pid[1], str(pid[2]), pid[4]
@@ -205,7 +205,7 @@ def _named_storage(pid: Any, storages: dict[str, _Storage]) -> _Storage:
 
 
 def _as_tensor(data: np.ndarray, storage: _Storage) -> Tensor:
-    """Bytes as a storage's elements.
+    """Return bytes as a storage's elements.
 
     Raises:
         UnsafePickle: if the storage says another number of them.
@@ -260,7 +260,7 @@ def _read_stream(path: Path, size: int) -> Any:
 
 
 def _read_storages(file: BufferedReader, place: int, size: int, keys: list[Any], storages: dict[str, _Storage]) -> None:
-    """The storages at the end of a stream. They lie where they happen to lie, so they are copied to where they may."""
+    """Read the storages at the end of a stream, copied to addresses that are multiples of their elements' size."""
     for key in keys:
         storage = storages.get(str(key))
         if storage is None:
@@ -281,7 +281,7 @@ def _read_storages(file: BufferedReader, place: int, size: int, keys: list[Any],
 
 
 def _resolved(value: Any) -> Any:
-    """The value with every tensor in its place. Objects that occur twice are walked once."""
+    """Return the value with every tensor in its place. Objects that occur twice are walked once."""
     seen: dict[int, Any] = {}
     keep: list[Any] = []  # an object whose number is in `seen` must not go away
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.files import read_json
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 
@@ -17,11 +17,7 @@ _UNKNOWNS = ("<unk>", "<UNK>", "<unknown>")
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A vocabulary file: ours (JSON), a pickled one of an earlier implementation, or text with one symbol a line.
-
-    Raises:
-        UserError: if it is none of these.
-    """
+    """Read a vocabulary file: ours (JSON), a pickle of an earlier implementation, or text with one symbol a line."""
     try:
         head = path.read_bytes()[:64]
     except OSError as error:
@@ -48,7 +44,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def _from_json(path: Path) -> Vocabulary:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     if isinstance(values, dict) and "kind" in values:
         return Vocabulary.load(path)
     if isinstance(values, dict) and all(type(number) is int for number in values.values()):
@@ -59,11 +55,7 @@ def _from_json(path: Path) -> Vocabulary:
 
 
 def vocabulary_from(value: Any, where: str) -> Vocabulary:
-    """The vocabulary in a pickled object: a Vocab or its attributes, a corpus that has one, or a list of symbols.
-
-    Raises:
-        UserError: if it has none.
-    """
+    """Return the vocabulary in a pickled object: a Vocab or its attributes, a corpus with one, or a list of symbols."""
     for _ in range(4):
         attributes = value.__dict__ if isinstance(value, StandIn) else value
         if isinstance(attributes, list):
@@ -77,11 +69,7 @@ def vocabulary_from(value: Any, where: str) -> Vocabulary:
 
 
 def vocabulary_of(symbols: list[Any], where: str) -> Vocabulary:
-    """Symbols in the order of their ids, as what they are: bytes (enwik8), characters (text8) or words.
-
-    Raises:
-        UserError: if they are not.
-    """
+    """Return the vocabulary of symbols in the order of their ids: of bytes (enwik8), characters (text8) or words."""
     if not symbols or not all(isinstance(symbol, str) for symbol in symbols):
         raise UserError(f"{where}: expected symbols, in the order of their ids")
     if all(symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 for symbol in symbols):

@@ -33,6 +33,8 @@ class FamilyModel(LanguageModel[StateT]):
     """The configuration of its family."""
     attention_name: str
     """The attention that it trains with, as logs have it."""
+    attention_note: str | None = None
+    """Why the attention is not the one that the configuration prefers, in one line."""
     layers: nn.ModuleList
     """The layers, lowest first."""
     compiles_any_length: bool | None = None
@@ -57,6 +59,17 @@ class FamilyModel(LanguageModel[StateT]):
     @staticmethod
     def check_device(config: ModelConfig, device: str) -> None:
         """Refuse a configuration that cannot train on a device."""
+
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """Return the names of the layers' matrices, which map hidden states to hidden states.
+
+        Embeddings, softmax tables, u and v, biases and norms are not among them.
+
+        Returns:
+            For each name of a parameter, how many matrices are stored in it: below one another, and beside.
+        """
+        layers = self.get_submodule("layers").named_modules(prefix="layers")
+        return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
 
     def _finish(self, d_last: int | None = None) -> None:
         """Build the softmax and draw the first weights of everything; `d_last` is the width of h^N (None: d_model)."""

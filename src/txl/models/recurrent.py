@@ -279,6 +279,13 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         self.dropout_between = self._dropout(config.dropout)
         self._finish(widths[-1])
 
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """See `Decoder.layer_matrices`: one matrix for each gate, and for each token of a convolution."""
+        if self.config.kind == "lstm":
+            names = ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
+            return {f"layers.{layer}.{name}": (4, 1) for layer in range(len(self.layers)) for name in names}
+        return {f"layers.{layer}.convolution.weight": (3, size) for layer, size in enumerate(self.config.kernels)}
+
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
         """Return the bytes that the layers take while they train.
 

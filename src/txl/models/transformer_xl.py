@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.attention import Backend, RelativeAttention, attention_backend
+from txl.attention import Backend, RelativeAttention, attention_backend, fallback_note
 from txl.attention.equations import KeyScope, distances_farthest_first, sinusoid
 from txl.attention.factorised import PhaseTables, SegmentPhases
 from txl.config import Lengths, ModelConfig, TrainConfig, TransformerXLConfig
@@ -211,6 +211,7 @@ class TransformerXL(FamilyModel[Memory]):
         super().__init__(config, vocab_size)
         self.backend = attention_backend(config, device)
         self.attention_name, make_kernel = self.backend.name, self.backend.kernel
+        self.attention_note = fallback_note(config, device)
         self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r

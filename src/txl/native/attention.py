@@ -25,7 +25,7 @@ class Rows(ctypes.Structure):
 
     @classmethod
     def of(cls, rows: Tensor) -> Rows:
-        """Of numbers [B,n,H,D]; for [n,H,D] the stride of lanes is not used."""
+        """Return the strides of numbers [B,n,H,D]; for [n,H,D] the stride of lanes is not used."""
         lane, row, head = (0, *rows.stride()[:-1])[-3:]
         return cls(rows.data_ptr(), lane, row, head)
 
@@ -55,7 +55,7 @@ def fused_attention(
     window: int | None = None,
     filled: tuple[int, ...] | None = None,
 ) -> Tensor | None:
-    """What `shifted_attention` gives without gradients; plain attention, if `position`, `u` and `v` are None.
+    """Compute what `shifted_attention` gives without gradients; plain attention, if `position`, `u` and `v` are None.
 
     No matrix of all scores is made, so it takes memory for the outputs alone.
 

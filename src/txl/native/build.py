@@ -36,7 +36,7 @@ _wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
 
 @contextmanager
 def compiled_code(wanted: bool) -> Iterator[None]:
-    """Whether the compiled library may be used on a CPU, as it is by default, within this block."""
+    """Choose whether the compiled library may be used on a CPU, as it is by default, within this block."""
     token = _wanted.set(wanted)
     try:
         yield
@@ -45,17 +45,18 @@ def compiled_code(wanted: bool) -> Iterator[None]:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library; None where it cannot be had (which has been said once), or is not wanted."""
+    """Return the library; None where it cannot be had (which has been said once), or is not wanted."""
     return _load()[0] if _wanted.get() else None
 
 
 def why_not() -> str | None:
-    """Why there is no library; None if there is one."""
+    """Return why there is no library; None if there is one."""
     return _load()[1]
 
 
 def identity() -> dict[str, str]:
-    """What the library's numbers depend on: the library that is in use, "none" without one, and the processor."""
+    """Return everything that the library's numbers depend on: the library in use, "none" without one, and the
+    processor."""
     made = library()
     return {
         "library": "none" if made is None else Path(made._name).stem.removeprefix("txl-"),
@@ -74,7 +75,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _built() -> Path:
-    """The library's file, compiled if it is not there whole.
+    """Return the library's file, compiled if it is not there whole.
 
     Its name ends with the sha256 of its content, so a damaged file is noticed before it is loaded, whoever wrote it.
 
@@ -111,7 +112,7 @@ def _full_name(name: str, library: Path) -> str:
 
 
 def _compiler() -> list[str]:
-    """The words that call the C++ compiler: those of CXX, if it is set, else the first compiler that there is.
+    """Return the words that call the C++ compiler: those of CXX, if it is set, else the first compiler that there is.
 
     Raises:
         ValueError: if there is none, or that of CXX cannot be run.
@@ -149,7 +150,7 @@ def _compile(compiler: list[str], sources: dict[str, str], made: Path) -> None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on; a home folder may be shared by machines of several kinds."""
+    """Return what `-march=native` depends on; a home folder may be shared by machines of several kinds."""
     if sys.platform.startswith("linux"):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         kept = ("model name", "flags", "Features", "CPU part")

@@ -8,5 +8,5 @@ _NAMES = ("decode.cpp", "attend.cpp", "attend_backward.cpp", "vectors.h", "panel
 
 
 def cpp_sources() -> dict[str, str]:
-    """Texts by file name: those that are compiled, and the headers that they include."""
+    """Return texts by file name: those that are compiled, and the headers that they include."""
     return {name: Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _NAMES}

@@ -41,7 +41,7 @@ def training_attention(
     filled: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Relative attention (terms (a) to (d)), or plain causal attention if `position`, `u` and `v` are None.
+    """Compute relative attention (terms (a) to (d)), or plain causal attention if `position`, `u` and `v` are None.
 
     Args:
         query: [B,T,H,D], float32 or bfloat16 on a CPU.
@@ -63,7 +63,7 @@ def training_attention(
 
 
 def why_not_training(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Why `training_attention` cannot serve, as what follows its name; None if it can."""
+    """Return why `training_attention` cannot serve, as what follows its name; None if it can."""
     if torch.device(device).type != "cpu":
         return f"cannot train on {device}, only on cpu"
     if dtype not in SUFFIXES:
@@ -85,7 +85,7 @@ def _attend(
     window: int | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """[B,T,H,D] and of each query its greatest score and the sum of exponentials, [B,H,T,2]."""
+    """Return attention [B,T,H,D] and of each query its greatest score and the sum of exponentials, [B,H,T,2]."""
     dtype = _computed_in(query.dtype)
     operands = _Operands(query, key, value, position, u, v, filled, seed, window, dropout, dtype)
     n_lane, n_query, n_head, _ = query.shape
@@ -112,7 +112,7 @@ def _attend_backward(
     window: int | None,
     dropout: float,
 ) -> list[Tensor]:
-    """Gradients of query, key and value, and of position, u and v if there are any."""
+    """Return gradients of query, key and value, and of position, u and v if there are any."""
     dtype = _computed_in(query.dtype)
     operands = _Operands(query, key, value, position, u, v, filled, seed, window, dropout, dtype)
     above, out = _dense(above, dtype), _dense(out, dtype)
@@ -125,7 +125,7 @@ def _attend_backward(
 
 
 class _Operands:
-    """What attention reads, in the dtype that it computes in, kept alive while the library reads it."""
+    """The tensors that attention reads, in the dtype that it computes in, kept alive while the library reads them."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Operands:
         self.dropout, self.seed = dropout, 0 if seed is None else int(seed)
 
     def call(self, sums: Tensor, out: Tensor | None) -> AttentionCall:
-        """As the library wants it."""
+        """Return the operands as the library wants them."""
         query, key = self.rows[:2]
         assert query is not None
         assert key is not None
@@ -167,13 +167,14 @@ class _Operands:
 
 
 def _dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """With neighbours in the last dimension lying behind one another."""
+    """Return a tensor with neighbours in the last dimension lying behind one another."""
     rows = rows.to(dtype)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """What the library multiplies for a dtype: float32 for bfloat16 where the processor does not multiply that."""
+    """Return the dtype that the library multiplies in: float32 for bfloat16 where the processor does not multiply
+    that."""
     if dtype == torch.bfloat16 and not _library().txl_attends_bfloat16():
         return torch.float32
     return dtype

@@ -12,34 +12,23 @@ if TYPE_CHECKING:
 
 
 def presets() -> dict[str, Preset]:
-    """All presets by name, the paper's first."""
+    """Return all presets by name, the paper's first."""
     from txl.presets.named import named_presets
 
     return {each.name: each for group in named_presets().values() for each in group}
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        UserError: with the nearest names, if there is none.
-    """
+    """Return the preset of a name."""
     by_name = presets()
     if name not in by_name:
-        import difflib
+        from txl.errors import UserError, did_you_mean
 
-        from txl.errors import UserError
-
-        near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(by_name)}"
+        hint = did_you_mean(name, by_name, cutoff=0.4) or f"expected one of {', '.join(by_name)}"
         raise UserError(f"unknown preset {name!r}; {hint}")
     return by_name[name]
 
 
 def preset(name: str) -> RunConfig:
-    """A new configuration of that name, yours to change.
-
-    Raises:
-        UserError: with the nearest names, if there is none.
-    """
+    """Return a new configuration of that name, yours to change."""
     return find_preset(name).make()

@@ -13,8 +13,8 @@ from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of a table, as it differs from the row above all others: relative encoding, recurrence, full loss."""
+class Ablation:
+    """A row of an ablation, as it differs from Transformer-XL: relative encoding, recurrence, full loss."""
 
     encoding: Encoding = "relative"
     recurrence: bool = True
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def suffix(self) -> str:
-        """What a preset of this row is called beyond its base: "-shaw-no-memory-half"."""
+        """Ending of the preset's name behind that of its base: "-shaw-no-memory-half"."""
         parts = [] if self.encoding == "relative" else [self.encoding]
         # Absolute positions never have memory, so their names need not say it.
         if not self.recurrence and self.encoding in ("relative", "shaw"):
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def description(self) -> str:
-        """In words."""
+        """The row in words."""
         encoding = {
             "relative": "relative encoding",
             "shaw": "Shaw et al.'s encoding",
@@ -54,41 +54,49 @@ class Row:
 
     @property
     def published(self) -> str:
-        """The published result in the form that presets have."""
+        """The published result as presets give it."""
         return "none" if self.best is None else f"{self.best} ppl"
 
 
-TABLE_6 = (
-    Row(initial=27.02, best=26.77, attention_length=500),
-    Row("shaw", initial=27.94, best=27.94, attention_length=256),
-    Row(loss="half", initial=28.69, best=28.33, attention_length=460),
-    Row(recurrence=False, initial=29.59, best=29.02, attention_length=260),
-    Row(recurrence=False, loss="half", initial=30.10, best=30.10, attention_length=120),
-    Row("shaw", recurrence=False, initial=29.75, best=29.75, attention_length=120),
-    Row("shaw", recurrence=False, loss="half", initial=30.50, best=30.50, attention_length=120),
-    Row("sinusoid", recurrence=False, loss="half", initial=30.97, best=30.97, attention_length=120),
-    Row("learned", recurrence=False, loss="half", initial=31.16, best=31.16, attention_length=120),
-)
-"""WikiText-103, 128M parameters; the table's last model is the one of 151M parameters."""
-UNPUBLISHED = tuple(replace(row, initial=None, best=None, attention_length=None) for row in TABLE_6)
+TABLE_6 = {
+    "xl": Ablation(initial=27.02, best=26.77, attention_length=500),
+    "xl-shaw": Ablation("shaw", initial=27.94, best=27.94, attention_length=256),
+    "xl-half": Ablation(loss="half", initial=28.69, best=28.33, attention_length=460),
+    "no-recurrence": Ablation(recurrence=False, initial=29.59, best=29.02, attention_length=260),
+    "no-recurrence-half": Ablation(recurrence=False, loss="half", initial=30.10, best=30.10, attention_length=120),
+    "shaw": Ablation("shaw", recurrence=False, initial=29.75, best=29.75, attention_length=120),
+    "shaw-half": Ablation("shaw", recurrence=False, loss="half", initial=30.50, best=30.50, attention_length=120),
+    "vaswani-half": Ablation(
+        "sinusoid", recurrence=False, loss="half", initial=30.97, best=30.97, attention_length=120
+    ),
+    "al-rfou-half": Ablation("learned", recurrence=False, loss="half", initial=31.16, best=31.16, attention_length=120),
+}
+"""WikiText-103, 128M parameters, by short names; the table's last model is the one of 151M parameters."""
+UNPUBLISHED = [replace(row, initial=None, best=None, attention_length=None) for row in TABLE_6.values()]
 """The rows of Table 6 for other corpora and sizes, of which the paper says nothing."""
-TABLE_7 = (Row(best=25.2), Row("shaw", best=25.7), Row(recurrence=False, best=27.1))
+TABLE_7 = {
+    "xl": Ablation(best=25.2),
+    "xl-shaw": Ablation("shaw", best=25.7),
+    "no-recurrence": Ablation(recurrence=False, best=27.1),
+}
 """One Billion Word."""
-TABLE_10 = (
-    Row(recurrence=False, initial=28.43, best=27.98, attention_length=400, segment=176),
-    Row(recurrence=False, loss="half", initial=28.83, best=28.83, attention_length=120, segment=172),
-)
+TABLE_10 = {
+    "no-recurrence": Ablation(recurrence=False, initial=28.43, best=27.98, attention_length=400, segment=176),
+    "no-recurrence-half": Ablation(
+        recurrence=False, loss="half", initial=28.83, best=28.83, attention_length=120, segment=172
+    ),
+}
 """WikiText-103 with the memory of the first row of Table 6; its rows with recurrence are those of Table 6.
 
 `txl bench budget` finds such segments by measurement.
 """
 
 
-def apply(row: Row, base: RunConfig) -> RunConfig:
-    """The configuration of a row.
+def apply(row: Ablation, base: RunConfig) -> RunConfig:
+    """Return the configuration of a row.
 
     Args:
-        row: what differs.
+        row: the row.
         base: the first row of its table, with memory; stays as it is.
     """
     run = RunConfig.from_dict(base.to_dict())

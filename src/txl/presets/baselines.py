@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, RecurrentConfig, RunConfig, TrainConfig, VanillaConfig
-from txl.presets.small import words
+from txl.presets.small import CUTOFFS, words
 
 WT103_SPLITS = (2800, 20_000, 76_000)
-"""Where awd-lstm-lm cuts WikiText-103's vocabulary."""
+"""Cuts of WikiText-103's vocabulary in awd-lstm-lm."""
 
 
 def ptb_awd_lstm() -> RunConfig:
-    """Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs of 681 steps."""
+    """Return the AWD-LSTM of Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs."""
     return RunConfig(
         name="ptb-awd-lstm",
         model=RecurrentConfig(
@@ -55,7 +55,7 @@ def ptb_awd_lstm() -> RunConfig:
 
 
 def wikitext_2_awd_lstm() -> RunConfig:
-    """WikiText-2, 33M parameters: the same shape; 750 epochs of 383 steps."""
+    """Return the AWD-LSTM of WikiText-2, 33M parameters: the shape of `ptb_awd_lstm`; 750 epochs of 383 steps."""
     run = ptb_awd_lstm()
     run.name, run.data.corpus = "wikitext-2-awd-lstm", "wikitext-2"
     run.model.dropout, run.model.dropout_embed = 0.2, 0.65
@@ -64,7 +64,7 @@ def wikitext_2_awd_lstm() -> RunConfig:
 
 
 def ptb_awd_lstm_mos() -> RunConfig:
-    """Penn Treebank, 22M parameters: 15 softmaxes over 3 layers of 960, 960 and 620; 1,000 epochs of 1,135 steps."""
+    """Return AWD-LSTM-MoS, 22M parameters: 15 softmaxes over 3 layers of 960, 960, 620; 1,000 epochs of 1,135 steps."""
     run = ptb_awd_lstm()
     run.name = "ptb-awd-lstm-mos"
     run.model = replace(
@@ -76,7 +76,7 @@ def ptb_awd_lstm_mos() -> RunConfig:
 
 
 def ptb_qrnn() -> RunConfig:
-    """Penn Treebank, 24M parameters: 4 layers of 1,550, the first of which reads two tokens; 550 epochs."""
+    """Return the QRNN of Penn Treebank, 24M parameters: 4 layers of 1,550, the first reads two tokens; 550 epochs."""
     run = ptb_awd_lstm()
     run.name = "ptb-qrnn"
     run.model = replace(
@@ -87,7 +87,7 @@ def ptb_qrnn() -> RunConfig:
 
 
 def wt103_qrnn() -> RunConfig:
-    """WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
+    """Return the QRNN of WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
 
     By their code 153.9M parameters; the paper says 151M, which is what a first layer that reads one token would have.
     The learning rate is divided by ten after 12 epochs, as they do.
@@ -121,7 +121,7 @@ def wt103_qrnn() -> RunConfig:
 
 
 def wt103_lstm() -> RunConfig:
-    """The LSTM of Table 8, of which the paper says only that it has the others' budget: the shape is ours, to 151M.
+    """Return the LSTM of Table 8. The paper says only that it has the others' budget: the shape is ours, to 151M.
 
     Three layers as AWD-LSTM's, trained as the QRNN.
     """
@@ -132,7 +132,7 @@ def wt103_lstm() -> RunConfig:
 
 
 def wt103_adaptive() -> RunConfig:
-    """WikiText-103, 247M parameters, by Baevski and Auli's published training command.
+    """Return the model of WikiText-103 by Baevski and Auli's published training command, 247M parameters.
 
     16 pre-norm layers, sinusoids at the input, embeddings of 1024, 256 and 64 features tied with the softmax's tails;
     no LayerNorm at the end. Their attention has biases, ours none (0.07M); our softmax has biases, 267,737 with those
@@ -186,22 +186,17 @@ SMALL_AWD: dict[str, float] = {
 """AWD-LSTM's regularisation, its rates scaled down with the model."""
 
 
-def small_recurrent(
-    name: str, corpus: str, cutoffs: tuple[int, ...], kind: Literal["lstm", "qrnn"], *, awd: bool = False
-) -> RunConfig:
-    """About as many parameters as ptb-small and wikitext-2-small have, with their training and their dropout.
+def small_recurrent(corpus: str, model: Literal["lstm", "awd-lstm", "qrnn"]) -> RunConfig:
+    """Return a recurrent network with about as many parameters, the training and the dropout of `small.words`.
 
     Args:
-        name: of the preset.
         corpus: ptb or wikitext-2.
-        cutoffs: of the adaptive softmax.
-        kind: lstm or qrnn.
-        awd: with `SMALL_AWD`.
+        model: "awd-lstm" is an LSTM with `SMALL_AWD`.
     """
-    run = words(name, corpus, cutoffs)
-    lstm = kind == "lstm"
+    cutoffs, lstm = CUTOFFS[corpus], model != "qrnn"
+    run = words(f"{corpus}-{model}-small", corpus, cutoffs)
     run.model = RecurrentConfig(
-        kind=kind,
+        kind="lstm" if lstm else "qrnn",
         n_layer=2 if lstm else 4,
         d_model=160,
         d_hidden=360 if lstm else 320,
@@ -214,40 +209,34 @@ def small_recurrent(
         cutoffs=cutoffs,
         init_std=0.0577,
     )
-    if awd:
+    if model == "awd-lstm":
         run.model = replace(run.model, **SMALL_AWD)
     run.eval = EvalConfig(segment=70, mem_len=0)
     return run
 
 
 def small_mos() -> RunConfig:
-    """ptb-awd-lstm-small with three softmaxes."""
-    run = small_recurrent("ptb-awd-lstm-mos-small", "ptb", (), "lstm", awd=True)
-    run.model = replace(run.model, n_softmax=3, d_last=240, d_hidden=280, d_model=140)
+    """Return ptb-awd-lstm-small with three softmaxes."""
+    run = small_recurrent("ptb", "awd-lstm")
+    run.name = "ptb-awd-lstm-mos-small"
+    run.model = replace(run.model, cutoffs=(), n_softmax=3, d_last=240, d_hidden=280, d_model=140)
     return run
 
 
 def small_adaptive() -> RunConfig:
-    """WikiText-2 with the adaptive-input Transformer, about as large as wikitext-2-small."""
-    cutoffs = (2000, 10_000)
-    run = words("wikitext-2-adaptive-small", "wikitext-2", cutoffs)
-    run.model = VanillaConfig(
-        encoding="sinusoid",
+    """Return the adaptive-input Transformer for WikiText-2, about as large as wikitext-2-small."""
+    run = words("wikitext-2-adaptive-small", "wikitext-2", ())
+    run.model = replace(
+        wt103_adaptive().model,
         max_segment=128,
         n_layer=6,
         d_model=256,
-        n_head=8,
         d_head=32,
         d_inner=768,
-        pre_norm=True,
-        init="xavier",
         dropout=0.2,
-        dropatt=0.1,
-        dropout_inner=0.1,
+        dropout_out=None,
         dropout_tail=0.1,
-        cutoffs=cutoffs,
-        div_val=4,
-        tie_projections="tails",
+        cutoffs=CUTOFFS["wikitext-2"],
     )
     run.train.segment, run.train.random_segments, run.train.batch_size, run.train.learning_rate = 128, False, 16, 1e-3
     run.eval = EvalConfig(segment=128, mem_len=0)

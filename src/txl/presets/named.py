@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 from txl.config import RunConfig
 from txl.presets import baselines, published, small
-from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, UNPUBLISHED, Row, apply
+from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, UNPUBLISHED, Ablation, apply
 
 
 @dataclass(frozen=True)
@@ -26,330 +25,144 @@ class Preset:
     make: Callable[[], RunConfig]
 
 
+def named_presets() -> dict[str, list[Preset]]:
+    """Return all presets by what they are for, the paper's first."""
+    return {
+        "the paper's models": _paper(),
+        "models that the paper compares with": [*_vanilla(), *_baselines()],
+        "this project's, for a CPU (wikitext-2: the recipe of ptb)": [*_own(), *_small_baselines()],
+        "rows of the ablations, Tables 6, 7 and 10": _ablations(),
+    }
+
+
+# Tokens in the vocabulary.
+_TEXT8, _ENWIK8, _BYTES, _BPE, _PTB, _WT2, _WT103, _LM1B = 27, 204, 256, 2048, 10_000, 33_278, 267_735, 793_472
+# Sources.
 _SCRIPTS = "the authors' PyTorch scripts"
+_AL_RFOU = "(Al-Rfou et al.), with their auxiliary losses"
+_BAEVSKI = "Table 1 (Baevski and Auli); fairseq"
+_MERITY_2017 = "Table 5 (Merity et al. 2017); awd-lstm-lm"
+_MERITY_2018 = "Tables 1 and 8 (Merity et al. 2018); awd-lstm-lm"
+_YANG_2017 = "Table 5 (Yang et al. 2017); mos"
+_AWD_CODE = "awd-lstm-lm, whose result it is"
 _OURS = "this project"
+_PTB_RECIPE = "Table 5; the authors' later recipe, d_inner ours"
 _CPU_HOUR = "about an hour on two CPU cores"
-_AWD = "awd-lstm-lm"
-_LM1B_WORDS = 793_472
-_WT103_WORDS = 267_735
+
+# fmt: off
 
 
-def _rows(rows: Iterable[Row], base: Callable[[], RunConfig], corpus: str, source: str, words: int) -> list[Preset]:
-    """A preset for every row of an ablation."""
+def _paper() -> list[Preset]:
+    p = published
+    return [
+        Preset("enwik8-12L", "enwik8, 12 layers", f"Table 2; {_SCRIPTS}", "1.06 bpc", _ENWIK8, p.enwik8_12l),
+        Preset("enwik8-18L", "enwik8, 18 layers", "Table 2; shape ours, to 88M", "1.03 bpc", _ENWIK8, p.enwik8_18l),
+        Preset("enwik8-24L", "enwik8, 24 layers", f"Table 2; {_SCRIPTS}", "0.99 bpc", _ENWIK8, p.enwik8_24l),
+        Preset("text8-12L", "text8, 12 layers", _SCRIPTS, "none", _TEXT8, p.text8_12l),
+        Preset("text8-24L", "text8, 24 layers", f"Table 3; {_SCRIPTS}", "1.08 bpc", _TEXT8, p.text8_24l),
+        Preset("wt103-base", "WikiText-103, base", f"Table 1; {_SCRIPTS}", "24.0 ppl", _WT103, p.wt103_base),
+        Preset("wt103-large", "WikiText-103, large", f"Table 1; {_SCRIPTS}", "18.3 ppl", _WT103, p.wt103_large),
+        Preset("lm1b-base", "One Billion Word, base", f"Table 4; {_SCRIPTS}", "23.5 ppl (0.46B)", _LM1B, p.lm1b_base),
+        Preset("lm1b-large", "One Billion Word, large", f"Table 4; {_SCRIPTS}", "21.8 ppl", _LM1B, p.lm1b_large),
+        Preset("ptb", "Penn Treebank", _PTB_RECIPE, "54.52 ppl", _PTB, p.ptb),
+    ]
+
+
+def _vanilla() -> list[Preset]:
+    rows = [
+        # corpus, table, layers, published
+        ("enwik8", 2, 12, "1.11 bpc (44M)"),
+        ("enwik8", 2, 64, "1.06 bpc (235M)"),
+        ("text8", 3, 12, "1.18 bpc (44M)"),
+        ("text8", 3, 64, "1.13 bpc (235M)"),
+    ]
+    return [
+        Preset(
+            f"{corpus}-vanilla-{layers}L", f"{corpus}, vanilla Transformer, {layers} layers",
+            f"Table {table} {_AL_RFOU}", result, _BYTES, partial(published.vanilla, corpus, layers),
+        )
+        for corpus, table, layers, result in rows
+    ]
+
+
+def _baselines() -> list[Preset]:
+    b = baselines
+    mos = b.ptb_awd_lstm_mos
+    return [
+        Preset("wt103-adaptive", "WikiText-103, adaptive input", _BAEVSKI, "20.5 ppl (247M)", _WT103, b.wt103_adaptive),
+        Preset("wt103-qrnn", "WikiText-103, QRNN", _MERITY_2018, "33.0 ppl (151M)", _WT103, b.wt103_qrnn),
+        Preset("wt103-lstm", "WikiText-103, LSTM", "Table 8; shape ours, to 151M", "none", _WT103, b.wt103_lstm),
+        Preset("ptb-awd-lstm", "Penn Treebank, AWD-LSTM", _MERITY_2017, "58.8 ppl (24M)", _PTB, b.ptb_awd_lstm),
+        Preset("ptb-awd-lstm-mos", "Penn Treebank, AWD-LSTM-MoS", _YANG_2017, "55.97 ppl (22M)", _PTB, mos),
+        Preset("ptb-qrnn", "Penn Treebank, QRNN", _AWD_CODE, "58.3 ppl", _PTB, b.ptb_qrnn),
+        Preset("wikitext-2-awd-lstm", "WikiText-2, AWD-LSTM", _AWD_CODE, "65.6 ppl (33M)", _WT2, b.wikitext_2_awd_lstm),
+    ]
+
+
+def _own() -> list[Preset]:
+    rows = [
+        ("wikitext-2", "WikiText-2, as ptb", _WT2, published.wikitext_2),
+        ("stdlib-bpe", "the demo: minutes on two CPU cores", _BPE, small.stdlib_bpe),
+        ("stdlib-tiny", "minutes on two CPU cores, in bytes", _BYTES, small.stdlib_tiny),
+        ("stdlib-small", _CPU_HOUR, _BYTES, small.stdlib_small),
+        ("enwik8-small", _CPU_HOUR, _BYTES, small.enwik8_small),
+        ("enwik8-vanilla-small", _CPU_HOUR, _BYTES, small.enwik8_vanilla_small),
+        ("text8-small", _CPU_HOUR, _TEXT8, small.text8_small),
+        ("ptb-small", _CPU_HOUR, _PTB, small.ptb_small),
+        ("wikitext-2-small", _CPU_HOUR, _WT2, small.wikitext_2_small),
+        ("wt103-small", _CPU_HOUR, _WT103, small.wt103_small),
+    ]
+    return [Preset(name, description, _OURS, "none", words, make) for name, description, words, make in rows]
+
+
+def _small_baselines() -> list[Preset]:
+    """Return the presets that ptb-small and wikitext-2-small are compared with, in the same budget."""
+    b = baselines
+    rows = [
+        ("ptb-lstm-small", _PTB, partial(b.small_recurrent, "ptb", "lstm")),
+        ("ptb-awd-lstm-small", _PTB, partial(b.small_recurrent, "ptb", "awd-lstm")),
+        ("ptb-qrnn-small", _PTB, partial(b.small_recurrent, "ptb", "qrnn")),
+        ("wikitext-2-lstm-small", _WT2, partial(b.small_recurrent, "wikitext-2", "lstm")),
+        ("wikitext-2-awd-lstm-small", _WT2, partial(b.small_recurrent, "wikitext-2", "awd-lstm")),
+        ("wikitext-2-qrnn-small", _WT2, partial(b.small_recurrent, "wikitext-2", "qrnn")),
+        ("ptb-awd-lstm-mos-small", _PTB, b.small_mos),
+        ("wikitext-2-adaptive-small", _WT2, b.small_adaptive),
+    ]
+    return [Preset(name, _CPU_HOUR, _OURS, "none", words, make) for name, words, make in rows]
+
+
+def _ablations() -> list[Preset]:
+    """Return the rows of the paper's ablations, and the same rows on small bases."""
+    wt103, lm1b = published.wt103_ablation, published.lm1b_ablation
+    table_6, table_7, table_10 = TABLE_6.values(), TABLE_7.values(), TABLE_10.values()
+    standard, wt103_151m = "WikiText-103, ablation, the standard size", published.wt103_ablation_151m
+    return [
+        Preset("wt103-ablation", "WikiText-103, ablation", "Table 6; shape ours, to 128M", "26.77 ppl", _WT103, wt103),
+        *_rows(list(table_6)[1:], wt103, "WikiText-103", "Table 6; shape ours, to 128M", _WT103),
+        Preset("wt103-ablation-151M", standard, f"Table 6; {_SCRIPTS}", "23.09 ppl", _WT103, wt103_151m),
+        *_rows(table_10, wt103, "WikiText-103", "Table 10; shape ours, to 128M", _WT103),
+        Preset("lm1b-ablation", "One Billion Word, ablation", "Table 7; shape ours, to 0.3B", "25.2 ppl", _LM1B, lm1b),
+        *_rows(list(table_7)[1:], lm1b, "One Billion Word", "Table 7; shape ours, to 0.3B", _LM1B),
+        *_rows(UNPUBLISHED, small.wikitext_2_ablation, "WikiText-2, as Table 6", _OURS, _WT2),
+        *_rows(UNPUBLISHED, small.stdlib_ablation, "standard library, as Table 6", _OURS, _BYTES),
+    ]
+
+
+# fmt: on
+
+
+def _rows(
+    rows: Iterable[Ablation], base: Callable[[], RunConfig], corpus: str, source: str, vocab_size: int
+) -> list[Preset]:
+    """Return a preset for every row of an ablation."""
     return [
         Preset(
             base().name + row.suffix,
             f"{corpus}, {row.description}",
             source,
             row.published,
-            words,
+            vocab_size,
             lambda row=row: apply(row, base()),
         )
         for row in rows
-    ]
-
-
-def named_presets() -> dict[str, list[Preset]]:
-    """All presets by what they are for, the paper's first."""
-    return {
-        "the paper's models": [*_characters(), *_words()],
-        "models that the paper compares with": _baselines(),
-        "this project's, for a CPU (wikitext-2: the recipe of ptb)": [*_own(), *_small_baselines()],
-        "rows of the ablations, Tables 6, 7 and 10": _ablations(),
-    }
-
-
-def _characters() -> list[Preset]:
-    """enwik8 and text8: Tables 2 and 3."""
-    return [
-        Preset(
-            "enwik8-12L",
-            "enwik8, 12 layers",
-            f"Table 2; {_SCRIPTS}",
-            "1.06 bpc",
-            204,
-            lambda: published.characters_12l("enwik8"),
-        ),
-        Preset(
-            "enwik8-18L",
-            "enwik8, 18 layers",
-            "Table 2; shape ours, to 88M",
-            "1.03 bpc",
-            204,
-            published.enwik8_18l,
-        ),
-        Preset(
-            "enwik8-24L",
-            "enwik8, 24 layers",
-            f"Table 2; {_SCRIPTS}",
-            "0.99 bpc",
-            204,
-            lambda: published.characters_24l("enwik8"),
-        ),
-        Preset(
-            "text8-12L",
-            "text8, 12 layers",
-            f"{_SCRIPTS}",
-            "none",
-            27,
-            lambda: published.characters_12l("text8"),
-        ),
-        Preset(
-            "text8-24L",
-            "text8, 24 layers",
-            f"Table 3; {_SCRIPTS}",
-            "1.08 bpc",
-            27,
-            lambda: published.characters_24l("text8"),
-        ),
-    ]
-
-
-def _words() -> list[Preset]:
-    """The paper's models of words: Tables 1, 4 and 5."""
-    return [
-        Preset(
-            "wt103-base",
-            "WikiText-103, base",
-            f"Table 1; {_SCRIPTS}",
-            "24.0 ppl",
-            _WT103_WORDS,
-            published.wt103_base,
-        ),
-        Preset(
-            "wt103-large",
-            "WikiText-103, large",
-            f"Table 1; {_SCRIPTS}",
-            "18.3 ppl",
-            _WT103_WORDS,
-            published.wt103_large,
-        ),
-        Preset(
-            "lm1b-base",
-            "One Billion Word, base",
-            f"Table 4; {_SCRIPTS}",
-            "23.5 ppl (0.46B)",
-            _LM1B_WORDS,
-            published.lm1b_base,
-        ),
-        Preset(
-            "lm1b-large",
-            "One Billion Word, large",
-            f"Table 4; {_SCRIPTS}",
-            "21.8 ppl",
-            _LM1B_WORDS,
-            published.lm1b_large,
-        ),
-        Preset(
-            "ptb",
-            "Penn Treebank",
-            "Table 5; the authors' later recipe, d_inner ours",
-            "54.52 ppl",
-            10_000,
-            published.ptb,
-        ),
-    ]
-
-
-def _baselines() -> list[Preset]:
-    """What the paper's models are compared with: Tables 1 to 3, 5 and 8."""
-    return [
-        Preset(
-            "enwik8-vanilla-12L",
-            "enwik8, vanilla Transformer, 12 layers",
-            "Table 2 (Al-Rfou et al.), with their auxiliary losses",
-            "1.11 bpc (44M)",
-            256,
-            lambda: published.vanilla("enwik8", 12),
-        ),
-        Preset(
-            "enwik8-vanilla-64L",
-            "enwik8, vanilla Transformer, 64 layers",
-            "Table 2 (Al-Rfou et al.), with their auxiliary losses",
-            "1.06 bpc (235M)",
-            256,
-            lambda: published.vanilla("enwik8", 64),
-        ),
-        Preset(
-            "text8-vanilla-12L",
-            "text8, vanilla Transformer, 12 layers",
-            "Table 3 (Al-Rfou et al.), with their auxiliary losses",
-            "1.18 bpc (44M)",
-            256,
-            lambda: published.vanilla("text8", 12),
-        ),
-        Preset(
-            "text8-vanilla-64L",
-            "text8, vanilla Transformer, 64 layers",
-            "Table 3 (Al-Rfou et al.), with their auxiliary losses",
-            "1.13 bpc (235M)",
-            256,
-            lambda: published.vanilla("text8", 64),
-        ),
-        Preset(
-            "wt103-adaptive",
-            "WikiText-103, adaptive input",
-            "Table 1 (Baevski and Auli); fairseq",
-            "20.5 ppl (247M)",
-            _WT103_WORDS,
-            baselines.wt103_adaptive,
-        ),
-        Preset(
-            "wt103-qrnn",
-            "WikiText-103, QRNN",
-            f"Tables 1 and 8 (Merity et al. 2018); {_AWD}",
-            "33.0 ppl (151M)",
-            _WT103_WORDS,
-            baselines.wt103_qrnn,
-        ),
-        Preset(
-            "wt103-lstm",
-            "WikiText-103, LSTM",
-            "Table 8; shape ours, to 151M",
-            "none",
-            _WT103_WORDS,
-            baselines.wt103_lstm,
-        ),
-        Preset(
-            "ptb-awd-lstm",
-            "Penn Treebank, AWD-LSTM",
-            f"Table 5 (Merity et al. 2017); {_AWD}",
-            "58.8 ppl (24M)",
-            10_000,
-            baselines.ptb_awd_lstm,
-        ),
-        Preset(
-            "ptb-awd-lstm-mos",
-            "Penn Treebank, AWD-LSTM-MoS",
-            "Table 5 (Yang et al. 2017); mos",
-            "55.97 ppl (22M)",
-            10_000,
-            baselines.ptb_awd_lstm_mos,
-        ),
-        Preset(
-            "ptb-qrnn",
-            "Penn Treebank, QRNN",
-            f"{_AWD}, whose result it is",
-            "58.3 ppl",
-            10_000,
-            baselines.ptb_qrnn,
-        ),
-        Preset(
-            "wikitext-2-awd-lstm",
-            "WikiText-2, AWD-LSTM",
-            f"{_AWD}, whose result it is",
-            "65.6 ppl (33M)",
-            33_278,
-            baselines.wikitext_2_awd_lstm,
-        ),
-    ]
-
-
-def _own() -> list[Preset]:
-    """This project's: the recipe for Penn Treebank on WikiText-2, and what trains on a CPU."""
-    return [
-        Preset("wikitext-2", "WikiText-2, as ptb", _OURS, "none", 33_278, published.wikitext_2),
-        Preset("stdlib-tiny", "the demo: minutes on two CPU cores", _OURS, "none", 256, small.stdlib_tiny),
-        Preset(
-            "stdlib-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            256,
-            lambda: small.characters("stdlib-small", "stdlib", "byte"),
-        ),
-        Preset(
-            "enwik8-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            256,
-            lambda: small.characters("enwik8-small", "enwik8", "byte"),
-        ),
-        Preset(
-            "enwik8-vanilla-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            256,
-            lambda: small.vanilla_characters("enwik8-vanilla-small", "enwik8", "byte"),
-        ),
-        Preset(
-            "text8-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            27,
-            lambda: small.characters("text8-small", "text8", "char"),
-        ),
-        Preset("ptb-small", _CPU_HOUR, _OURS, "none", 10_000, lambda: small.words("ptb-small", "ptb", (1000, 4000))),
-        Preset(
-            "wikitext-2-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            33_278,
-            lambda: small.words("wikitext-2-small", "wikitext-2", (2000, 10_000)),
-        ),
-        Preset("wt103-small", _CPU_HOUR, _OURS, "none", _WT103_WORDS, small.wt103),
-    ]
-
-
-def _small_baselines() -> list[Preset]:
-    """What ptb-small and wikitext-2-small are compared with, in the same budget."""
-    kinds: list[tuple[str, Literal["lstm", "qrnn"], bool]] = [
-        ("lstm", "lstm", False),
-        ("awd-lstm", "lstm", True),
-        ("qrnn", "qrnn", False),
-    ]
-    shapes = [("ptb", 10_000, (1000, 4000)), ("wikitext-2", 33_278, (2000, 10_000))]
-    return [
-        Preset(
-            f"{corpus}-{model}-small",
-            _CPU_HOUR,
-            _OURS,
-            "none",
-            vocab_size,
-            functools.partial(baselines.small_recurrent, f"{corpus}-{model}-small", corpus, cutoffs, kind, awd=awd),
-        )
-        for corpus, vocab_size, cutoffs in shapes
-        for model, kind, awd in kinds
-    ] + [
-        Preset("ptb-awd-lstm-mos-small", _CPU_HOUR, _OURS, "none", 10_000, baselines.small_mos),
-        Preset("wikitext-2-adaptive-small", _CPU_HOUR, _OURS, "none", 33_278, baselines.small_adaptive),
-    ]
-
-
-def _ablations() -> list[Preset]:
-    """The rows of the paper's ablations, and the same rows on small bases."""
-    return [
-        Preset(
-            "wt103-ablation",
-            "WikiText-103, ablation",
-            "Table 6; shape ours, to 128M",
-            "26.77 ppl",
-            _WT103_WORDS,
-            published.wt103_ablation,
-        ),
-        *_rows(TABLE_6[1:], published.wt103_ablation, "WikiText-103", "Table 6; shape ours, to 128M", _WT103_WORDS),
-        Preset(
-            "wt103-ablation-151M",
-            "WikiText-103, ablation, the standard size",
-            f"Table 6; {_SCRIPTS}",
-            "23.09 ppl",
-            _WT103_WORDS,
-            published.wt103_ablation_151m,
-        ),
-        *_rows(TABLE_10, published.wt103_ablation, "WikiText-103", "Table 10; shape ours, to 128M", _WT103_WORDS),
-        Preset(
-            "lm1b-ablation",
-            "One Billion Word, ablation",
-            "Table 7; shape ours, to 0.3B",
-            "25.2 ppl",
-            _LM1B_WORDS,
-            published.lm1b_ablation,
-        ),
-        *_rows(TABLE_7[1:], published.lm1b_ablation, "One Billion Word", "Table 7; shape ours, to 0.3B", _LM1B_WORDS),
-        *_rows(UNPUBLISHED, small.wikitext_2_ablation, "WikiText-2, as Table 6", _OURS, 33_278),
-        *_rows(UNPUBLISHED, small.stdlib_ablation, "standard library, as Table 6", _OURS, 256),
     ]

@@ -15,46 +15,60 @@ WT103_CUTOFFS = (20_000, 40_000, 200_000)
 LM1B_CUTOFFS = (60_000, 100_000, 640_000)
 
 
-def characters_12l(corpus: str) -> RunConfig:
-    """enwik8 and text8, 12 layers."""
+def enwik8_12l() -> RunConfig:
+    """Return the model of enwik8 with 12 layers, 41M parameters."""
     return RunConfig(
-        name=f"{corpus}-12L",
+        name="enwik8-12L",
         model=TransformerXLConfig(
             n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048, mem_len=512, dropout=0.1, dropatt=0.0
         ),
-        data=_characters(corpus),
+        data=DataConfig(corpus="enwik8", unit="byte"),
         train=TrainConfig(steps=400_000, batch_size=22, segment=512, learning_rate=2.5e-4, warmup_steps=0),
         eval=EvalConfig(segment=80, mem_len=2100, window=2100, clamp_len=820),
     )
 
 
 def enwik8_18l() -> RunConfig:
-    """The paper gives 88M parameters and attention lengths of 784 and 3,800; the shape is ours.
+    """Return the model of enwik8 with 18 layers: 88M parameters, attention lengths 784 and 3,800; the shape is ours.
 
     It lies between the 12 and the 24 layers: 8 heads as both have, d_model 640, and the d_inner that gives 88.6M.
     """
-    run = characters_24l("enwik8")
+    run = enwik8_24l()
     run.name = "enwik8-18L"
     run.model = replace(run.model, n_layer=18, d_model=640, d_head=80, d_inner=2240, mem_len=784)
     run.train.segment = 784
     return run
 
 
-def characters_24l(corpus: str) -> RunConfig:
-    """enwik8 and text8, 24 layers."""
+def enwik8_24l() -> RunConfig:
+    """Return the model of enwik8 with 24 layers, 277M parameters."""
     return RunConfig(
-        name=f"{corpus}-24L",
+        name="enwik8-24L",
         model=TransformerXLConfig(
             n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072, mem_len=768, dropout=0.15, dropatt=0.15
         ),
-        data=_characters(corpus),
+        data=DataConfig(corpus="enwik8", unit="byte"),
         train=TrainConfig(steps=400_000, batch_size=64, segment=768, learning_rate=2.5e-4, warmup_steps=4000),
         eval=EvalConfig(segment=128, mem_len=3800, window=3800, clamp_len=1000),
     )
 
 
+def text8_12l() -> RunConfig:
+    """Return the model of enwik8 with 12 layers, for the characters of text8."""
+    run = enwik8_12l()
+    run.name, run.data = "text8-12L", DataConfig(corpus="text8", unit="char")
+    return run
+
+
+def text8_24l() -> RunConfig:
+    """Return the model of enwik8 with 24 layers, for the characters of text8."""
+    run = enwik8_24l()
+    run.name, run.data = "text8-24L", DataConfig(corpus="text8", unit="char")
+    return run
+
+
 def vanilla(corpus: str, n_layer: int) -> RunConfig:
-    """The Transformer of Al-Rfou et al. (2018), whose published results Tables 2 and 3 quote, with auxiliary losses.
+    """Return the Transformer of Al-Rfou et al. (2018), whose results Tables 2 and 3 quote, with auxiliary losses.
 
     From their Experimental Setup: hidden 512, filter 2048, two heads, segments of 512, dropout in the attention and
     after the ReLU alone (0.2 for 12 layers, 0.55 for 64), momentum 0.99 at a fixed rate of 0.003, 4M steps of 16
@@ -97,7 +111,7 @@ def vanilla(corpus: str, n_layer: int) -> RunConfig:
 
 
 def wt103_base() -> RunConfig:
-    """WikiText-103, 151M parameters."""
+    """Return the base model of WikiText-103, 151M parameters."""
     return RunConfig(
         name="wt103-base",
         model=TransformerXLConfig(
@@ -120,7 +134,7 @@ def wt103_base() -> RunConfig:
 
 
 def wt103_large() -> RunConfig:
-    """WikiText-103, 285M parameters (the paper says 257M)."""
+    """Return the large model of WikiText-103, 285M parameters (the paper says 257M)."""
     return RunConfig(
         name="wt103-large",
         model=TransformerXLConfig(
@@ -145,7 +159,7 @@ def wt103_large() -> RunConfig:
 
 
 def wt103_ablation() -> RunConfig:
-    """The slightly smaller model of Table 6. The paper gives 128M parameters and segments of 128; the shape is ours.
+    """Return the slightly smaller model of Table 6: 128M parameters, segments of 128; the shape is ours.
 
     It has the layers, heads and widths of the paper's Penn Treebank model, with the d_inner that gives 128M. Tested
     with the attention length of 500 that gave Table 6's 26.77.
@@ -159,14 +173,14 @@ def wt103_ablation() -> RunConfig:
 
 
 def wt103_ablation_151m() -> RunConfig:
-    """The last model of Table 6, which is wt103-base with the attention length of 640 in its test."""
+    """Return the last model of Table 6, which is wt103-base with the attention length of 640 in its test."""
     run = wt103_base()
     run.name = "wt103-ablation-151M"
     return run
 
 
 def lm1b_base() -> RunConfig:
-    """One Billion Word, 358M parameters as the authors' script has it (the paper says 0.46B)."""
+    """Return the base model of One Billion Word, 358M parameters by the authors' script (the paper says 0.46B)."""
     return RunConfig(
         name="lm1b-base",
         model=TransformerXLConfig(
@@ -189,7 +203,7 @@ def lm1b_base() -> RunConfig:
 
 
 def lm1b_large() -> RunConfig:
-    """One Billion Word, 0.8B parameters."""
+    """Return the large model of One Billion Word, 0.8B parameters."""
     run = lm1b_base()
     run.name = "lm1b-large"
     run.model = replace(
@@ -200,7 +214,7 @@ def lm1b_large() -> RunConfig:
 
 
 def lm1b_ablation() -> RunConfig:
-    """Table 7. The paper gives 20 layers, about 0.3B parameters and 400K steps; the shape is ours.
+    """Return the model of Table 7: 20 layers, about 0.3B parameters, 400K steps; the shape is ours.
 
     lm1b-base with two more layers and half the d_inner.
     """
@@ -212,7 +226,7 @@ def lm1b_ablation() -> RunConfig:
 
 
 def ptb() -> RunConfig:
-    """Penn Treebank, by the authors' later-published recipe, 24M parameters.
+    """Return the model of Penn Treebank, by the authors' later-published recipe, 24M parameters.
 
     Their code has a smaller attention than the paper's equations (R goes through the layer's own key projection, and
     u = v = W_q R_0) and d_inner 900. With the paper's attention those sizes come to 26.35M: d_inner 710 keeps the 24M.
@@ -262,14 +276,10 @@ def ptb() -> RunConfig:
 
 
 def wikitext_2() -> RunConfig:
-    """WikiText-2 with the Penn Treebank model and recipe: 33M parameters, the size usual on it."""
+    """Return the Penn Treebank model and recipe for WikiText-2: 33M parameters, the size usual on it."""
     epoch = 3060
     run = ptb()
     run.name = "wikitext-2"
     run.data.corpus = "wikitext-2"
     run.train.steps, run.train.average_from, run.train.eval_every = 175 * epoch, 125 * epoch, epoch
     return run
-
-
-def _characters(corpus: str) -> DataConfig:
-    return DataConfig(corpus=corpus, unit="byte" if corpus == "enwik8" else "char")

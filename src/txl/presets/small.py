@@ -8,8 +8,31 @@ from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, Transform
 from txl.presets.published import WT103_CUTOFFS
 
 
+def stdlib_bpe() -> RunConfig:
+    """Return the configuration of the demo: byte pairs, Muon, and a learning rate that falls along a line."""
+    run = stdlib_tiny()
+    run.name, run.model.attention = "stdlib-bpe", "fastest"
+    run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
+    run.train = TrainConfig(
+        steps=1400,
+        batch_size=16,
+        segment=128,
+        optimizer="muon",
+        learning_rate=4e-3,
+        beta2=0.95,
+        clip=1.0,
+        schedule="linear",
+        warmup_steps=60,
+        log_every=20,
+        eval_every=350,
+        eval_tokens=50_000,
+        checkpoint_every=350,
+    )
+    return run
+
+
 def stdlib_tiny() -> RunConfig:
-    """The demo's."""
+    """Return the smallest configuration, in bytes."""
     return RunConfig(
         name="stdlib-tiny",
         model=TransformerXLConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
@@ -29,12 +52,12 @@ def stdlib_tiny() -> RunConfig:
     )
 
 
-def characters(name: str, corpus: str, unit: str) -> RunConfig:
-    """Bytes and characters."""
+def stdlib_small() -> RunConfig:
+    """Return the configuration for bytes of the standard library; enwik8-small and text8-small have the same model."""
     return RunConfig(
-        name=name,
+        name="stdlib-small",
         model=TransformerXLConfig(n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=256, dropout=0.0),
-        data=DataConfig(corpus=corpus, unit="char" if unit == "char" else "byte"),
+        data=DataConfig(corpus="stdlib", unit="byte"),
         train=TrainConfig(
             steps=4000,
             batch_size=16,
@@ -50,17 +73,46 @@ def characters(name: str, corpus: str, unit: str) -> RunConfig:
     )
 
 
-def vanilla_characters(name: str, corpus: str, unit: str) -> RunConfig:
-    """Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and the training of `characters`."""
-    run = characters(name, corpus, unit)
+def enwik8_small() -> RunConfig:
+    """Return the configuration for bytes of enwik8."""
+    run = stdlib_small()
+    run.name, run.data = "enwik8-small", DataConfig(corpus="enwik8", unit="byte")
+    return run
+
+
+def text8_small() -> RunConfig:
+    """Return the configuration for characters of text8."""
+    run = stdlib_small()
+    run.name, run.data = "text8-small", DataConfig(corpus="text8", unit="char")
+    return run
+
+
+def enwik8_vanilla_small() -> RunConfig:
+    """Return Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and training of enwik8-small."""
+    run = enwik8_small()
+    run.name = "enwik8-vanilla-small"
     run.model = replace(as_family(run.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2)
     run.train.epoch_shift = 97
     run.eval = EvalConfig(segment=256, mem_len=0)
     return run
 
 
+CUTOFFS = {"ptb": (1000, 4000), "wikitext-2": (2000, 10_000)}
+"""Clusters of the adaptive softmax of the small models of words, by corpus."""
+
+
+def ptb_small() -> RunConfig:
+    """Return the configuration for Penn Treebank."""
+    return words("ptb-small", "ptb", CUTOFFS["ptb"])
+
+
+def wikitext_2_small() -> RunConfig:
+    """Return the configuration for WikiText-2."""
+    return words("wikitext-2-small", "wikitext-2", CUTOFFS["wikitext-2"])
+
+
 def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
-    """Penn Treebank and WikiText-2: the paper's Penn Treebank recipe, its rates scaled down with the model."""
+    """Return the paper's Penn Treebank recipe for another corpus, its rates scaled down with the model."""
     return RunConfig(
         name=name,
         model=TransformerXLConfig(
@@ -99,46 +151,26 @@ def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
 
 
 def wikitext_2_ablation() -> RunConfig:
-    """WikiText-2 for the rows of Table 6: wikitext-2-small in segments of one length, which absolute positions need."""
-    run = words("wikitext-2-ablation", "wikitext-2", (2000, 10_000))
+    """Return wikitext-2-small for the rows of Table 6: in segments of one length, which absolute positions need."""
+    run = words("wikitext-2-ablation", "wikitext-2", CUTOFFS["wikitext-2"])
     run.train.random_segments = False
     return run
 
 
 def stdlib_ablation() -> RunConfig:
-    """The standard library for the rows of Table 6: the demo's shape and steps, minutes each."""
+    """Return the configuration for the rows of Table 6: shape and steps of stdlib-tiny, minutes each."""
     run = stdlib_tiny()
     run.name = "stdlib-ablation"
     return run
 
 
-def wt103() -> RunConfig:
-    """WikiText-103 with adaptive embeddings and softmax."""
-    return RunConfig(
-        name="wt103-small",
-        model=TransformerXLConfig(
-            n_layer=6,
-            d_model=256,
-            n_head=8,
-            d_head=32,
-            d_inner=768,
-            mem_len=128,
-            dropout=0.0,
-            cutoffs=WT103_CUTOFFS,
-            div_val=4,
-            tie_projections="all_but_first",
-        ),
-        data=DataConfig(corpus="wikitext-103", unit="word"),
-        train=TrainConfig(
-            steps=4000,
-            batch_size=16,
-            segment=128,
-            learning_rate=1e-3,
-            warmup_steps=200,
-            log_every=50,
-            eval_every=500,
-            eval_tokens=100_000,
-            checkpoint_every=500,
-        ),
-        eval=EvalConfig(segment=64, mem_len=512, window=512),
+def wt103_small() -> RunConfig:
+    """Return the configuration for WikiText-103, with adaptive embeddings and softmax; trained as stdlib-small."""
+    run = stdlib_small()
+    run.name, run.data = "wt103-small", DataConfig(corpus="wikitext-103", unit="word")
+    run.model = replace(
+        run.model, d_inner=768, mem_len=128, cutoffs=WT103_CUTOFFS, div_val=4, tie_projections="all_but_first"
     )
+    run.train.segment = 128
+    run.eval = EvalConfig(segment=64, mem_len=512, window=512)
+    return run

@@ -1,1 +1,1 @@
-"""What is shown of a run: figures, the report, the summary."""
+"""Figures and pages about runs."""

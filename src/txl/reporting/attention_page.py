@@ -14,15 +14,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.files import write_whole
+from txl.files import read_json, write_whole
 from txl.reporting.page import escape, figure, note, page, section, table, visible
 from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
 
 FOLDER, RECORD = "attention", "attention.json"
-"""Where `txl attention` puts what it finds, in the run's directory."""
+"""Folder of `txl attention` in the run's directory, and its record in there."""
 _COLUMNS = 640
-"""Of a heat map at most: longer spans are averaged down to them."""
+"""Most columns of a heat map; longer spans are averaged down to them."""
 _ROWS = 48
 """Tokens of a close-up that have room for their text; of more, every second one has it, or every third."""
 _LISTED = 12
@@ -36,20 +36,13 @@ HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECO
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `txl attention` has written.
-
-    Raises:
-        UserError: if it is damaged, or of another version.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
-            raise UserError(f"{path}: of format {record['format']!r}; run txl attention again")
-        return record
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: damaged ({type(error).__name__}); run txl attention again") from None
+    """Read the record that `txl attention` has written."""
+    again = "run txl attention again"
+    record = read_json(path, again)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format") if isinstance(record, dict) else None
+        raise UserError(f"{path}: of format {found!r}; {again}")
+    return record
 
 
 def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
@@ -61,9 +54,6 @@ def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
         record: of `txl.analysis.attention_record.analyse_attention`.
         out: the folder; made if it is missing.
         name: the run's, for the page.
-
-    Raises:
-        UserError: if something cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +66,7 @@ def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
 
 
 def attention_page(record: dict[str, Any], name: str) -> str:
-    """A whole page of a run's attention.
+    """Return a whole page of a run's attention.
 
     Args:
         record: what `read_record` gives.
@@ -87,7 +77,7 @@ def attention_page(record: dict[str, Any], name: str) -> str:
 
 
 def attention_section(record: dict[str, Any]) -> str:
-    """Where the heads look: the averages, the terms, the farthest heads, chosen positions with the text."""
+    """Return the section about attention: averages, terms, farthest heads, chosen positions with the text."""
     settings, even = record["settings"], record["even"]
     far = settings["far"]
     lead = (
@@ -142,7 +132,7 @@ def save_figures(record: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def average_figure(record: dict[str, Any]) -> Drawing:
-    """Figure 5."""
+    """Draw Figure 5: heads by distance."""
     far = max(record["heads"], key=lambda row: row["mean_distance"])
     text = (
         f"Heat map of {len(record['heads'])} heads by distance. Layer {far['layer']}, head {far['head']} looks "
@@ -156,7 +146,7 @@ def average_figure(record: dict[str, Any]) -> Drawing:
 
 
 def terms_figure(record: dict[str, Any]) -> Drawing:
-    """Figure 7; the panels side by side in a wide page, one below the other in a narrow one."""
+    """Draw Figure 7; its panels stand side by side in a wide page, one below the other in a narrow one."""
     height, names = _height(record), ", ".join(_TERMS[name] for name in record["terms"])
     return drawing(
         lambda drawn: draw_terms(drawn, record, 1 if drawn.get_figwidth() > 5 else len(record["terms"])),
@@ -166,7 +156,7 @@ def terms_figure(record: dict[str, Any]) -> Drawing:
 
 
 def draw_average(drawn: Figure, record: dict[str, Any], title: str = "") -> None:
-    """Heads by distance."""
+    """Draw heads by distance."""
     weights = np.array([row["average"] for row in record["heads"]])
     axes = drawn.add_subplot()
     axes.set_title(title, fontsize=9.5, loc="left", parse_math=False)
@@ -175,7 +165,7 @@ def draw_average(drawn: Figure, record: dict[str, Any], title: str = "") -> None
 
 
 def draw_terms(drawn: Figure, record: dict[str, Any], rows: int, title: str = "") -> None:
-    """Heads by distance for each term, on one scale."""
+    """Draw heads by distance for each term, on one scale."""
     terms = record["terms"]
     panels = drawn.subplots(rows, len(terms) // rows, squeeze=False, sharey=rows == 1)
     norm = _norm(np.concatenate([np.array(each) for each in terms.values()]))
@@ -192,7 +182,7 @@ def draw_terms(drawn: Figure, record: dict[str, Any], rows: int, title: str = ""
 
 
 def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> None:
-    """Tokens by what they attend to: Figure 6."""
+    """Draw tokens by what they attend to: Figure 6."""
     position = record["positions"][place]
     head = position["heads"][at]
     weights, keys = np.array(head["weights"]), np.array(position["keys"])
@@ -227,7 +217,7 @@ def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> No
 def _heat_map(
     axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: LogNorm | None = None, ticks: int = 6
 ) -> Any:
-    """An image of [heads, distance], the nearest token on the right."""
+    """Draw an image of [heads, distance], the nearest token on the right."""
     span = weights.shape[1]
     shown = _thinned(weights)[:, ::-1]
     norm = norm or _norm(weights)
@@ -266,7 +256,7 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def _norm(weights: np.ndarray) -> LogNorm:
-    """A logarithmic scale from a tenth of the uniform weight to the largest, or a hundred times it.
+    """Return a logarithmic scale from a tenth of the uniform weight to the largest, or a hundred times it.
 
     So uniform weights lie in the lowest third, which is light.
     """
@@ -275,24 +265,24 @@ def _norm(weights: np.ndarray) -> LogNorm:
 
 
 def _thinned(weights: np.ndarray) -> np.ndarray:
-    """Means over neighbouring distances, where there are more than can be seen."""
+    """Return means over neighbouring distances where there are more than can be seen."""
     if weights.shape[1] <= _COLUMNS:
         return weights
     return np.stack([part.mean(axis=1) for part in np.array_split(weights, _COLUMNS, axis=1)], axis=1)
 
 
 def _height(record: dict[str, Any]) -> float:
-    """Inches for so many heads."""
+    """Return the height in inches for so many heads."""
     return min(9.0, max(2.6, 1.1 + 0.055 * len(record["heads"])))
 
 
 def _close_height(position: dict[str, Any]) -> float:
-    """Inches for the rows of a close-up."""
+    """Return the height in inches for the rows of a close-up."""
     return 1.1 + 0.16 * min(_ROWS, max(8, len(position["keys"])))
 
 
 def _described(record: dict[str, Any]) -> str:
-    """The title of a figure that stands alone."""
+    """Return the title of a figure that stands alone."""
     settings = record["settings"]
     words = (
         plain(short_name(settings["corpus"])),
@@ -305,7 +295,7 @@ def _described(record: dict[str, Any]) -> str:
 
 
 def _fall(record: dict[str, Any]) -> str:
-    """What to think of distances that not every token that was averaged over reaches back to."""
+    """Return a note on distances that some of the averaged tokens do not reach back to."""
     span, everyone = len(record["heads"][0]["average"]), record["settings"]["min_keys"]
     if everyone >= span:
         return ""
@@ -352,12 +342,12 @@ def _farthest(record: dict[str, Any]) -> str:
 
 
 def _shown(record: dict[str, Any]) -> range:
-    """Indices of the heads kept at the chosen positions."""
+    """Return the indices of the heads kept at the chosen positions."""
     return range(len(record["positions"][0]["heads"])) if record["positions"] else range(0)
 
 
 def _position(record: dict[str, Any], place: int, at: int) -> str:
-    """One head at one position: its weights, and the text with the tokens marked that it looks at most."""
+    """Return one head at one position: its weights, and the text with the tokens marked that it looks at most."""
     position = record["positions"][place]
     head = position["heads"][at]
     height = _close_height(position)
@@ -378,7 +368,7 @@ def _position(record: dict[str, Any], place: int, at: int) -> str:
 
 
 def _text(position: dict[str, Any], head: dict[str, Any]) -> str:
-    """What the last token sees as HTML, the chosen tokens marked; white space lies outside the marks where it can."""
+    """Return the text that the last token sees as HTML, chosen tokens marked, without white space at their ends."""
     chosen, last = set(head["marked"]), len(position["texts"]) - 1
     pieces = []
     for index in range(last + 1 - position["keys"][-1], last + 1):

@@ -1,4 +1,4 @@
-"""Measuring what compressors need for the very text that a run's result is about."""
+"""Measure how far zlib and lzma compress the text that a run's result is about."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from typing import Any
 from txl.data.corpora import data_directory
 from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
-from txl.reporting.compression import SETTINGS, compress
+from txl.reporting.compression import SETTINGS, compress, lzma_after
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
+
+LZMA_AFTER = "lzma_after_training_text"
+"""Of a `compression` event: bytes that lzma needs when it has seen the end of the training text."""
 
 
 def measure_compression(
-    run_directory: RunDirectory, found: Findings, data_dir: str | Path | None
+    run_directory: RunDirectory, found: Findings, data_dir: str | Path | None, after_training_text: bool = False
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Compress the bytes that the result is about, and log it if the log can be written.
 
     The text is looked up among the prepared corpora; nothing is prepared or downloaded for it.
+
+    Args:
+        run_directory: the run's.
+        found: in its log.
+        data_dir: where prepared corpora live.
+        after_training_text: measure also what lzma needs when it has seen the training text, where that can be read.
 
     Returns:
         The event; or None and the reason.
@@ -35,20 +45,31 @@ def measure_compression(
             return None, f"the text that was scored is not among the corpora in {folder}; `txl eval` puts it there"
         if len(texts) > 1:
             return None, f"{folder} holds {len(texts)} different texts named {result['corpus']}"
-        sizes = compress(next(iter(texts.values())).text_bytes(result["split"]), n_bytes)
+        corpus = next(iter(texts.values()))
+        sizes = compress(corpus.text_bytes(result["split"]), n_bytes)
+        primed = _after_training_text(corpus, result["split"], n_bytes) if after_training_text else None
     except (UserError, OSError) as error:
         return None, str(error)
     if sizes.text != n_bytes:
         return None, f"the prepared {result['split']} split has {sizes.text:,} bytes, {n_bytes:,} were scored"
     fields = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
-    fields |= {"text": sizes.text, "zlib": sizes.zlib, "lzma": sizes.lzma}
+    fields |= {"text": sizes.text, "zlib": sizes.zlib, "bz2": sizes.bz2, "lzma": sizes.lzma}
+    fields |= {} if primed is None else {LZMA_AFTER: primed}
     with suppress(UserError):  # a run that can only be read still has its report, with --out
-        run_directory.append("compression", found.train[-1]["step"], **fields)
-    return {"event": "compression", **fields}, None
+        run_directory.append(EventName.COMPRESSION, found.train[-1]["step"], **fields)
+    return {"event": EventName.COMPRESSION, **fields}, None
+
+
+def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None:
+    """What lzma needs for the first bytes of a split behind the training text; None where no one kept that text."""
+    with suppress(UserError):
+        text = b"".join(corpus.text_bytes(split))[:n_bytes]
+        return lzma_after(corpus.text_bytes("train"), text)
+    return None
 
 
 def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:
-    """By hash, the prepared texts that the result can be about.
+    """Return by hash the prepared texts that the result can be about.
 
     A text is known by the hash that training or the evaluation logged; older logs have only the name, unit and sizes of
     one that was not trained on.

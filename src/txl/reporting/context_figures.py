@@ -18,9 +18,9 @@ from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Draw, Drawing, drawin
 from txl.reporting.wording import plain
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
-"""By model, its value at each context length, the lengths rising."""
+"""Values by model, at rising context lengths."""
 Gains = Mapping[str, Mapping[tuple[int, int], float]]
-"""By model, exp f(c,c) - exp f(c,c') for each pair of a short and a long context length."""
+"""exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length."""
 
 _LINES = (
     (ACCENT, "-", "o"), (SECOND, "-", "s"), (SOFT, "-", "^"), (INK, "-", "D"), (SECOND, "--", "o"), (SOFT, "--", "s"),
@@ -40,13 +40,13 @@ class Plot:
     """Unique in a page."""
     title: str
     description: str
-    """What it shows, in words."""
+    """The figure's content in words."""
     wide: tuple[float, float]
     """Size in inches for a wide column, and of the file."""
     narrow: tuple[float, float]
 
     def drawing(self) -> Drawing:
-        """For a page."""
+        """Draw it for a page."""
         return drawing(self.draw, self.name, self.title, self.description, wide=self.wide, narrow=self.narrow)
 
     def save(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class Plot:
 
 
 def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
-    """Figure 4: a measure against attention or context length, one line a model.
+    """Return Figure 4: a measure against attention or context length, one line a model.
 
     Args:
         points: at least one model.
@@ -79,7 +79,7 @@ def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
 
 
 def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
-    """g(c,c') of each step from a context length c to the next, against c, with the threshold that ends RECL.
+    """Return a plot of g(c,c') of each step from a context length c to the next, with the threshold that ends RECL.
 
     Args:
         points: relative gains, at least one model.
@@ -104,7 +104,7 @@ def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
 
 
 def gains_plot(gains: Gains, name: str, title: str) -> Plot:
-    """Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
+    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
 
     Args:
         gains: at least one model, all with the same pairs.
@@ -139,7 +139,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
 
 
 def length_axis(axes: Axes, label: str) -> None:
-    """The lower axis in tokens."""
+    """Set up the lower axis in tokens."""
     axes.set_xlabel(f"{label}, tokens")
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axes.xaxis.set_minor_locator(NullLocator())

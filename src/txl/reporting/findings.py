@@ -1,4 +1,4 @@
-"""What a run's log says: which measurement is the result, what belongs beside it, and how far the run has come."""
+"""Parts of a run's log that reports are made of: the result, the evaluations beside it, the run's progress."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl.reporting.compression import SETTINGS
+from txl.runs.events import EventName
 
 Event = dict[str, Any]
-Row = dict[str, Any]
+Evaluation = dict[str, Any]
 """One evaluation: its figures and the settings under which they were measured."""
+_BEGINNINGS = {EventName.START, EventName.RESUME}
+_OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,22 @@ class Findings:
     train: list[Event]
     """One line a step, without those that a crash made the run repeat."""
     valid: list[Event]
-    result: Row | None
+    result: Evaluation | None
     """The evaluation that counts, see `_result`."""
-    without_memory: Row | None
+    without_memory: Evaluation | None
     """The same targets under the same settings, with memory 0."""
-    curve: list[Row]
+    curve: list[Evaluation]
     """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
-    others: list[Row]
+    others: list[Evaluation]
     """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
     samples: list[Event]
     """All of the checkpoint that was sampled last."""
     compression: Event | None
-    """What compressors need for the bytes that `result` is about."""
+    """Sizes that compressors give the bytes that `result` is about."""
     stopped: Event | None
     """The `stop` event, if the last thing that training did was to stop before its end."""
     ended: bool
-    """Whether the last step has been taken."""
+    """True once the last step has been taken."""
     diverged: str | None
     """Why the model that came of it is of no use, if it is of none."""
 
@@ -50,7 +53,7 @@ class Findings:
 
     @property
     def unit(self) -> str:
-        """What one token of the training text is."""
+        """Unit of the training text's tokens."""
         return self.start["corpus"]["unit"]
 
     @property
@@ -63,22 +66,22 @@ class Findings:
         """Tokens a second while training: the median of the log's lines."""
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
-    def unknown_tokens(self, row: Row) -> int | None:
-        """How many of the tokens that an evaluation read are <unk>; None if the log does not say."""
+    def unknown_tokens(self, row: Evaluation) -> int | None:
+        """Return how many of the tokens that an evaluation read are <unk>; None if the log does not say."""
         if row.get("unknown") is not None:
             return row["unknown"]
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
-    def split_of(self, row: Row) -> dict[str, Any] | None:
-        """The counts and hashes of the split that was evaluated, if it is the training corpus's."""
+    def split_of(self, row: Evaluation) -> dict[str, Any] | None:
+        """Return the counts and hashes of the split that was evaluated, if it is the training corpus's."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
 def findings(events: Sequence[Event]) -> Findings | None:
-    """What a log says; None for one without a beginning."""
-    stretches = [event for event in events if event["event"] in ("start", "resume")]
+    """Return the parts of a log that reports are made of; None for a log without a `start` event."""
+    stretches = [event for event in events if event["event"] in _BEGINNINGS]
     if not stretches:
         return None
     start = stretches[-1]
@@ -87,9 +90,9 @@ def findings(events: Sequence[Event]) -> Findings | None:
     if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
         curve = []
     shown = [row for row in (result, without, *curve) if row is not None]
-    train, valid = _kept(events, "train", "loss"), _kept(events, "valid", "nll")
-    samples = [event for event in events if event["event"] == "sample"]
-    last = [event for event in events if event["event"] in ("start", "resume", "train", "stop", "end")][-1]
+    train, valid = _kept(events, EventName.TRAIN, "loss"), _kept(events, EventName.VALID, "nll")
+    samples = [event for event in events if event["event"] == EventName.SAMPLE]
+    last = [event for event in events if event["event"] in _OF_TRAINING][-1]
     return Findings(
         stretches=stretches,
         train=train,
@@ -100,14 +103,14 @@ def findings(events: Sequence[Event]) -> Findings | None:
         others=[row for row in reversed(rows) if row not in shown],
         samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
-        stopped=last if last["event"] == "stop" else None,
+        stopped=last if last["event"] == EventName.STOP else None,
         ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
         diverged=last.get("diverged"),
     )
 
 
-def scored_bytes(row: Row) -> int | None:
-    """Bytes of the text that an evaluation read; None where the text is not known.
+def scored_bytes(row: Evaluation) -> int | None:
+    """Return the bytes of text that an evaluation read; None where the text is not known.
 
     Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
     """
@@ -116,66 +119,51 @@ def scored_bytes(row: Row) -> int | None:
     return round(tokens_read(row) * row["bytes_per_token"])
 
 
-def tokens_read(row: Row) -> int:
-    """Tokens of the stream that an evaluation read: its targets, those not scored, and the stream's first token."""
+def tokens_read(row: Evaluation) -> int:
+    """Return how many tokens an evaluation read: its targets, those not scored, and the stream's first token."""
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Row], list[Row]]:
-    """All evaluations in order (the newest of those that measured the same), and the newest sweep on a test split.
+def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation], list[Evaluation]]:
+    """Return all evaluations in order (of equal ones the newest), and the newest sweep on a test split.
 
     The sweep is one without a cache, and made the run's own way if there is such a one.
     """
-    newest: dict[tuple[Any, ...], Row] = {}
-    curves: list[list[Row]] = []
+    newest: dict[tuple[Any, ...], Evaluation] = {}
+    curves: list[list[Evaluation]] = []
     for event in events:
-        rows = {"eval": [event], "sweep": event.get("rows", [])}.get(event["event"], [])
+        rows = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(event["event"], [])
         for row in rows:
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # so that it goes to the end
             newest[key] = row
-        if event["event"] == "sweep" and event["split"] == "test":
-            finite = [row for row in rows if math.isfinite(row["nll"]) and row.get("cache_size") is None]
+        if event["event"] == EventName.SWEEP and event["split"] == "test":
+            finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
             if len({row["mem_len"] for row in finite}) > 1:
                 curves.append(sorted(finite, key=lambda row: row["mem_len"]))
     curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
     return list(newest.values()), curves[-1] if curves else []
 
 
-def _targets(row: Row) -> tuple[Any, ...]:
-    """What two evaluations must share for their difference to be the memory's."""
+def _targets(row: Evaluation) -> tuple[Any, ...]:
+    """Return the settings that two evaluations must share to differ by memory alone."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
-    names += ("cache_size", "cache_theta", "cache_lambda")
+    names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
-    return (*(row.get(name) for name in names), adapting, temperature(row), is_sliding(row), is_exhaustive(row))
+    return (*(row[name] for name in names), adapting)
 
 
-def temperature(row: Row) -> float:
-    """Of the softmax. Logs from before there was one lack it, and what the next two say."""
-    return row.get("temperature", 1.0)
-
-
-def is_sliding(row: Row) -> bool:
-    """Whether each target was predicted from a window of its own, of `segment` tokens."""
-    return row.get("sliding", False)
-
-
-def is_exhaustive(row: Row) -> bool:
-    """Whether the lanes overlapped so that no target was dropped; a sliding window drops none either."""
-    return row.get("exhaustive", False)
-
-
-def _own_way(row: Row, start: Event) -> bool:
-    """Whether an evaluation was made as the run's configuration says, if nothing else is asked for.
+def _own_way(row: Evaluation, start: Event) -> bool:
+    """Return whether an evaluation was made as the run's configuration says, if nothing else is asked for.
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
     """
-    own = start["config"]["eval"].get("temperature", 1.0)
-    return temperature(row) == own and not is_sliding(row) and not is_exhaustive(row)
+    own = start["config"]["eval"]["temperature"]
+    return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
-def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
-    """The result and its pair without memory.
+def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
+    """Return the result and its pair without memory.
 
     The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
     such evaluations, and of the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the
@@ -183,7 +171,7 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     # Neither a cache nor weights that follow what they read are the model.
-    rows = [row for row in rows if row.get("cache_size") is None and row.get("dynamic") is None]
+    rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:
@@ -198,23 +186,23 @@ def _result(rows: list[Row], start: Event) -> tuple[Row | None, Row | None]:
     return result, None if result["mem_len"] == 0 else without
 
 
-def _kept(events: Sequence[Event], kind: str, loss: str) -> list[Event]:
-    """One event a step: a run that went on from an earlier checkpoint has logged some steps twice, or in vain."""
+def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
+    """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
     by_step: dict[int, Event] = {}
     for event in events:
-        if event["event"] in ("start", "resume"):
+        if event["event"] in _BEGINNINGS:
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
         elif event["event"] == kind and math.isfinite(event[loss]):
             by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _compression(events: Sequence[Event], result: Row) -> Event | None:
-    """The newest measurement of the compressors over the bytes of `result`."""
+def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
+    """Return the newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(events):
-        if event["event"] != "compression":
+        if event["event"] != EventName.COMPRESSION:
             continue
-        if (event["corpus"], event["split"], event["text"], event.get("settings")) == wanted:
+        if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
             return event
     return None

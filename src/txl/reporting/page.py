@@ -31,17 +31,17 @@ $body
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page."""
+    """Return a whole page."""
     return _PAGE.substitute(title=escape(title), style=STYLE, body="\n".join(body))
 
 
 def escape(text: object) -> str:
-    """Text as HTML, also of an attribute; control characters are backslash escapes."""
+    """Return text as HTML, also of an attribute; control characters are backslash escapes."""
     return html_escape(plain(str(text)))
 
 
 def visible(text: str) -> str:
-    """Escaped text in which control characters are seen (as \\x07) and do no harm; line ends and tabs stay."""
+    """Return escaped text in which control characters are shown (as \\x07); line ends and tabs stay."""
     shown = []
     for character in text:
         written = plain(character)
@@ -53,19 +53,19 @@ def visible(text: str) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
-    """A part of the page with a heading of its own."""
+    """Return a part of the page with a heading of its own."""
     return "\n".join(["<section>", f"<h2>{escape(heading)}</h2>", *(part for part in parts if part), "</section>"])
 
 
 def note(text: str, kind: str = "note") -> str:
-    """A paragraph of explanation; text between backticks is set as code."""
+    """Return a paragraph of explanation; text between backticks is set as code."""
     pieces = text.split("`")
     marked = (f"<code>{escape(piece)}</code>" if at % 2 else escape(piece) for at, piece in enumerate(pieces))
     return f'<p class="{kind}">{"".join(marked)}</p>'
 
 
 def figure(drawn: Drawing, caption: str) -> str:
-    """A drawing with a caption; the page's width decides which of its two forms is shown."""
+    """Return a drawing with a caption; the page's width decides which of its two forms is shown."""
     return (
         f'<figure><div class="wide">{drawn.wide}</div><div class="narrow">{drawn.narrow}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -79,7 +79,7 @@ def table(
     numbers: Iterable[int] = (),
     strong: Iterable[int] = (),
 ) -> str:
-    """A table. The columns in `numbers` are set to the right, the rows in `strong` in bold; row names come first."""
+    """Return a table: columns in `numbers` are aligned right, rows in `strong` are bold; row names come first."""
     numbers, strong = set(numbers), set(strong)
 
     def cell(tag: str, column: int, text: str, scope: str) -> str:
@@ -105,7 +105,7 @@ def table(
 
 
 def bars(caption: str, headings: tuple[str, str], rows: Sequence[tuple[str, float, bool]]) -> str:
-    """A table of names and figures with a bar beside each, from 0; rows that are marked take the accent."""
+    """Return a table of names and figures with a bar beside each, from 0; rows that are marked take the accent."""
     longest = max(value for _, value, _ in rows)
     lines = "".join(
         f'<tr class="{"strong" if accent else "plain"}"><th scope="row">{escape(name)}</th>'
@@ -123,7 +123,7 @@ def bars(caption: str, headings: tuple[str, str], rows: Sequence[tuple[str, floa
 
 
 def pairs(caption: str, rows: Iterable[tuple[str, str]], code: bool = False) -> str:
-    """A table of names and values."""
+    """Return a table of names and values."""
     opened, closed = ("<code>", "</code>") if code else ("", "")
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{opened}{escape(value)}{closed}</td></tr>' for name, value in rows

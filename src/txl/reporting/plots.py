@@ -25,16 +25,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
-from txl.reporting.wording import plain, quality, quality_label, quality_text, split_text
+from txl.reporting.style import LIGHT
+from txl.reporting.wording import plain, split_text
+from txl.units import quality, quality_label, quality_text
 
-COLORS = {
-    **{"ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "accent": "#b3452c", "second": "#2f6690"},
-    "paper": "#ffffff",
-}
-"""By the name of the page's CSS variable, which takes the colour's place in a page and follows its dark mode."""
-INK, SOFT, LINE, ACCENT, SECOND, _ = COLORS.values()
+INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
 POINTS = 400
-"""Of a curve at most: a longer log is averaged down to them."""
+"""Most points of a curve; a longer log is averaged down to them."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -72,7 +69,7 @@ class Drawing:
 
 
 def loss_figure(train: Sequence[dict[str, Any]], valid: Sequence[dict[str, Any]], unit: str) -> Drawing:
-    """Training and validation quality against the step.
+    """Draw training and validation quality against the step.
 
     Args:
         train: events with `step` and `loss`; at least one.
@@ -126,7 +123,7 @@ def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple
 
 
 def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
-    """Learning rate and gradient norm against the step, one above the other.
+    """Draw learning rate and gradient norm against the step, one above the other.
 
     Args:
         train: events with `step`, `learning_rate` and `grad_norm`; at least one.
@@ -160,7 +157,7 @@ def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
 
 
 def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None) -> Drawing:
-    """Quality against memory length.
+    """Draw quality against memory length.
 
     Args:
         rows: evaluations at two memory lengths or more.
@@ -182,7 +179,7 @@ def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: in
 def draw_memory_curve(
     axes: Axes, rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None
 ) -> None:
-    """Quality at each memory length, with the figures beside the points where there is room."""
+    """Draw quality at each memory length, with the figures beside the points where there is room."""
     rows = sorted(rows, key=lambda row: row["mem_len"])
     lengths, values = [row["mem_len"] for row in rows], [quality(row["nll"], unit) for row in rows]
     axes.plot(lengths, values, color=ACCENT, marker="o", markersize=5, linewidth=1.6)
@@ -209,7 +206,7 @@ def draw_memory_curve(
 
 
 def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequence[float]) -> None:
-    """A dotted line from the axis up to the curve, with a name on the side that has more room."""
+    """Draw a dotted line from the axis up to the curve, with a name on the side that has more room."""
 
     def places(positions: Sequence[float]) -> list[float]:
         return [float(axes.transScale.transform((position, 1.0))[0]) for position in positions]
@@ -279,7 +276,7 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
 def drawing(
     draw: Draw, name: str, title: str, description: str, *, wide: tuple[float, float], narrow: tuple[float, float]
 ) -> Drawing:
-    """A figure as two `<svg>` elements.
+    """Draw a figure as two `<svg>` elements.
 
     Args:
         draw: puts the content on an empty figure.
@@ -301,29 +298,35 @@ def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float,
         for axes in figure.axes:
             axes.set_facecolor("none")  # the ground is the page's
         FigureCanvasSVG(figure).print_figure(buffer, facecolor="none", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    body = text[text.index(">", text.index("<svg")) + 1 :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)  # it would hold for the whole page
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    body = re.sub(r'href="#', f'href="#{name}-', body)
-    body = re.sub(r"url\(#", f"url(#{name}-", body)
-    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
-    for variable, color in COLORS.items():
-        body = body.replace(color, f"var(--{variable}, {color})")
-    body = re.sub(r"\n\s*", "\n", body)
     width, height = (72 * length for length in size)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n{body}'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n'
+        f"{_embedded(buffer.getvalue(), name)}"
     )
+
+
+def _embedded(svg: str, name: str) -> str:
+    """Return the content of an SVG file, up to and with its closing tag, as a part of a page.
+
+    Args:
+        svg: as matplotlib writes it.
+        name: begins all ids.
+    """
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :].strip()
+    # A style would hold for the whole page.
+    body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
+    for variable in ("ink", "soft", "line", "accent", "second", "paper"):  # they follow the page's dark mode
+        body = body.replace(LIGHT[variable], f"var(--{variable}, {LIGHT[variable]})")
+    return re.sub(r"\n\s*", "\n", body)
 
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Our style over matplotlib's defaults, whatever the user's matplotlibrc says; all is as before afterwards."""
+    """Set our style over matplotlib's defaults, not the user's matplotlibrc; restore all settings afterwards."""
     with mpl.rc_context(), warnings.catch_warnings():
         # Text of every script comes in: an SVG leaves its letters to the viewer's fonts, a PNG shows boxes.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
@@ -351,7 +354,7 @@ def _step_axis(axes: Axes) -> None:
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """A curve of at most `POINTS` points: means of equal numbers of neighbours."""
+    """Return a curve of at most `POINTS` points: means of equal numbers of neighbours."""
     if len(steps) <= POINTS:
         return list(steps), list(values)
     parts = np.array_split(np.arange(len(steps)), POINTS)
@@ -362,7 +365,7 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
 
 
 def _smoothed(values: Sequence[float]) -> list[float] | None:
-    """Means over a thirtieth of the curve around each point; None for a short curve, which shows itself."""
+    """Return means over a thirtieth of the curve around each point; None for a curve too short to need them."""
     reach = len(values) // 60
     if reach < 1:
         return None
@@ -370,7 +373,7 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
 
 
 def _with_room(axes: Axes, lengths: Sequence[int]) -> list[int]:
-    """The memory lengths whose labels do not touch: the longest first, then from the shortest on.
+    """Return the memory lengths whose labels do not touch: the longest first, then from the shortest on.
 
     Args:
         axes: with its scale and margins set.

@@ -16,7 +16,7 @@ from txl.units import ppl_text
 
 
 def recl_plots(result: dict[str, Any]) -> dict[str, Plot]:
-    """By the name of their files: perplexity by context length; for each r the gain of each step, and of all pairs.
+    """Return plots by file name: perplexity by context length; for each r the gain of each step, and of all pairs.
 
     Args:
         result: what `txl recl --json` prints.
@@ -39,7 +39,7 @@ def recl_plots(result: dict[str, Any]) -> dict[str, Plot]:
 
 
 def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[str]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         result: what `txl recl --json` prints.
@@ -93,7 +93,7 @@ def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[
 
 
 def held_notes(result: dict[str, Any]) -> list[str]:
-    """A sentence for each model that reads less than the longest context.
+    """Return a sentence for each model that reads less than the longest context.
 
     Args:
         result: what `txl recl --json` prints.
@@ -165,5 +165,5 @@ def _perplexities(result: dict[str, Any]) -> str:
 
 
 def _id(name: str) -> str:
-    """Without the full stop, which has a meaning in selectors."""
+    """Return a name without full stops, which have a meaning in selectors."""
     return name.replace(".", "-")

@@ -1,7 +1,4 @@
-"""report.html: one page that tells what a run was and what came of it, made from its log. It opens offline.
-
-The short answer: three lines on what a run came to, out of its log.
-"""
+"""report.html: a page about a run, made from its log; it opens offline. And a summary in a few lines."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from txl.errors import UserError
 from txl.files import write_whole
 from txl.presets import preset, presets
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
-from txl.reporting.comparison import measure_compression
-from txl.reporting.findings import Findings, findings, is_sliding
+from txl.reporting.comparison import LZMA_AFTER, measure_compression
+from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
 from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, result_section
@@ -25,31 +22,35 @@ from txl.reporting.wording import (
     arithmetic_words,
     change_text,
     counted,
-    duration_text,
-    is_character_unit,
     manner_words,
-    quality,
-    quality_text,
     settings_text,
     short_name,
-    token_name,
     window_text,
 )
 from txl.runs.directory import RunDirectory
+from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
-"""How much of what the log holds is shown; what is left out is counted."""
+"""Most samples, characters of each, and other evaluations that are shown; what is left out is counted."""
 
 
-def write_report(directory: str | Path, *, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:
+def write_report(
+    directory: str | Path,
+    *,
+    out: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    after_training_text: bool = False,
+) -> Path:
     """Write a run's report from its log and configuration; no model is loaded.
 
-    What zlib and lzma need for the text that was scored is measured here, once, and added to the log.
+    What zlib, bzip2 and lzma need for the text that was scored is measured here, once, and added to the log.
 
     Args:
         directory: a run directory.
         out: where to write it; None: report.html in the run directory.
         data_dir: where prepared corpora live.
+        after_training_text: measure also what lzma needs when it has seen the training text; it takes a minute for
+            64 MiB of it, the most that lzma sees.
 
     Returns:
         The path of the report; it is the old page or the new one, whatever happens.
@@ -64,8 +65,9 @@ def write_report(directory: str | Path, *, out: str | Path | None = None, data_d
     if found is None or not found.train:
         raise UserError(f"{directory}: nothing has been trained here yet (log.jsonl has no train line); run txl train")
     problem = None
-    if found.result is not None and found.compression is None:
-        measured, problem = measure_compression(run_directory, found, data_dir)
+    known = found.compression
+    if found.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):
+        measured, problem = measure_compression(run_directory, found, data_dir, after_training_text)
         if measured is not None:
             found = findings([*events, measured]) or found
     path = Path(out) if out is not None else run_directory.path / "report.html"
@@ -133,8 +135,8 @@ def _training(config: RunConfig, found: Findings) -> str:
     best = ""
     if found.best is not None:
         best = (
-            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} "
-            f"({quality_text(found.best['nll'], found.unit)} {_measure(found.unit)}) at step {found.best['step']:,}."
+            f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} ("
+            f"{quality_text(found.best['nll'], found.unit)} {measure_name(found.unit)}) at step {found.best['step']:,}."
         )
     lead = (
         f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.3g} times the training split, at {found.speed:,.0f} "
@@ -152,10 +154,6 @@ def _training(config: RunConfig, found: Findings) -> str:
         ),
         note("No validation in this run: `--train.eval-every K` adds it.") if not found.valid else "",
     )
-
-
-def _measure(unit: str) -> str:
-    return "bpc" if unit in ("byte", "char") else "ppl"
 
 
 def _memory(config: RunConfig, found: Findings, name: str) -> str:
@@ -191,7 +189,7 @@ def _window(row: dict[str, Any]) -> str:
 
 
 def _attention(run_directory: RunDirectory) -> str:
-    """What `txl attention` found, if it has been run."""
+    """Return the section about attention, if `txl attention` has been run."""
     path = run_directory.path / FOLDER / RECORD
     if not path.is_file():
         return ""
@@ -245,7 +243,7 @@ def _other_evaluations(found: Findings) -> str:
             f"{row['tokens']:,}",
             _manner(row),
             f"{row['nll']:.4f}",
-            f"{quality_text(row['nll'], row['unit'])} {_measure(row['unit'])}",
+            f"{quality_text(row['nll'], row['unit'])} {measure_name(row['unit'])}",
         ]
         for row in shown
     ]
@@ -256,10 +254,10 @@ def _other_evaluations(found: Findings) -> str:
 
 
 def _manner(row: dict[str, Any]) -> str:
-    """How an evaluation was made: two that share this measured the same, but for the targets."""
+    """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
-    return ", ".join([*([] if is_sliding(row) else [lanes]), *manner_words(row), *arithmetic_words(row)])
+    return ", ".join([*([] if row["sliding"] else [lanes]), *manner_words(row), *arithmetic_words(row)])
 
 
 def _corpus(found: Findings) -> str:
@@ -344,21 +342,22 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
-    """Three lines: the result with and without memory beside zlib's and lzma's; size and speed; where the report is.
+    """Return the result with and without memory; compressors' on the same bytes; size and speed; the report's path.
 
     Args:
         events: of a run's log.
-        report: the report's path; None: the third line says how to write one.
+        report: the report's path; None: the last line says how to write one.
     """
     found = findings(events)
     if found is None or not found.train:
         return ["nothing has been trained here yet: run txl train"]
-    hardware = found.start["hardware"]
+    hardware, train = found.start["hardware"], found.start["config"]["train"]
     place = hardware.get("gpu") or f"{hardware['cpu']} ({hardware['cores']} cores)"
     return [
         _result_line(found),
-        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens']:,} tokens trained on at "
-        f"{found.speed:,.0f} tokens/s on {place}",
+        *_compressor_lines(found),
+        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens']:,} tokens trained on in "
+        f"{train['dtype']} at {found.speed:,.0f} tokens/s on {place}",
         "report: run txl report DIR" if report is None else f"report: {report}",
     ]
 
@@ -374,12 +373,23 @@ def _result_line(found: Findings) -> str:
             return f"{row['bits_per_byte']:.3f}"
         return quality_text(row["nll"], result["unit"])
 
-    measure = "bits per byte" if in_bytes else "bpc" if is_character_unit(result["unit"]) else "ppl"
+    measure = "bits per byte" if in_bytes else measure_name(result["unit"])
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
     line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
     if without is not None:
         line += f", {figure(without)} without (memory: {change_text(result['nll'], without['nll'])})"
-    if found.compression is not None and in_bytes:
-        zlib, lzma = (8 * found.compression[name] / found.compression["text"] for name in ("zlib", "lzma"))
-        line += f"; zlib {zlib:.3f}, lzma {lzma:.3f}"
     return line
+
+
+def _compressor_lines(found: Findings) -> list[str]:
+    """Bits per byte of compressors, and what the model has seen that they have not."""
+    sizes, result = found.compression, found.result
+    if sizes is None or result is None or result.get("bits_per_byte") is None:
+        return []
+
+    def bits(name: str) -> str:
+        return f"{8 * sizes[name] / sizes['text']:.3f}"
+
+    line = f"the same {sizes['text']:,} bytes: " + ", ".join(f"{name} {bits(name)}" for name in ("zlib", "bz2", "lzma"))
+    line += "; unlike these, the model has seen training text"
+    return [line + (f" (lzma that has seen it too: {bits(LZMA_AFTER)})" if LZMA_AFTER in sizes else "")]

@@ -1,4 +1,4 @@
-"""The first section of the report: what the run came to on the test split, beside what is simplest."""
+"""First section of the report: the result on the test split, beside that of general compressors."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import shlex
 from typing import Any
 
 from txl.config import model_from_dict
-from txl.reporting.findings import Findings, is_sliding, tokens_read
+from txl.reporting.comparison import LZMA_AFTER
+from txl.reporting.findings import Findings, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
-from txl.reporting.wording import (
-    change_text,
-    is_character_unit,
-    manner_words,
-    quality_label,
-    quality_text,
-    settings_text,
-    token_name,
-)
-from txl.units import ppl_text
+from txl.reporting.wording import change_text, manner_words, settings_text
+from txl.units import is_character_unit, ppl_text, quality_label, quality_text, token_name
 
 
 def result_section(found: Findings, name: str, problem: str | None) -> str:
-    """The result with and without memory, and the compressors.
+    """Return the result with and without memory, and the compressors.
 
     Args:
         found: what the log says.
@@ -52,24 +45,24 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
         parts.append(note(f"Not measured without memory: `{command}` adds it."))
     parts.append(_compressors(found, rows))
     if problem is not None:
-        parts.append(note(f"zlib and lzma are not shown: {problem}."))
+        parts.append(note(f"zlib, bzip2 and lzma are not shown: {problem}."))
     parts.append(_caveat(found, result))
     return section(f"Result on the {result['split']} split", *parts)
 
 
 def is_recurrent(found: Findings) -> bool:
-    """Whether the model carries a state instead of positions of memory."""
+    """Return whether the model carries a state instead of positions of memory."""
     return model_from_dict(found.start["config"]["model"]).constant_state
 
 
 def evaluation_headings(unit: str) -> tuple[str, ...]:
-    """Headings of `evaluation_cells`."""
+    """Return the headings of `evaluation_cells`."""
     bits = "bpc" if is_character_unit(unit) else "bits per token"
     return (bits, "ppl", "bits per byte", "nats per token", "tokens/s")
 
 
 def evaluation_cells(row: dict[str, Any]) -> list[str]:
-    """The figures of an evaluation."""
+    """Return the figures of an evaluation."""
     per_byte = row.get("bits_per_byte")
     return [
         f"{row['bpc']:.4f}",
@@ -93,8 +86,8 @@ def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | 
 
 
 def _memory_name(found: Findings, row: dict[str, Any]) -> str:
-    """What a model has of earlier text, and what makes the evaluation another than the plain one."""
-    if is_sliding(row):
+    """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
+    if row["sliding"]:
         return ", ".join(manner_words(row))
     memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
     return ", ".join(["its state carried" if is_recurrent(found) else memory, *manner_words(row)])
@@ -105,7 +98,8 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
         return ""
     text, result = found.compression["text"], found.result
     lines = [(f"this model, {_memory_name(found, row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
-    names = {"lzma": "lzma (xz -9)", "zlib": "zlib (level 9)"}
+    names = {"lzma": "lzma (xz -9e)", "bz2": "bzip2 (level 9)", "zlib": "zlib (level 9)"}
+    names = ({LZMA_AFTER: "lzma, training text seen"} if LZMA_AFTER in found.compression else {}) | names
     lines += [(words, 8 * found.compression[name] / text, False) for name, words in names.items()]
     split = found.split_of(result)
     exact = result["unit"] == "byte" or (split is not None and tokens_read(result) == split["tokens"])
@@ -113,14 +107,19 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
     weights = found.start["total_parameters"] * 4
     explained = (
         f"Compressors see {about}the same {text:,} bytes and nothing else: zlib makes {found.compression['zlib']:,} "
-        f"bytes of them, lzma {found.compression['lzma']:,}. The model learned from other text first, and its own "
-        f"size ({weights:,} bytes of float32 weights) is not counted."
+        f"bytes of them, bzip2 {found.compression['bz2']:,}, lzma {found.compression['lzma']:,}. The model learned "
+        f"from other text first, and its own size ({weights:,} bytes of float32 weights) is not counted."
     )
+    if LZMA_AFTER in found.compression:
+        explained += (
+            f" Appended to the training text, of which it sees the last 64 MiB at most, lzma’s file grows by "
+            f"{found.compression[LZMA_AFTER]:,} bytes."
+        )
     return bars("Bits per byte of the text; lower is better", ("", "bits per byte"), lines) + "\n" + note(explained)
 
 
 def _caveat(found: Findings, result: dict[str, Any]) -> str:
-    """What <unk> hides from the figures."""
+    """Return a note on what <unk> hides from the figures."""
     unknown = found.unknown_tokens(result)
     if unknown == 0 or result["unit"] in ("byte", "bpe"):
         return ""

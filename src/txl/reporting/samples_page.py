@@ -13,12 +13,13 @@ from txl.analysis.consistency import KINDS
 from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
 from txl.files import write_whole
 from txl.reporting.page import escape, note, page, section, table, visible
-from txl.reporting.wording import counted, short_name, token_name
+from txl.reporting.wording import counted, short_name
+from txl.units import token_name
 
 
 @dataclass(frozen=True)
 class About:
-    """Where samples come from, as the page says it."""
+    """Origin of the samples, as the page states it."""
 
     run: str
     checkpoint: str
@@ -26,9 +27,9 @@ class About:
     split: str
     unit: str
     convention: str | None
-    """How the text was tokenised, if that has been undone."""
+    """The way of tokenising that has been undone, if any."""
     settings: str
-    """How they were drawn, in words."""
+    """Settings of drawing, in words."""
     training_tokens: int
 
 
@@ -37,9 +38,6 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
 
     Returns:
         What the JSON holds but for the texts, and the paths.
-
-    Raises:
-        UserError: if they cannot be written.
     """
     sampling = plan.sampling
     record: dict[str, Any] = {
@@ -86,7 +84,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def samples_page(samples: Sequence[Sample], about: About) -> str:
-    """The page as HTML; it needs nothing else."""
+    """Return the page as HTML; it needs nothing else."""
     heading = f"Generated text: {short_name(about.run)} on {short_name(about.corpus)}"
     body = [
         f"<header><h1>{escape(heading)}</h1><p>{escape(_lead(samples, about))}</p></header>",
@@ -98,7 +96,7 @@ def samples_page(samples: Sequence[Sample], about: About) -> str:
 
 
 def samples_markdown(samples: Sequence[Sample], about: About) -> str:
-    """The same in Markdown: texts in fences that no line of theirs can close."""
+    """Return the page as Markdown, texts in fences that no line of theirs can close."""
     lines = [f"# Generated text: {short_name(about.run)} on {short_name(about.corpus)}", "", _lead(samples, about), ""]
     lines += _markdown_table(HEADINGS, summary_rows(samples, about.unit))
     for number, sample in enumerate(samples, start=1):
@@ -119,7 +117,7 @@ HEADINGS = ("", "generation", "reference")
 
 
 def summary_rows(samples: Sequence[Sample], unit: str) -> list[list[str]]:
-    """Measures of all generations and all references together, under `HEADINGS`."""
+    """Return the measures of all generations and all references together, under `HEADINGS`."""
     return _rows([each.generation_measures for each in samples], [each.reference_measures for each in samples], unit)
 
 
@@ -144,7 +142,7 @@ def _share(found: dict[str, Any]) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    """Few things are counted here: a percentage would hide how few."""
+    """Return hits and total as text; a percentage would hide how few they are."""
     return f"{found['count']} of {found['of']}" if found["of"] else "none"
 
 
@@ -190,7 +188,7 @@ def _sample(number: int, sample: Sample, about: About) -> str:
 
 
 def _marked(text: Text, span: tuple[int, int]) -> str:
-    """A text with some of its tokens marked."""
+    """Return a text with some of its tokens marked."""
     first, length = span
     parts = [
         "".join(text.pieces[part]) for part in (slice(first), slice(first, first + length), slice(first + length, None))

@@ -1,14 +1,27 @@
-"""How the report looks: one column, one accent, light and dark, on screen and on paper."""
+"""Style of all pages: one column, one accent, light and dark, on screen and on paper."""
+
+LIGHT = {
+    "ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "hair": "#e3e8ec", "wash": "#f4f6f7", "paper": "#ffffff",
+    "accent": "#b3452c", "second": "#2f6690", "bar": "#b9c4ce",
+}  # fmt: skip
+"""Colours by the names of the page's CSS variables."""
+DARK = {
+    "ink": "#e4e8ec", "soft": "#9ba7b3", "line": "#46515c", "hair": "#313a43", "wash": "#12171c", "paper": "#1a2027",
+    "accent": "#ea8b6f", "second": "#74aede", "bar": "#4c5966",
+}  # fmt: skip
+
+
+def _variables(colors: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+
 
 STYLE = """
 :root {
-  --ink: #1d2733; --soft: #5b6774; --line: #c9d1d9; --hair: #e3e8ec; --wash: #f4f6f7; --paper: #ffffff;
-  --accent: #b3452c; --second: #2f6690; --bar: #b9c4ce;
+  $light
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
-    --ink: #e4e8ec; --soft: #9ba7b3; --line: #46515c; --hair: #313a43; --wash: #12171c; --paper: #1a2027;
-    --accent: #ea8b6f; --second: #74aede; --bar: #4c5966;
+    $dark
   }
   /* Heat maps, and the scales beside them: nothing is the page's colour, much stands out from it, hues stay. */
   figure svg image, figure svg [id*="QuadMesh"], figure svg [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg); }
@@ -127,4 +140,4 @@ pre .control { color: var(--soft); border: 1px solid var(--line); border-radius:
   pre { border: 1px solid var(--hair); background: none; }
   rect, svg *, mark { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
-"""
+""".replace("$light", _variables(LIGHT)).replace("$dark", _variables(DARK))

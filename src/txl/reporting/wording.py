@@ -1,18 +1,17 @@
-"""How figures and the settings under which they were measured are said in words."""
+"""Results of evaluations, and the settings under which they were measured, in words."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 from unicodedata import category
 
-from txl.data.sources import WHOLE
-from txl.reporting.findings import is_exhaustive, is_sliding, temperature, tokens_read
-from txl.units import ppl_text
+from txl.data.corpora import Corpus, is_named
+from txl.data.sources import WHOLE, is_cut
+from txl.reporting.findings import tokens_read
 
 
 def plain(text: str) -> str:
-    """Text in which control, format and private characters, and what UTF-8 cannot hold, are backslash escapes.
+    """Return text with backslash escapes for control, format and private characters and what UTF-8 cannot hold.
 
     File names can hold all of them, and they could break a page or turn its text around. Line ends and tabs stay.
     """
@@ -22,77 +21,43 @@ def plain(text: str) -> str:
     )
 
 
-def is_character_unit(unit: str) -> bool:
-    """Whether a unit is measured in bits per character (else in perplexity)."""
-    return unit in ("byte", "char")
-
-
-def quality(nll: float, unit: str) -> float:
-    """Bits per token for bytes and characters, perplexity for words and byte pairs, of a mean loss in nats."""
-    return nll / math.log(2) if is_character_unit(unit) else math.exp(min(nll, 700))
-
-
-def quality_label(unit: str) -> str:
-    """What `quality` is called, on an axis or beside a figure."""
-    return {"byte": "bits per byte", "char": "bits per character"}.get(unit, f"perplexity per {token_name(unit)}")
-
-
-def quality_text(nll: float, unit: str) -> str:
-    """The figure alone: 1.234, or 56.7."""
-    return f"{quality(nll, unit):.3f}" if is_character_unit(unit) else ppl_text(quality(nll, unit))
-
-
-def token_name(unit: str) -> str:
-    """What a token of a unit is called."""
-    return {"byte": "byte", "char": "character", "word": "word", "bpe": "BPE token"}.get(unit, "token")
-
-
 def short_name(corpus: str) -> str:
-    """A corpus's name, or the last part of a path."""
+    """Return a corpus's name, or the last part of a path."""
     return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: 1 step, 2,000 steps."""
+    """Return a number and its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def duration_text(seconds: float) -> str:
-    """A length of time in its two largest units: 4 min 5 s."""
-    whole = round(seconds)
-    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // part} {part_name}"
-    return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"
-
-
 def change_text(with_memory: float, without: float) -> str:
-    """What memory changes in the loss: "6.0% fewer bits" or "0.3% more bits"."""
+    """Return in words how memory changes the loss: "6.0% fewer bits" or "0.3% more bits"."""
     change = with_memory / without - 1
     digits = 1 if abs(change) >= 0.01 else 2
     return f"{abs(change):.{digits}%} {'fewer' if change < 0 else 'more'} bits"
 
 
 def window_text(row: dict[str, Any]) -> str:
-    """The window of an evaluation."""
+    """Return the window of an evaluation."""
     if row["window"] is None:
         return "no window"
     return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
 def manner_words(row: dict[str, Any]) -> list[str]:
-    """What makes an evaluation another than the plain one: cache, adaptation, temperature, window, all targets.
+    """Return what distinguishes an evaluation from a plain one: cache, adaptation, temperature, window, targets.
 
     Nothing for a plain one.
     """
     words = []
-    if is_sliding(row):
+    if row["sliding"]:
         words.append(f"sliding window of {counted(row['segment'], 'token')}")
-    elif is_exhaustive(row):
+    elif row["exhaustive"]:
         words.append("exhaustive")
-    if temperature(row) != 1:
-        words.append(f"temperature {temperature(row):g}")
-    if row.get("cache_size") is not None:
+    if row["temperature"] != 1:
+        words.append(f"temperature {row['temperature']:g}")
+    if row["cache_size"] is not None:
         shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
         words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
     if (dynamic := row.get("dynamic")) is not None:
@@ -102,13 +67,13 @@ def manner_words(row: dict[str, Any]) -> list[str]:
 
 
 def arithmetic_words(row: dict[str, Any]) -> list[str]:
-    """The clamp and the precision of an evaluation, where they are not the usual ones."""
+    """Return the clamp and the precision of an evaluation, where they are not the usual ones."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
-    return words if row.get("dtype", "float32") == "float32" else [*words, f"computed in {row['dtype']}"]
+    return words if row["dtype"] == "float32" else [*words, f"computed in {row['dtype']}"]
 
 
 def split_text(split: str) -> str:
-    """What a split is called: test split, or whole text."""
+    """Return the name of a split: test split, or whole text."""
     return "whole text" if split == WHOLE else f"{split} split"
 
 
@@ -130,9 +95,37 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
     words = [
         f"{part}the {split_text(row['split'])} of {row['corpus']}",
         f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
-        *([] if is_sliding(row) else lanes),
+        *([] if row["sliding"] else lanes),
         *manner_words(row),
         *arithmetic_words(row),
         f"checkpoint {row['checkpoint']}",
     ]
     return "; ".join(words)
+
+
+def adaptation_text(dynamic: dict[str, Any]) -> str:
+    """Return the settings of a dynamic evaluation in words."""
+    words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
+    if "epsilon" in dynamic:
+        size = f"{dynamic['statistics']} of {dynamic['statistics_segments']:,} segments"
+        words += [f"epsilon {dynamic['epsilon']:g}", f"gradient statistics: {size}"]
+        if dynamic["statistics_batch_size"] > 1:
+            words[-1] += f" of {dynamic['statistics_batch_size']} lanes"
+    if dynamic["weights"] != "all":
+        words.append("feed-forward layers alone" if dynamic["weights"] == "feed-forward" else "biases and norms alone")
+    return f"dynamic evaluation by {dynamic['rule']} ({', '.join(words)})"
+
+
+def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
+    """Return in words which part of a corpus the first `n_read` tokens of a split are."""
+    sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
+    size = f"{sizes[split]:,} of its {sum(sizes.values()):,} bytes"
+    if split == WHOLE:
+        part = f"all of {corpus.name}, {sizes[split]:,} bytes"
+    elif not is_named(corpus.name) and is_cut(corpus.name):
+        cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
+        part = f"{cuts[split]} of {corpus.name}, {size}"
+    else:
+        part = f"the {split} split of {corpus.name}, {size}"
+    n_token = len(corpus.tokens(split))
+    return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"

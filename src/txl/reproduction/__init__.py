@@ -1,1 +1,1 @@
-"""The paper's tables and figures, run again: what is compared, at which scale, and whether the paper's claims hold."""
+"""The paper's tables and figures, run again: definitions, scales, measurements, and the judgement of its claims."""

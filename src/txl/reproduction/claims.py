@@ -1,4 +1,4 @@
-"""Whether a claim of the paper holds, as a function of results over seeds.
+"""Judge the paper's claims by results over seeds.
 
 A difference of two means counts where it is larger than its margin, half the width of a 95% confidence interval over
 the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided. Of
@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Outcome = Literal["holds", "does not hold", "undecided", "not judged"]
+Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
 Results = Mapping[str, Mapping[str, Sequence[float]]]
-"""By row key and measure, one value a seed."""
+"""Values by row key and measure, one a seed."""
 Grids = Mapping[str, Sequence[float]]
-"""By measure, the values that it can have, where these are few."""
+"""Possible values of a measure, where these are few."""
 
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; more are taken as the last."""
@@ -26,9 +26,9 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a claim, and why."""
+    """Judgement of a claim, and the reason."""
 
-    outcome: Outcome
+    outcome: Judgement
     reason: str
 
 
@@ -36,23 +36,23 @@ class Judge(Protocol):
     """A claim as a function of results, and of the grids that lengths among them lie on."""
 
     def __call__(self, results: Results, grids: Grids) -> Verdict:
-        """The verdict."""
+        """Return the verdict."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One of the paper's claims, as far as a table bears on it."""
+    """A claim of the paper, as far as a table bears on it."""
 
     key: str
     """C1 to C7, or the table's own."""
     text: str
-    """What is judged here."""
+    """The claim as it is judged here."""
     paper: str
     """The paper's numbers for it."""
     judge: Judge
     at_full_size: bool = False
-    """Whether it is about the published model on the paper's corpus, and says nothing about a smaller one."""
+    """True if it is about the published model on the paper's corpus, and says nothing about a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Difference:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
-    """How much larger the second row's values are than the first's; None without a spread to judge by."""
+    """Return how much larger the second row's values are than the first's; None without a spread to judge by."""
     degrees = len(first) + len(second) - 2
     if min(len(first), len(second)) < 2:
         return None
@@ -75,7 +75,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
 
 def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
-    """Our row's measure is below that of each of the others."""
+    """Judge whether our row's measure is below that of each of the others."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=1)
@@ -84,7 +84,7 @@ def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
 
 
 def higher(ours: str, *others: str, measure: str) -> Judge:
-    """Our row's measure is above that of each of the others."""
+    """Judge whether our row's measure is above that of each of the others."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=-1)
@@ -93,7 +93,7 @@ def higher(ours: str, *others: str, measure: str) -> Judge:
 
 
 def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
-    """Our row's measure is at most the other's, but for a fraction `tolerance` of it."""
+    """Judge whether our row's measure exceeds the other's by at most a fraction `tolerance` of it."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         missing = _missing(results, (ours, other), measure)
@@ -113,12 +113,12 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
 
 
 def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
-    """A row's measure is above a number."""
+    """Judge whether a row's measure is above a number."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=1)
 
 
 def below(row: str, threshold: float, measure: str = "quality") -> Judge:
-    """A row's measure is below a number."""
+    """Judge whether a row's measure is below a number."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=-1)
 
 
@@ -148,13 +148,13 @@ def _beyond(
 
 
 def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
-    """Whether two means lie so near that no value that the measure can have is between them."""
+    """Return whether two means lie so near that no value that the measure can have is between them."""
     low, high = sorted((first, second))
     return grid is not None and not any(low < value < high for value in grid)
 
 
 def all_of(*judges: Judge) -> Judge:
-    """Every part holds; one that does not is enough for the whole not to."""
+    """Judge whether every part holds."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         verdicts = [each(results, grids) for each in judges]
@@ -173,7 +173,7 @@ def _each(
     absent = _missing(results, (ours,), measure)
     if absent is not None:
         return absent
-    outcomes: list[Outcome] = []
+    outcomes: list[Judgement] = []
     reasons = []
     for other in others:
         missing = _missing(results, (other,), measure)
@@ -195,7 +195,7 @@ def _each(
 
 
 def _shown(value: float, digits: int = 2, sign: str = "") -> str:
-    """A number to so many significant digits, of which more stand before the point: 0.043, 2.5, 215."""
+    """Return a number with so many significant digits, whole from 10 to that power on: 0.043, 2.5, 215."""
     return f"{value:{sign},.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:{sign}.{digits}g}"
 
 
@@ -204,8 +204,8 @@ def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | N
     return Verdict("undecided", f"no result for {', '.join(absent)}") if absent else None
 
 
-def _weakest(outcomes: Sequence[Outcome]) -> Outcome:
-    order: tuple[Outcome, ...] = ("does not hold", "undecided", "holds")
+def _weakest(outcomes: Sequence[Judgement]) -> Judgement:
+    order: tuple[Judgement, ...] = ("does not hold", "undecided", "holds")
     for outcome in order:
         if outcome in outcomes:
             return outcome

@@ -41,7 +41,7 @@ class NotTrained(Exception):
 def configure(
     definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int, fit_segment: FitSegment
 ) -> RunConfig:
-    """The configuration of a row, with seed 1.
+    """Return the configuration of a row, with seed 1.
 
     Args:
         definition: the table.
@@ -78,7 +78,7 @@ def configure(
 
 
 def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
-    """The scale's configuration, or the published one, with the row's shape and overrides."""
+    """Return the scale's configuration, or the published one, with the row's shape and overrides."""
     if scale.is_published:
         assert row.preset is not None
         run = preset(row.preset)
@@ -99,7 +99,7 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
 
 
 def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
-    """Clusters in proportion to the vocabulary, where it is large or the row is about them."""
+    """Set the softmax's clusters in proportion to the vocabulary, where it is large or the row is about them."""
     if row.adaptive:
         model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
     elif vocab_size >= 8000:
@@ -107,23 +107,19 @@ def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
 
 
 def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
-    """The lengths that Tables 6 and 10 try: multiples of the training segment, and the segment itself."""
+    """Return the lengths that Tables 6 and 10 try: multiples of the training segment, and the segment itself."""
     lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
     return sorted(lengths | {run.train.segment})
 
 
 def count_parameters(run: RunConfig, vocab_size: int) -> int:
-    """Parameters of a configuration's model, which is not given any memory."""
+    """Return the number of parameters of a configuration's model, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_model(run.model, vocab_size).parameters())
 
 
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
-    """The configuration with one width set, in steps of 2, to come nearest to a number of parameters.
-
-    Raises:
-        UserError: if none comes near, since what the width does not change has more.
-    """
+    """Return the configuration with one width set, in steps of 2, to come nearest to a number of parameters."""
 
     def at(width: int) -> tuple[RunConfig, int]:
         candidate = with_options(run, {field: str(width)})
@@ -141,7 +137,7 @@ def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfi
 
 
 def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
-    """The configuration with another segment, and as many tokens as before as far as whole steps allow."""
+    """Return the configuration with another segment, and as many tokens as before as far as whole steps allow."""
     changed = with_segment(run, segment)
     before, train = run.train, changed.train
     train.steps = max(1, round(before.steps * before.segment / segment))
@@ -151,7 +147,7 @@ def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
 
 
 def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
-    """The longest segment of equal memory as `txl.training.estimate` counts it: for a plan, in no time."""
+    """Return the longest segment of equal memory by the estimate of `txl.training.estimate`, without measuring."""
     budget = estimate(other, vocab_size).total_bytes
     low, high = run.train.segment, 8 * run.train.segment
     while low < high:

@@ -1,18 +1,19 @@
-"""What a table or figure of the paper compares: rows, the paper's numbers, and the claims that rest on them.
+"""Definition of a table or figure: its rows, the paper's numbers, and the claims that rest on them.
 
-A definition is data. What is done with it lies in `txl.reproduction.experiment`, what a scale is in
-`txl.reproduction.scales`.
+A definition is data; `txl.reproduction.experiment` runs it at a scale of `txl.reproduction.scales`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 from txl.reproduction.claims import Claim
 
 Kind = Literal["quality", "attention", "context", "speed", "product"]
-"""What is measured of each model.
+"""Measurement of each model.
 
 quality: loss on the test split. attention: the same at many attention lengths, of which the validation split chooses
 one. context: loss at exact context lengths (Appendix C). speed: Table 9. product: nothing; files are
@@ -22,6 +23,21 @@ made of one trained model.
 
 Product = Literal["attention", "samples"]
 """Files made of one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
+
+
+class Length(Enum):
+    """A length that depends on the scale, as the value of an override."""
+
+    SEGMENT = "segment"
+    """Tokens of a training segment."""
+    REACH = "reach"
+    """The largest distance that training sees: memory and segment, less one."""
+    LONGEST = "longest"
+    """The longest context that is evaluated."""
+
+
+Overrides = Mapping[str, "str | Length"]
+"""Fields of a configuration by their dotted names, with values as on the command line."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +50,27 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a table, or one length of Table 9."""
+    """A model of a table, or a length of Table 9."""
 
     key: str
     """Unique in the table; names files."""
     name: str
-    """As the table has it."""
+    """The name in the paper's table."""
     paper: dict[str, str]
     """The paper's figures by column, as printed."""
-    overrides: dict[str, str] | None = None
-    """Fields of the configuration that make the scale's model this one, as on the command line, but that {segment}
-    stands for the training segment, {reach} for the largest distance that training sees, and {longest} for the longest
-    context that is evaluated. None: a published result that this project does not train."""
+    overrides: Overrides | None = None
+    """Fields that make the scale's model this one. None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """The published configuration, for the scale "paper"; None: there is none."""
     as_published: bool = False
-    """Whether that configuration is this very model; else the overrides make it so."""
+    """True if that configuration is this very model; else the overrides make it so."""
     cache_over: str | None = None
     """The row whose trained model this one is, with a continuous cache tuned around it."""
     fit: tuple[str, str] | None = None
     """A field, and the row whose number of parameters it is chosen to come nearest to."""
     adaptive: bool = False
-    """Whether the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
+    """True if the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
     group: str = ""
     """Rows that are compared as one model group (Table 8)."""
     equal_memory_with: str | None = None
@@ -66,11 +80,11 @@ class Row:
 
     @property
     def trained(self) -> bool:
-        """Whether this project trains the model of this row."""
+        """True if this project trains the model of this row."""
         return self.overrides is not None
 
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
-        """The overrides as options, with their lengths filled in.
+        """Return the overrides as options, with their lengths in numbers.
 
         Args:
             segment: tokens of a training segment.
@@ -78,17 +92,18 @@ class Row:
             longest: the longest context that is evaluated.
         """
         values = self.overrides or {}
-        memory = int(values.get("model.mem_len", mem_len))
-        lengths = {"segment": segment, "reach": memory + segment - 1, "longest": longest}
-        return {name: value.format(**lengths) for name, value in values.items()}
+        own = values.get("model.mem_len", mem_len)
+        assert not isinstance(own, Length)
+        lengths = {Length.SEGMENT: segment, Length.REACH: int(own) + segment - 1, Length.LONGEST: longest}
+        return {name: str(lengths[value]) if isinstance(value, Length) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One table or figure."""
+    """A table or figure."""
 
     name: str
-    """As the command line has it: table6."""
+    """The name on the command line: table6."""
     title: str
     caption: str
     corpus: str
@@ -98,17 +113,17 @@ class Definition:
     unit: Literal["word", "character"]
     kind: Kind
     columns: tuple[str, ...]
-    """Of the paper's figures."""
+    """Columns of the paper's figures."""
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...] = ()
     experiment: str = ""
     """Definitions of the same experiment share their runs and results; empty: the name."""
     separate_sentences: bool = False
-    """Whether the corpus is to be one of sentences in random order, as One Billion Word is."""
+    """True if the corpus is to be one of sentences in random order, as One Billion Word is."""
     product: Product | None = None
     """Kind "product": what is made; definitions of one product share its files."""
     pictures: str = ""
-    """Of the files that are made, the names of the figures that the page shows, as a pattern."""
+    """Pattern of the names of those files that the page shows as figures."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -117,5 +132,5 @@ class Definition:
         return self.experiment or self.name
 
     def row(self, key: str) -> Row:
-        """The row of a key."""
+        """Return the row of a key."""
         return next(row for row in self.rows if row.key == key)

@@ -1,14 +1,10 @@
-"""Everything that can be reproduced, by name."""
+"""All tables and figures that can be reproduced, by name, with Figures 5 to 7 and the samples of Appendix E."""
 
 from __future__ import annotations
 
-import difflib
-
-from txl.errors import UserError
-from txl.reproduction import appendix, published_sentences
-from txl.reproduction import tables_1_to_5 as published
-from txl.reproduction import tables_6_to_10 as ablations
-from txl.reproduction.definition import Definition
+from txl.errors import UserError, did_you_mean
+from txl.reproduction import tables_1_to_5, tables_6_to_10
+from txl.reproduction.definition import Definition, Product, Row
 
 _NAMES = (
     *(f"table{number}" for number in range(1, 11)),
@@ -17,24 +13,70 @@ _NAMES = (
 )
 
 
+_MODEL = (Row("xl", "Transformer-XL", {}, {}, preset="wt103-base"),)
+
+
+def _figure(name: str, title: str, caption: str, product: Product, pictures: str = "") -> Definition:
+    return Definition(
+        name=name,
+        title=title,
+        caption=caption,
+        corpus="wikitext-103",
+        metric="to be looked at",
+        unit="word",
+        kind="product",
+        columns=(),
+        rows=_MODEL,
+        experiment="one-model",
+        product=product,
+        pictures=pictures,
+        notes=("The paper prints this without numbers, and no claim of C1 to C7 rests on it.",),
+    )
+
+
+FIGURE5 = _figure(
+    "figure5",
+    "Figure 5: average attention of every head",
+    "Average attention over the previous tokens, where each row corresponds to an attention head and each column "
+    "corresponds to a relative location.",
+    "attention",
+    pictures="figure5.svg",
+)
+FIGURE6 = _figure(
+    "figure6",
+    "Figure 6: three heads with a wide attention range",
+    "Each row corresponds to a target token and each column to a context token. Tokens in the memory that have top 20% "
+    "attention values are marked.",
+    "attention",
+    pictures="figure6-*.svg",
+)
+FIGURE7 = _figure(
+    "figure7",
+    "Figure 7: the terms of attention apart",
+    "Visualization of the terms (a), (b) and (d) of the attention score, each softmaxed.",
+    "attention",
+    pictures="figure7.svg",
+)
+SAMPLES = _figure(
+    "samples",
+    "Tables 11 to 13: generated text",
+    "Text continued from contexts of the test split, beside what follows there.",
+    "samples",
+)
+_APPENDIX = (FIGURE5, FIGURE6, FIGURE7, SAMPLES)
+"""Figures 5 to 7 and the samples of Appendix E: files made of one trained Transformer-XL."""
+
+
 def definitions() -> dict[str, Definition]:
-    """All tables and figures by name, in the paper's order."""
-    every = {
-        each.name: each
-        for each in (*published.TABLES, *published_sentences.TABLES, *ablations.TABLES, *appendix.TABLES)
-    }
+    """Return all tables and figures by name, in the paper's order."""
+    every = {each.name: each for each in (*tables_1_to_5.TABLES, *tables_6_to_10.TABLES, *_APPENDIX)}
     return {name: every[name] for name in _NAMES}
 
 
 def find_definition(name: str) -> Definition:
-    """The table or figure of a name.
-
-    Raises:
-        UserError: with the nearest names, if there is none.
-    """
+    """Return the table or figure of a name; refuse an unknown one, naming the nearest."""
     every = definitions()
     if name not in every:
-        near = difflib.get_close_matches(name, every, n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(every)}"
+        hint = did_you_mean(name, every) or f"expected one of {', '.join(every)}"
         raise UserError(f"unknown table or figure {name!r}; {hint}")
     return every[name]

@@ -1,4 +1,4 @@
-"""A table run again: every model and seed trained into a run directory of its own, measured, and put together.
+"""Run a table again: train every model and seed into a run directory of its own, measure it, put all together.
 
     experiment.json              what this folder holds; another scale or corpus is refused
     memory/ROW.json              the longest segment of equal memory, measured once (Table 10)
@@ -8,8 +8,6 @@
     NAME.html  NAME.json         the page, and everything on it
 
 What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
-
-The folder of a reproduction: what it is about, so that results of something else are never put beside its own.
 """
 
 from __future__ import annotations
@@ -24,29 +22,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from txl.config import DataConfig, RunConfig
+from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
-from txl.files import write_whole
-from txl.reporting.wording import quality
+from txl.files import read_json, write_whole
+from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
-from txl.runs.directory import RunDirectory
+from txl.runs.directory import RunDirectory, of_today
 from txl.runs.environment import describe_hardware, describe_software
 from txl.training.budget import longest_segment, peak_bytes
 from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
+from txl.units import quality
 
 
 @dataclass
 class RowResult:
-    """What came of a row."""
+    """Status of a row and its measurements."""
 
     row: Row
     status: str
@@ -55,7 +54,7 @@ class RowResult:
     config: dict[str, Any] | None = None
     parameters: int | None = None
     by_seed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What was measured, by seed."""
+    """Measurements by seed."""
 
 
 @dataclass
@@ -89,6 +88,7 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
+        self.data = self._as_stored()
         self._folder.check()
         if self.definition.kind == "speed":
             self._folder.claim({"hardware": _comparable_hardware(self.device)})
@@ -103,12 +103,7 @@ class Experiment:
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus))
 
     def _refuse_what_cannot_be(self, rows: list[RowResult], corpus: Corpus) -> None:
-        """Refuse before hours of training what would be found out after them.
-
-        Raises:
-            UserError: if no row has a configuration, a split is too short to be measured, or results in the folder are
-                those of other configurations.
-        """
+        """Refuse before hours of training what would be found out after them."""
         failed = [result for result in rows if result.status == "failed"]
         if failed and not any(result.status == "done" for result in rows):
             raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
@@ -129,12 +124,12 @@ class Experiment:
 
     def _check_result(self, result: RowResult, seed: int) -> None:
         path = self._result_path(result.row, seed)
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
-        before = RunConfig.from_dict(stored["config"])
+        before = RunConfig.from_dict(of_today(stored["config"]))
         before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
@@ -149,7 +144,7 @@ class Experiment:
         return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], dict[str, Any]]) -> list[RowResult]:
-        """Every model once, then every model again: what there is after a while is whole."""
+        """Run every model with the first seed, then every model with the next: each seed's table is completed first."""
         for seed in range(1, self.seeds + 1):
             for result in results:
                 if result.status == "done":
@@ -158,7 +153,7 @@ class Experiment:
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
         path = self._result_path(result.row, seed)
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None:
             self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
             try:
@@ -174,7 +169,7 @@ class Experiment:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
-            stored = read_json(path)  # the same values as when it is found there
+            stored = stored_json(path)  # the same values as when it is found there
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
@@ -223,10 +218,8 @@ class Experiment:
             corpus.tokens("valid"),
             corpus.tokens("test"),
             segment=run.eval.segment,
-            mem_len=run.eval.mem_len,
-            window=run.eval.window or "none",
-            clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
             temperature=run.eval.temperature,
+            **run.eval.length_options(),
             batch_size=1,  # a lane remembers nothing of the others
             max_tokens=self.scale.eval_tokens,
         )
@@ -243,7 +236,7 @@ class Experiment:
         }
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
-        """A row with its configuration, or the reason why it has none."""
+        """Return a row with its configuration, or the reason why it has none."""
         try:
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
             _check_training(run, corpus)
@@ -254,12 +247,12 @@ class Experiment:
         return RowResult(row, "done", config=run.to_dict())
 
     def _measured_segment(self, run: RunConfig, other: RunConfig, vocab_size: int) -> int:
-        """The longest segment that trains in another configuration's memory: measured once, then the folder's.
+        """Return the longest segment that trains in another configuration's memory; measured once, kept in the folder.
 
         All seeds have the same, also where the folder goes on with another device, which would measure another.
         """
         path = self.out / "memory" / f"{run.name}.json"
-        stored = read_json(path)
+        stored = stored_json(path)
         if stored is None:
             self._say(f"{run.name}: seeking the longest segment that trains in the memory of {other.name}")
             budget = peak_bytes(other, vocab_size, self.device)
@@ -269,12 +262,20 @@ class Experiment:
         return int(stored["segment"])
 
     def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
-        """The corpus, or its sentences in random order where the table is about such a corpus."""
+        """Return the corpus, or its sentences in random order where the table is about such a corpus."""
         if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
             return self.data, corpus
         folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
         data = dataclasses.replace(self.data, corpus=str(folder), source=None, like_original=False)
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
+
+    def _as_stored(self) -> DataConfig:
+        """Return the corpus, its text read as the folder's was where nothing else is asked for."""
+        stored = stored_json(self.out / "experiment.json")
+        if not isinstance(stored, dict) or not isinstance(stored.get("data"), dict):
+            return self.data
+        before = RunConfig.from_dict(of_today({"data": stored["data"]}))
+        return with_unset_data(RunConfig(data=self.data), before).data
 
     @property
     def _folder(self) -> Folder:
@@ -288,22 +289,26 @@ class Experiment:
 
 
 def _check_training(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse splits that a configuration cannot be trained on.
-
-    Raises:
-        UserError: if one is too short.
-    """
+    """Refuse splits that a configuration cannot be trained on."""
     training_stream(corpus.tokens("train"), run.train.batch_size, run.train.segment)
     check_validation_split(run, corpus)
 
 
 def _comparable_hardware(device: str) -> dict[str, Any]:
-    """What times depend on."""
+    """Return the hardware that times depend on."""
     return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
 
 
+def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Path:
+    """Return the folder of an experiment where none is named: runs/reproduce/EXPERIMENT-SCALE-CORPUS."""
+    name = short_name(data.corpus)
+    corpus = "".join(each if each.isalnum() or each in "-_." else "_" for each in name) or "text"
+    changed = [str(each) for each in (scale.steps, scale.dtype) if each is not None]
+    return Path("runs/reproduce") / "-".join([definition.experiment_name, scale.name, *changed, corpus])
+
+
 def circumstances(device: str) -> dict[str, Any]:
-    """Where an experiment was run."""
+    """Return the hardware and software that an experiment is run with."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
 
 
@@ -320,12 +325,8 @@ class Folder:
     about: dict[str, Any]
 
     def check(self) -> None:
-        """Refuse a folder that is known to be something else's.
-
-        Raises:
-            UserError: if it is.
-        """
-        there = read_json(self._record)
+        """Refuse a folder that is known to be something else's."""
+        there = stored_json(self._record)
         if there is not None:
             self._agrees(there, self.about)
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -336,11 +337,8 @@ class Folder:
 
         Args:
             found: what it must be about too: the identity of its text, or the machine whose times it holds.
-
-        Raises:
-            UserError: if it is another's.
         """
-        there, about = read_json(self._record), self.about | found
+        there, about = stored_json(self._record), self.about | found
         if there is not None and self._agrees(there, about):
             return
         for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
@@ -353,33 +351,24 @@ class Folder:
         return self.path / "experiment.json"
 
     def _agrees(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
-        """Whether the folder is of what is asked for; it may be of something else while nothing was trained in it.
-
-        Raises:
-            UserError: if it is another's.
-        """
+        """Return whether the folder holds what is asked for; refuse another experiment that has results."""
+        there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
         if changed and any((self.path / name).exists() for name in ("runs", "results")):
             raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
         return not changed
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; None if there is none.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+def stored_json(path: Path) -> Any:
+    """Return a JSON file's content; None if there is no such file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, "delete it to measure anew")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete it to measure anew") from None
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The entries in which two records differ, as "data.corpus stdlib -> ptb"."""
+    """Return the entries in which two records differ, as "data.corpus stdlib -> ptb"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)

@@ -1,7 +1,4 @@
-"""What is measured of a trained model, by the kind of table.
-
-Table 9 at a scale: the measurement of `txl bench table9`, repeated.
-"""
+"""Measurements of a trained model, by the kind of table, and of Table 9, as `txl bench table9` makes them."""
 
 from __future__ import annotations
 
@@ -13,14 +10,16 @@ from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
+from txl.data.prepared import Tokens
 from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
+from txl.models.family import FamilyModel
 from txl.presets import find_preset
-from txl.reporting.wording import is_character_unit, quality
 from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind, Row
 from txl.reproduction.scales import Scale
+from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
 Measured = dict[str, Any]
@@ -28,8 +27,8 @@ WINDOWS = 64
 """Windows of a sliding evaluation that are computed at once."""
 
 
-def measure(kind: Kind, model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
-    """The figures of one trained model, ready for JSON."""
+def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Return the figures of one trained model, ready for JSON."""
     if kind == "attention":
         return measure_attention(model, run, corpus, scale, say)
     if kind == "context":
@@ -38,7 +37,7 @@ def measure(kind: Kind, model: Any, run: RunConfig, corpus: Corpus, scale: Scale
 
 
 def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
-    """By split, how many tokens it must have to be measured."""
+    """Return by split how many tokens it must have to be measured."""
     if kind == "context":
         return {"test": scale.longest_context + 1}
     if kind == "attention":
@@ -46,16 +45,16 @@ def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
     return {"test": 2}
 
 
-def measure_quality(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
-    """The loss on the test split under the run's test settings."""
+def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Return the loss on the test split under the run's test settings."""
     length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
     say(f"test split, {_described(run, length)}")
     result = loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens)
     return {"quality": quality(result.nll, corpus.unit), "test": result.to_dict()}
 
 
-def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
-    """Perplexity at the training's attention length and at the best one (Table 6).
+def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Return perplexity at the training's attention length and at the best one (Table 6).
 
     Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
     decimals of the paper's table (bits per character: three). The test split is read at the training's length and at
@@ -85,8 +84,8 @@ def measure_attention(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, 
     }
 
 
-def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
-    """Losses of the same test targets at every context length (Appendix C)."""
+def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+    """Return the losses of the same test targets at every context length (Appendix C)."""
     tokens = corpus.tokens("test")
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
     targets = spread_targets(len(tokens), lengths[-1], scale.targets)
@@ -96,7 +95,7 @@ def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
         contexts=lengths,
         targets=targets,
         batch_size=WINDOWS,
-        clamp_len="none" if run.eval.clamp_len is None else run.eval.clamp_len,
+        clamp_len=run.eval.length_options()["clamp_len"],
         begins=lambda context: say(f"test split, {context} tokens of context"),
     )
     return {
@@ -106,8 +105,10 @@ def measure_context(model: Any, run: RunConfig, corpus: Corpus, scale: Scale, sa
     }
 
 
-def loss_at(model: Any, run: RunConfig, tokens: Any, length: int, max_tokens: int | None) -> EvaluationResult:
-    """The loss of every token but the first, at an attention length.
+def loss_at(
+    model: FamilyModel, run: RunConfig, tokens: Tokens, length: int, max_tokens: int | None
+) -> EvaluationResult:
+    """Return the loss of every token but the first, at an attention length.
 
     A model that was trained with memory has a memory and a window of that length; one that was trained without is
     given a window of it that slides by one token; a recurrent network carries its state and has no length.
@@ -139,7 +140,7 @@ def _described(run: RunConfig, length: int) -> str:
 
 
 def is_finite(measured: Measured) -> bool:
-    """Whether all numbers of a measurement are."""
+    """Return whether all numbers of a measurement are finite."""
     if isinstance(measured, dict):
         return all(is_finite(each) for each in measured.values())
     if isinstance(measured, list):
@@ -152,13 +153,13 @@ SEGMENT = 128
 
 
 def speed_length(row: Row, scale: Scale) -> int:
-    """The attention length that stands for a row's at a scale."""
+    """Return the attention length that stands for a row's at a scale."""
     assert row.length is not None
     return max(1, round(row.length * scale.speed_lengths))
 
 
 def measure_speed(row: Row, scale: Scale, device: str) -> dict[str, Any]:
-    """One measurement of a row of Table 9."""
+    """Measure a row of Table 9 once."""
     assert row.preset is not None
     published = find_preset(row.preset)
     # The full attention lengths ask for the full model: only then are the paper's numbers beside ours.

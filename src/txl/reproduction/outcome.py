@@ -1,7 +1,4 @@
-"""What came of a table: figures over seeds, beside the paper's, and the claims judged by them.
-
-A table's outcome as Markdown, for the terminal.
-"""
+"""Outcome of a table: figures over seeds beside the paper's, and the claims judged by them; as Markdown too."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ import torch
 
 from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
-from txl.reporting.wording import is_character_unit
 from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.definition import Definition
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
+from txl.units import is_character_unit, measure_name
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
@@ -37,7 +34,7 @@ class GroupGains:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that a page says."""
+    """Contents of a table's page."""
 
     definition: Definition
     scale: Scale
@@ -47,12 +44,12 @@ class Outcome:
     unit: str
     rows: list[RowResult]
     values: dict[str, dict[str, list[float]]]
-    """By row and measure, one value a seed."""
+    """Values by row and measure, one a seed."""
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """Mean loss in nats by row and attention length or context, one value a seed."""
     gains: list[GroupGains] = field(default_factory=list)
     grids: dict[str, list[float]] = field(default_factory=dict)
-    """By measure, the lengths that it can be, of those that are lengths."""
+    """Possible values of those measures that are lengths."""
 
     @property
     def failed(self) -> list[RowResult]:
@@ -61,11 +58,11 @@ class Outcome:
 
     @property
     def is_the_papers(self) -> bool:
-        """Whether published models were trained on the paper's corpus, so that its numbers compare."""
+        """True if published models were trained on the paper's corpus, so that its numbers compare."""
         return self.scale.is_published and self.corpus == self.definition.corpus
 
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
-        """Every claim of the table, judged if the scale is one to judge by."""
+        """Return every claim of the table, judged if the scale is one to judge by."""
         if not self.scale.judged:
             verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
             return [(claim, verdict) for claim in self.definition.claims]
@@ -109,7 +106,7 @@ def _effective_contexts(
     values: dict[str, dict[str, list[float]]],
     curves: dict[str, dict[int, list[float]]],
 ) -> list[GroupGains]:
-    """RECL of each model group, seed by seed: the models of one seed share a baseline.
+    """Compute the RECL of each model group, seed by seed: the models of one seed share a baseline.
 
     A group that lacks a model has none: with another baseline the others' values would be other ones.
     """
@@ -139,8 +136,8 @@ def _losses(measured: dict[str, Any]) -> dict[int, torch.Tensor]:
 
 
 def headings(outcome: Outcome) -> tuple[str, ...]:
-    """Of `cells`."""
-    measure = "bpc" if is_character_unit(outcome.unit) else "ppl"
+    """Return the headings of `cells`."""
+    measure = measure_name(outcome.unit)
     if outcome.definition.kind == "attention":
         return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
     if outcome.definition.kind == "context":
@@ -153,7 +150,7 @@ def headings(outcome: Outcome) -> tuple[str, ...]:
 
 
 def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
-    """Our figures of a row, mean and spread over seeds, and what came of it."""
+    """Return our figures of a row, mean and spread over seeds, and its status."""
     kind, values = outcome.definition.kind, outcome.values[result.row.key]
     digits = 3 if is_character_unit(outcome.unit) else 2
     parameters = "-" if result.parameters is None else f"{result.parameters:,}"
@@ -175,7 +172,7 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
-    """Mean ± sample standard deviation; the mean alone of one value, a dash for none."""
+    """Return mean ± sample standard deviation; the mean alone of one value, a dash for none."""
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):,.{digits}f}"
@@ -185,7 +182,7 @@ def spread_text(values: Sequence[float], digits: int) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """The paper's numbers beside ours, and the claims."""
+    """Return the paper's numbers beside ours, and the claims."""
     definition = outcome.definition
     head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
     lines = [f"{definition.title}, scale {outcome.scale.name}, {repeats_text(outcome)}", ""]
@@ -202,7 +199,7 @@ def markdown(outcome: Outcome) -> str:
 
 
 def repeats_text(outcome: Outcome) -> str:
-    """1 seed, 3 seeds; 3 measurements of what is not trained."""
+    """Return the number of repeats in words: 1 seed, 3 seeds, or 3 measurements where nothing is trained."""
     word = "measurement" if outcome.definition.kind == "speed" else "seed"
     return f"{outcome.seeds} {word}{'' if outcome.seeds == 1 else 's'}"
 

@@ -1,11 +1,10 @@
-"""One page for a table: the paper's numbers, ours, the scale, and what became of the paper's claims.
-
-Figures of a table's page.
-"""
+"""Page of a table and its figures: the paper's numbers, ours, the scale, and the claims; and the same as JSON."""
 
 from __future__ import annotations
 
 import base64
+import json
+import math
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -18,20 +17,97 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from txl.config import model_from_dict
+from txl.files import write_whole
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
-from txl.reporting.wording import duration_text, quality, quality_label, short_name
+from txl.reporting.wording import short_name
 from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repeats_text
+from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
-"""Of a table with the paper's numbers beside ours; with more, they come one below the other."""
+"""Most columns of a table with the paper's numbers beside ours; with more, they come one below the other."""
+
+
+def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
+    """Write NAME.json and NAME.html into a folder.
+
+    Returns:
+        What the JSON holds.
+    """
+    record = outcome_record(outcome, command, circumstances)
+    name = outcome.definition.name
+    write_whole(out / f"{name}.json", json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+    write_whole(out / f"{name}.html", outcome_page(outcome, out, command, circumstances))
+    return record
+
+
+def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of the page, ready for JSON."""
+    definition = outcome.definition
+    return {
+        "what": definition.name,
+        "title": definition.title,
+        "paper": {"corpus": definition.corpus, "metric": definition.metric},
+        "scale": outcome.scale.to_dict(),
+        "corpus": outcome.corpus,
+        "unit": outcome.unit,
+        "seeds": outcome.seeds,
+        "claims": [
+            {
+                "claim": claim.key,
+                "text": claim.text,
+                "paper": claim.paper,
+                "outcome": verdict.outcome,
+                "reason": verdict.reason,
+            }
+            for claim, verdict in outcome.verdicts()
+        ],
+        "rows": [
+            {
+                "row": result.row.key,
+                "model": result.row.name,
+                "paper": result.row.paper,
+                "status": result.status,
+                "reason": result.reason,
+                "shown": dict(zip(headings(outcome), cells(outcome, result), strict=True)),
+                "parameters": result.parameters,
+                "config": result.config,
+                "values": outcome.values[result.row.key],
+                "loss_by_length": {
+                    str(length): nll for length, nll in sorted(outcome.curves.get(result.row.key, {}).items())
+                },
+                "seeds": {str(seed): _without_losses(each) for seed, each in sorted(result.by_seed.items())},
+            }
+            for result in outcome.rows
+        ],
+        "gains": [
+            {
+                "group": gains.group,
+                "seed": gains.seed,
+                "row": name,
+                "gains": [{"short": short, "long": long, "gain": gain} for (short, long), gain in each.items()],
+            }
+            for gains in outcome.gains
+            for name, each in gains.gains.items()
+        ],
+        "command": list(command),
+        **circumstances,
+    }
+
+
+def _without_losses(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return a measurement without the loss of every target, which stays in results/."""
+    kept = {name: value for name, value in measured.items() if name not in ("losses", "config")}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()
+    }
 
 
 def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         outcome: what came of the table.
@@ -168,12 +244,12 @@ def _context_figures(outcome: Outcome) -> list[str]:
     return parts
 
 
-def _figure(heading: str, drawn: Any, caption: str) -> str:
+def _figure(heading: str, drawn: Drawing, caption: str) -> str:
     return section(heading, figure(drawn, caption))
 
 
 def _pictures(outcome: Outcome, out: Path) -> list[str]:
-    """Figures made of each seed's model, within the page."""
+    """Return the figures made of each seed's model, for the page."""
     definition = outcome.definition
     parts = []
     for result in outcome.rows:
@@ -189,7 +265,7 @@ def _pictures(outcome: Outcome, out: Path) -> list[str]:
 
 
 def _made(outcome: Outcome) -> str:
-    """Links to the files that were made, beside the page."""
+    """Return links to the files that were made, beside the page."""
     links = [
         f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
         for result in outcome.rows
@@ -230,7 +306,7 @@ def _budget(outcome: Outcome) -> str:
 
 
 def _changed(result: RowResult, published: bool) -> str:
-    """What distinguishes a row's model from the scale's, or from its published preset."""
+    """Return in words how a row's model differs from the scale's, or from its published preset."""
     row = result.row
     if row.cache_over is not None:
         return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
@@ -264,7 +340,7 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict
 
 
 def quality_figure(outcome: Outcome) -> Drawing | None:
-    """Every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
+    """Draw every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
     rows = [row for row in outcome.rows if outcome.values[row.row.key].get("quality")]
     if not rows:
         return None
@@ -297,7 +373,7 @@ def quality_figure(outcome: Outcome) -> Drawing | None:
 
 
 def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:
-    """Quality against attention or context length, means over seeds, one line a row."""
+    """Draw quality against attention or context length, means over seeds, one line a row."""
     shown = [key for key in keys if outcome.curves.get(key)]
     if not shown:
         return None
@@ -310,7 +386,7 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
 
 
 def speed_figure(outcome: Outcome) -> Drawing | None:
-    """How much slower the vanilla Transformer is, measured and in the paper."""
+    """Draw how much slower the vanilla Transformer is, measured and in the paper."""
     measured = sorted(
         (next(iter(row.by_seed.values()))["attention_length"], statistics.fmean(outcome.values[row.row.key]["slower"]))
         for row in outcome.rows
@@ -338,7 +414,7 @@ def speed_figure(outcome: Outcome) -> Drawing | None:
 
 
 def gains_figure(gains: GroupGains, names: Sequence[str]) -> Drawing:
-    """Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
+    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
     shown = {name: gains.gains[name] for name in names if name in gains.gains}
     title = f"Relative perplexity gains, group {gains.group}"
     return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title).drawing()

@@ -1,4 +1,4 @@
-"""What a table would take, before anything is trained: models, parameters, steps, tokens."""
+"""Plan of a table, before anything is trained: models, parameters, steps, tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from txl.config import DataConfig
-from txl.data.corpora import known_vocabulary_size, open_corpus
+from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
@@ -17,7 +17,7 @@ from txl.reproduction.scales import Scale
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One row of a plan."""
+    """A row of a plan."""
 
     key: str
     name: str
@@ -28,22 +28,22 @@ class PlannedRow:
     parameters: int | None = None
     steps: int | None = None
     tokens: int | None = None
-    """Of one seed."""
+    """Tokens of one seed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
 def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
-    """Every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
+    """Return every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
     if definition.kind == "speed":
         return [
             PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
             for row in definition.rows
         ]
     published = scale.is_published and data.corpus == definition.corpus
-    size = None if published else _vocabulary_size(data, data_dir, quiet)
+    size = None if published else vocabulary_size(data, data_dir, quiet)
     return [_planned(definition, row, scale, data, size) for row in definition.rows]
 
 
@@ -71,15 +71,8 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
     )
 
 
-def _vocabulary_size(data: DataConfig, data_dir: str | None, quiet: bool) -> int:
-    known = known_vocabulary_size(data)
-    if known is not None:
-        return known
-    return len(open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet).vocabulary)
-
-
 def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
-    """The plan as a table in Markdown, with the sum below it."""
+    """Return the plan as a table in Markdown, with the sum below it."""
     lines = [
         "| row | model | preset | parameters | steps | tokens a seed | |",
         "|---|---|---|---:|---:|---:|---|",

@@ -1,4 +1,4 @@
-"""Figures 5 to 7 and the samples of Appendix E: what is made of one trained model, beside tables of measurements."""
+"""Make Figures 5 to 7 and the samples of Appendix E from a trained model."""
 
 from __future__ import annotations
 
@@ -42,15 +42,8 @@ def make_product(
         directory: of the run.
         checkpoint: name of the checkpoint.
         out: the folder for the files; made if it is missing.
-
-    Raises:
-        UserError: if the split is too short, or a file cannot be written.
     """
-    lengths = {
-        "mem_len": run.eval.mem_len,
-        "window": run.eval.window or "none",
-        "clamp_len": "none" if run.eval.clamp_len is None else run.eval.clamp_len,
-    }
+    lengths = run.eval.length_options()
     if product == "attention":
         record = analyse_attention(
             model,
@@ -84,11 +77,7 @@ def make_product(
 
 
 def least_tokens_of(product: Product, run: RunConfig, scale: Scale) -> dict[str, int]:
-    """Return by split how many tokens it must have for a product to be made.
-
-    Raises:
-        UserError: if the scale reads fewer.
-    """
+    """Return by split how many tokens it must have for a product to be made."""
     if product == "samples":
         plan = Plan()
         return {_SAMPLES_SPLIT: plan.context + plan.max_tokens + plan.count - 1}

@@ -1,4 +1,4 @@
-"""How large a reproduction is: model, budget, seeds, and how much is evaluated.
+"""Scales of a reproduction: model, budget, seeds, and how much is evaluated.
 
 All models of a table have the scale's budget: the same steps, lanes and segment, so the same tokens.
 """
@@ -20,14 +20,14 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Scale:
-    """One scale. Lengths count tokens."""
+    """Model, budget and evaluation of a reproduction. Lengths count tokens."""
 
     name: str
     about: str
     seeds: int
     """Runs of each model, if the command does not say otherwise."""
     judged: bool
-    """Whether claims are judged; a scale that only tests the machinery judges none."""
+    """True if claims are judged; a scale that only tests the machinery judges none."""
     corpora: dict[str, str]
     """The corpus that stands for each of the paper's; one that is not named stands for itself."""
     words: Callable[[], RunConfig] | None
@@ -41,7 +41,7 @@ class Scale:
     """Distance of two context lengths (Table 8, Figure 4), and the longest."""
     longest_context: int
     targets: int
-    """Of Table 8."""
+    """Targets of Table 8."""
     speed_lengths: float
     """Factor of the attention lengths of Table 9."""
     speed_steps: int = 5
@@ -53,11 +53,7 @@ class Scale:
     """Arithmetic of training, and of what Table 9 times, if it was asked for; None: float32, or the preset's."""
 
     def with_steps(self, steps: int | None) -> Scale:
-        """The scale with a budget of its own.
-
-        Raises:
-            UserError: at a scale of published presets, or for less than one step.
-        """
+        """Return the scale with another number of steps."""
         if steps is None:
             return self
         if self.is_published:
@@ -67,11 +63,7 @@ class Scale:
         return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
 
     def with_eval_tokens(self, tokens: int | None) -> Scale:
-        """The scale with so many tokens of each split evaluated; of Table 8, no more targets than that.
-
-        Raises:
-            UserError: for less than two tokens, of which one is predicted.
-        """
+        """Return the scale with so many tokens of each split evaluated, and at most as many targets of Table 8."""
         if tokens is None:
             return self
         if tokens < 2:
@@ -80,16 +72,16 @@ class Scale:
         return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
 
     def with_dtype(self, dtype: Dtype | None) -> Scale:
-        """The scale with another arithmetic: for speed, so that the published presets may have it too."""
+        """Return the scale with another arithmetic; it serves speed, so the published presets may have it too."""
         return self if dtype is None else replace(self, dtype=dtype, about=f"{self.about}; in {dtype}")
 
     @property
     def is_published(self) -> bool:
-        """Whether rows are the published presets."""
+        """True if rows are the published presets."""
         return self.words is None
 
     def base(self, unit: str) -> RunConfig:
-        """The configuration that rows vary, for corpora of words or of characters."""
+        """Return the configuration that rows vary, for corpora of words or of characters."""
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
         run = make()
@@ -98,7 +90,7 @@ class Scale:
         return run
 
     def to_dict(self) -> dict[str, Any]:
-        """What determines results, ready for JSON."""
+        """Return the fields that determine results, ready for JSON."""
         names = (
             "name", "attention_lengths", "eval_tokens", "context_step", "longest_context", "targets", "speed_lengths",
             "speed_steps",
@@ -108,13 +100,13 @@ class Scale:
         return values | {"attention_lengths": list(self.attention_lengths)}
 
     def data(self, corpus: str, unit: str) -> DataConfig:
-        """The data of a table: its corpus, or what stands for it at this scale."""
+        """Return the data of a table: its corpus, or what stands for it at this scale."""
         chosen = self.corpora.get(corpus, self.corpora.get("*", corpus))
         return named_data(chosen, unit, self.max_words)
 
 
 def _cut(train: TrainConfig, steps: int) -> None:
-    """Fewer steps, or more, of the same schedule; averaging begins in proportion.
+    """Set the number of steps; averaging begins in proportion.
 
     Intervals stay as they are while four of them fit: the splits that are evaluated do not become shorter. Nor does
     warm-up, while it is at most half of the steps: a post-norm model that is warmed up in a few dozen of them stays for
@@ -128,7 +120,7 @@ def _cut(train: TrainConfig, steps: int) -> None:
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
-    """A corpus in its own unit if it is a benchmark, else in words or bytes as the table asks."""
+    """Return a corpus in its own unit if it is a benchmark, else in words or bytes as the table asks."""
     if corpus in BENCHMARKS:
         return DataConfig(corpus=corpus, unit=BENCHMARKS[corpus].unit)  # pyright: ignore[reportArgumentType]
     if unit == "word":
@@ -164,7 +156,8 @@ def _small_words() -> RunConfig:
 
 
 def _small_characters() -> RunConfig:
-    run = small.characters("small-character", "enwik8", "byte")
+    run = small.enwik8_small()
+    run.name = "small-character"
     run.model, run.train.segment = replace(run.model, n_layer=4, mem_len=128), 128
     run.eval = EvalConfig(segment=128, mem_len=512, window=512)
     run.train.keep_checkpoints = 1
@@ -221,11 +214,7 @@ SCALES = {scale.name: scale for scale in (TINY, SMALL, PAPER)}
 
 
 def find_scale(name: str) -> Scale:
-    """The scale of a name.
-
-    Raises:
-        UserError: naming those that there are.
-    """
+    """Return the scale of a name."""
     if name not in SCALES:
         raise UserError(f"unknown scale {name!r}; expected one of {', '.join(SCALES)}")
     return SCALES[name]

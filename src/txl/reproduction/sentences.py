@@ -1,6 +1,6 @@
-"""A corpus without long-term dependency out of any: its sentences, one a line, in random order.
+"""Make a corpus without long-term dependency of another: its sentences, one a line, in random order.
 
-That is what One Billion Word is. Tables 4 and 7 are about it, and other corpora can stand for it in this form.
+One Billion Word is such a corpus. Tables 4 and 7 are about it; in this form others can stand for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
 
     Returns:
         The folder.
-
-    Raises:
-        UserError: if a split has no sentence, or the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "valid", "test"):
@@ -50,7 +47,7 @@ def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
 
 
 def _ends(corpus: Corpus, text: str) -> re.Pattern[str]:
-    """Where sentences end: in tokenised text an abbreviation's full stop is part of its word, and ends none."""
+    """Return the pattern of sentence ends; in tokenised text an abbreviation's full stop is part of its word."""
     if corpus.name in _SENTENCE_LINES:
         return _LINES
     return _TOKEN_ENDS if re.search(r"\s[.!?]\s", text) else _WORD_ENDS

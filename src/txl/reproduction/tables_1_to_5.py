@@ -1,4 +1,4 @@
-"""Tables 1 to 3: every row that the paper prints, those this project can train marked by their overrides.
+"""Tables 1 to 5: every row that the paper prints, those this project can train marked by their overrides.
 
 The paper's numbers are as printed, "-" where it gives none. Where a table holds a model at two sizes, the smaller one
 is the scale's size; of characters the larger is as much deeper and wider as in the paper, of words less.
@@ -6,57 +6,59 @@ is the scale's size; of characters the larger is as much deeper and wider as in 
 
 from __future__ import annotations
 
+from txl.presets.baselines import SMALL_AWD
 from txl.reproduction.claims import Claim, all_of, below, lower, no_worse
-from txl.reproduction.definition import Definition, Row, Shape
+from txl.reproduction.definition import Definition, Length, Row, Shape
 
 _WITHOUT_MEMORY = {"model.mem_len": "0"}
-VANILLA = _WITHOUT_MEMORY | {"model.encoding": "learned", "model.max_segment": "{segment}"}
+VANILLA = _WITHOUT_MEMORY | {"model.encoding": "learned", "model.max_segment": Length.SEGMENT}
 """Al-Rfou et al. (2018), all positions of a segment predicted, without their other auxiliary losses: the paper's own
 baseline (Table 6)."""
-AL_RFOU = VANILLA | {"model.layer_losses": "true", "model.n_target": "2"}
+_AL_RFOU = VANILLA | {"model.layer_losses": "true", "model.n_target": "2"}
 """The model they published: with losses of intermediate layers and of two targets, for the sake of depth."""
-SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment": "{longest}"}
+SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment": Length.LONGEST}
 """Vaswani et al. (2017)."""
-ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true", "model.init": "xavier", "model.tie_projections": "tails"}
+_ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true", "model.init": "xavier", "model.tie_projections": "tails"}
 """Baevski and Auli (2018); with a Transformer-XL's initial embeddings, words would be drowned by positions."""
 # Initial embeddings of the small recurrent presets, and two layers: with a Transformer's they would hardly train.
 _RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577", "model.n_layer": "2"}
 LSTM = _RECURRENT | {"model.kind": "lstm"}
 QRNN = _RECURRENT | {"model.kind": "qrnn", "model.kernel_sizes": "2,1"}
+_AWD_LSTM = LSTM | {f"model.{name}": str(rate) for name, rate in SMALL_AWD.items()} | {"model.locked_dropout": "true"}
 _AUXILIARY = "The vanilla Transformers are trained with the auxiliary losses of Al-Rfou et al., Transformer-XL without."
-LARGER = Shape(depth=1.0, width=1.5)
+_LARGER = Shape(depth=1.0, width=1.5)
 """The paper's large model of words has 18 layers for 16, and 2.5 times the width."""
-ADAPTIVE = {"model.init": "xavier", "model.tie_projections": "tails"}
+_ADAPTIVE = {"model.init": "xavier", "model.tie_projections": "tails"}
 """A Transformer-XL that begins as the adaptive-input Transformer does. As its authors' code begins, one of 1.5 times
 the small scale's width and depth did not come below the perplexity of word frequencies in 700 steps."""
 
 
 def width_of(key: str) -> tuple[str, str]:
-    """The width of the layers is chosen so that a recurrent model has as many parameters as another row's."""
+    """Choose the width of a recurrent model so that it has as many parameters as another row's."""
     return ("model.d_hidden", key)
 
 
-def published_row(name: str, parameters: str, figure: str, metric: str) -> Row:
-    """A result that is not reproduced."""
+def _published(name: str, parameters: str, figure: str, metric: str) -> Row:
+    """Return a result that is not reproduced."""
     key = "".join(each if each.isalnum() else "-" for each in name.lower().replace("(", "").replace(")", ""))
     return Row("-".join(filter(None, key.split("-"))), name, {"#Param": parameters, metric: figure})
 
 
 def _al_rfou(corpus: str, n_layer: int, parameters: str, bpc: str) -> Row:
-    """A model of Al-Rfou et al., as deep beside the scale's as theirs beside 12 layers."""
+    """Return a model of Al-Rfou et al., as deep beside the scale's as theirs beside 12 layers."""
     return Row(
         f"vanilla-{n_layer}L",
         f"Al-Rfou et al. (2018) - {n_layer}L Transformer",
         {"#Param": parameters, "bpc": bpc},
-        AL_RFOU,
+        _AL_RFOU,
         shape=Shape(depth=n_layer / 12),
         preset=f"{corpus}-vanilla-{n_layer}L",
         as_published=True,
     )
 
 
-def best(table: str, ours: str, others: tuple[str, ...], paper: str) -> Claim:
-    """The claim that every table of results makes."""
+def _best(table: str, ours: str, others: tuple[str, ...], paper: str) -> Claim:
+    """Return the claim that every table of results makes."""
     return Claim(
         table,
         "Transformer-XL has the lowest loss of the models of this table that were trained",
@@ -84,8 +86,8 @@ TABLE1 = Definition(
             preset="wt103-lstm",
             as_published=True,
         ),
-        published_row("Bai et al. (2018) - TCN", "-", "45.2", "PPL"),
-        published_row("Dauphin et al. (2016) - GCNN-8", "-", "44.9", "PPL"),
+        _published("Bai et al. (2018) - TCN", "-", "45.2", "PPL"),
+        _published("Dauphin et al. (2016) - GCNN-8", "-", "44.9", "PPL"),
         Row(
             "lstm-cache",
             "Grave et al. (2016b) - LSTM + Neural cache",
@@ -96,7 +98,7 @@ TABLE1 = Definition(
             as_published=True,
             cache_over="lstm",
         ),
-        published_row("Dauphin et al. (2016) - GCNN-14", "-", "37.2", "PPL"),
+        _published("Dauphin et al. (2016) - GCNN-14", "-", "37.2", "PPL"),
         Row(
             "qrnn",
             "Merity et al. (2018) - QRNN",
@@ -106,7 +108,7 @@ TABLE1 = Definition(
             preset="wt103-qrnn",
             as_published=True,
         ),
-        published_row("Rae et al. (2018) - Hebbian + Cache", "-", "29.9", "PPL"),
+        _published("Rae et al. (2018) - Hebbian + Cache", "-", "29.9", "PPL"),
         Row(
             "xl-standard",
             "Ours - Transformer-XL Standard",
@@ -118,8 +120,8 @@ TABLE1 = Definition(
             "adaptive-input",
             "Baevski and Auli (2018) - Adaptive Input ◊",
             {"#Param": "247M", "PPL": "20.5"},
-            ADAPTIVE_INPUT,
-            shape=LARGER,
+            _ADAPTIVE_INPUT,
+            shape=_LARGER,
             adaptive=True,
             preset="wt103-adaptive",
             as_published=True,
@@ -128,8 +130,8 @@ TABLE1 = Definition(
             "xl-large",
             "Ours - Transformer-XL Large",
             {"#Param": "257M", "PPL": "18.3"},
-            ADAPTIVE,
-            shape=LARGER,
+            _ADAPTIVE,
+            shape=_LARGER,
             adaptive=True,
             preset="wt103-large",
             as_published=True,
@@ -167,12 +169,12 @@ TABLE2 = Definition(
     kind="quality",
     columns=("#Param", "bpc"),
     rows=(
-        published_row("Ha et al. (2016) - LN HyperNetworks", "27M", "1.34", "bpc"),
-        published_row("Chung et al. (2016) - LN HM-LSTM", "35M", "1.32", "bpc"),
-        published_row("Zilly et al. (2016) - RHN", "46M", "1.27", "bpc"),
-        published_row("Mujika et al. (2017) - FS-LSTM-4", "47M", "1.25", "bpc"),
-        published_row("Krause et al. (2016) - Large mLSTM", "46M", "1.24", "bpc"),
-        published_row("Knol (2017) - cmix v13", "-", "1.23", "bpc"),
+        _published("Ha et al. (2016) - LN HyperNetworks", "27M", "1.34", "bpc"),
+        _published("Chung et al. (2016) - LN HM-LSTM", "35M", "1.32", "bpc"),
+        _published("Zilly et al. (2016) - RHN", "46M", "1.27", "bpc"),
+        _published("Mujika et al. (2017) - FS-LSTM-4", "47M", "1.25", "bpc"),
+        _published("Krause et al. (2016) - Large mLSTM", "46M", "1.24", "bpc"),
+        _published("Knol (2017) - cmix v13", "-", "1.23", "bpc"),
         _al_rfou("enwik8", 12, "44M", "1.11"),
         Row("xl-12L", "Ours - 12L Transformer-XL", {"#Param": "41M", "bpc": "1.06"}, {}, preset="enwik8-12L"),
         _al_rfou("enwik8", 64, "235M", "1.06"),
@@ -227,10 +229,10 @@ TABLE3 = Definition(
     kind="quality",
     columns=("#Param", "bpc"),
     rows=(
-        published_row("Cooijmans et al. (2016) - BN-LSTM", "-", "1.36", "bpc"),
-        published_row("Chung et al. (2016) - LN HM-LSTM", "35M", "1.29", "bpc"),
-        published_row("Zilly et al. (2016) - RHN", "45M", "1.27", "bpc"),
-        published_row("Krause et al. (2016) - Large mLSTM", "45M", "1.27", "bpc"),
+        _published("Cooijmans et al. (2016) - BN-LSTM", "-", "1.36", "bpc"),
+        _published("Chung et al. (2016) - LN HM-LSTM", "35M", "1.29", "bpc"),
+        _published("Zilly et al. (2016) - RHN", "45M", "1.27", "bpc"),
+        _published("Krause et al. (2016) - Large mLSTM", "45M", "1.27", "bpc"),
         _al_rfou("text8", 12, "44M", "1.18"),
         _al_rfou("text8", 64, "235M", "1.13"),
         Row(
@@ -242,8 +244,121 @@ TABLE3 = Definition(
             preset="text8-24L",
         ),
     ),
-    claims=(best("Table 3", "xl-24L", ("vanilla-12L", "vanilla-64L"), "1.08 against 1.13 and 1.18 bpc"),),
+    claims=(_best("Table 3", "xl-24L", ("vanilla-12L", "vanilla-64L"), "1.08 against 1.13 and 1.18 bpc"),),
     notes=(_AUXILIARY,),
 )
 
-TABLES = (TABLE1, TABLE2, TABLE3)
+TABLE4 = Definition(
+    name="table4",
+    title="Table 4: One Billion Word",
+    caption="Comparison with state-of-the-art results on One Billion Word. ◊ indicates contemporary work.",
+    corpus="lm1b",
+    metric="perplexity, test split",
+    unit="word",
+    kind="quality",
+    columns=("#Param", "PPL"),
+    separate_sentences=True,
+    rows=(
+        _published("Shazeer et al. (2014) - Sparse Non-Negative", "33B", "52.9", "PPL"),
+        _published("Chelba et al. (2013) - RNN-1024 + 9 Gram", "20B", "51.3", "PPL"),
+        _published("Kuchaiev and Ginsburg (2017) - G-LSTM-2", "-", "36.0", "PPL"),
+        _published("Dauphin et al. (2016) - GCNN-14 bottleneck", "-", "31.9", "PPL"),
+        Row(
+            "lstm",
+            "Jozefowicz et al. (2016) - LSTM",
+            {"#Param": "1.8B", "PPL": "30.6"},
+            LSTM | {"model.tie_projections": "tails"},
+            fit=width_of("xl-base"),
+            adaptive=True,  # with one width of embeddings they alone would have more parameters than that row
+        ),
+        _published("Jozefowicz et al. (2016) - LSTM + CNN Input", "1.04B", "30.0", "PPL"),
+        _published("Shazeer et al. (2017) - Low-Budget MoE", "~5B", "34.1", "PPL"),
+        _published("Shazeer et al. (2017) - High-Budget MoE", "~5B", "28.0", "PPL"),
+        _published("Shazeer et al. (2018) - Mesh Tensorflow", "4.9B", "24.0", "PPL"),
+        Row(
+            "adaptive-input",
+            "Baevski and Auli (2018) - Adaptive Input ◊",
+            {"#Param": "0.46B", "PPL": "24.1"},
+            _ADAPTIVE_INPUT,
+            adaptive=True,
+        ),
+        Row(
+            "adaptive-input-large",
+            "Baevski and Auli (2018) - Adaptive Input ◊",
+            {"#Param": "1.0B", "PPL": "23.7"},
+            _ADAPTIVE_INPUT,
+            shape=_LARGER,
+            adaptive=True,
+        ),
+        Row(
+            "xl-base",
+            "Ours - Transformer-XL Base",
+            {"#Param": "0.46B", "PPL": "23.5"},
+            _ADAPTIVE,
+            adaptive=True,
+            preset="lm1b-base",
+            as_published=True,
+        ),
+        Row(
+            "xl-large",
+            "Ours - Transformer-XL Large",
+            {"#Param": "0.8B", "PPL": "21.8"},
+            _ADAPTIVE,
+            shape=_LARGER,
+            adaptive=True,
+            preset="lm1b-large",
+            as_published=True,
+        ),
+    ),
+    claims=(
+        Claim(
+            "Table 4",
+            "without long-term dependency too, each Transformer-XL is better than the adaptive-input Transformer of "
+            "its size",
+            "23.5 against 24.1, 21.8 against 23.7 perplexity",
+            all_of(lower("xl-base", "adaptive-input"), lower("xl-large", "adaptive-input-large")),
+        ),
+    ),
+)
+
+TABLE5 = Definition(
+    name="table5",
+    title="Table 5: Penn Treebank",
+    caption="Comparison with state-of-the-art results on Penn Treebank. † indicates using two-step finetuning.",
+    corpus="ptb",
+    metric="perplexity, test split",
+    unit="word",
+    kind="quality",
+    columns=("#Param", "PPL"),
+    rows=(
+        _published("Inan et al. (2016) - Tied Variational LSTM", "24M", "73.2", "PPL"),
+        _published("Zilly et al. (2016) - Variational RHN", "23M", "65.4", "PPL"),
+        _published("Zoph and Le (2016) - NAS Cell", "25M", "64.0", "PPL"),
+        Row(
+            "awd-lstm",
+            "Merity et al. (2017) - AWD-LSTM",
+            {"#Param": "24M", "PPL": "58.8"},
+            _AWD_LSTM,
+            fit=width_of("xl"),
+            preset="ptb-awd-lstm",
+            as_published=True,
+        ),
+        _published("Pham et al. (2018) - Efficient NAS", "24M", "58.6", "PPL"),
+        _published("Liu et al. (2018) - Differentiable NAS", "23M", "56.1", "PPL"),
+        Row(
+            "awd-lstm-mos",
+            "Yang et al. (2017) - AWD-LSTM-MoS",
+            {"#Param": "22M", "PPL": "55.97"},
+            _AWD_LSTM | {"model.n_softmax": "3"},
+            fit=width_of("xl"),
+            preset="ptb-awd-lstm-mos",
+            as_published=True,
+        ),
+        _published("Melis et al. (2018) - Dropout tuning", "24M", "55.3", "PPL"),
+        Row("xl", "Ours - Transformer-XL", {"#Param": "24M", "PPL": "54.52"}, {}, preset="ptb"),
+        _published("Merity et al. (2017) - AWD-LSTM+Finetune †", "24M", "57.3", "PPL"),
+        _published("Yang et al. (2017) - MoS+Finetune †", "22M", "54.44", "PPL"),
+    ),
+    claims=(_best("Table 5", "xl", ("awd-lstm", "awd-lstm-mos"), "54.52 against 58.8 and 55.97 perplexity"),),
+)
+TABLES = (TABLE1, TABLE2, TABLE3, TABLE4, TABLE5)

@@ -8,22 +8,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from txl.benchmarking import TABLE_9
-from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10
-from txl.presets.ablation import Row as Ablation
+from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
-from txl.reproduction.definition import Definition, Row, Shape
+from txl.reproduction.definition import Definition, Length, Overrides, Row, Shape
 from txl.reproduction.tables_1_to_5 import LSTM, QRNN, SINUSOID, VANILLA, width_of
 
 _HALF = {"train.loss": "half"}
 _WITHOUT = {"model.mem_len": "0"}
-_SHAW = {"model.encoding": "shaw", "model.max_distance": "{reach}"}
-_ENCODINGS: dict[str, tuple[str, dict[str, str]]] = {
+_SHAW = {"model.encoding": "shaw", "model.max_distance": Length.REACH}
+_ENCODINGS: dict[str, tuple[str, Overrides]] = {
     "relative": ("Ours", {}),
     "shaw": ("Shaw et al. (2018)", _SHAW),
     "sinusoid": ("Vaswani et al. (2017)", SINUSOID),
     "learned": ("Al-Rfou et al. (2018)", VANILLA),
 }
-"""As the paper calls them, and what makes a Transformer-XL have them."""
+"""Names in the paper, and the overrides that give them to a Transformer-XL."""
 _COLUMNS = ("Recurrence", "Encoding", "Loss", "PPL init", "PPL best", "Attn Len")
 _STANDARD = Shape(depth=1.0, width=1.1)
 """The paper's standard model is wider than that of its ablations, 410 against some 380."""
@@ -33,18 +32,18 @@ _ATTENTION_CAPTION = (
 )
 
 
-def _overrides(ablation: Ablation) -> dict[str, str]:
+def _overrides(ablation: Ablation) -> Overrides:
     memory = {} if ablation.recurrence else _WITHOUT
-    return memory | _ENCODINGS[ablation.encoding][1] | (_HALF if ablation.loss == "half" else {})
+    return {**memory, **_ENCODINGS[ablation.encoding][1], **(_HALF if ablation.loss == "half" else {})}
 
 
 def _kept(ablation: Ablation) -> tuple[str, str]:
-    """Whether there is recurrence, and the encoding, as the paper prints them."""
+    """Return recurrence and encoding as the paper prints them."""
     return "✓" if ablation.recurrence else "✗", _ENCODINGS[ablation.encoding][0]
 
 
 def _ablation(key: str, name: str, ablation: Ablation) -> Row:
-    """A row of Table 6; at the scale "paper" it is the preset of that ablation."""
+    """Return a row of Table 6; at the scale "paper" it is the preset of that ablation."""
     figures = (f"{ablation.initial:.2f}", f"{ablation.best:.2f}", str(ablation.attention_length))
     printed = (*_kept(ablation), ablation.loss.capitalize(), *figures)
     return Row(
@@ -57,18 +56,8 @@ def _ablation(key: str, name: str, ablation: Ablation) -> Row:
     )
 
 
-_KEYS = {
-    "xl": "Transformer-XL (128M)",
-    "xl-shaw": "-",
-    "xl-half": "-",
-    "no-recurrence": "-",
-    "no-recurrence-half": "-",
-    "shaw": "-",
-    "shaw-half": "-",
-    "vaswani-half": "-",
-    "al-rfou-half": "Transformer (128M) †",
-}
-"""Names of Table 6's rows, in the order of `txl.presets.ablation.TABLE_6`."""
+_NAMES = {"xl": "Transformer-XL (128M)", "al-rfou-half": "Transformer (128M) †"}
+"""Names of Table 6's rows that have one."""
 
 TABLE6 = Definition(
     name="table6",
@@ -80,7 +69,7 @@ TABLE6 = Definition(
     kind="attention",
     columns=_COLUMNS,
     rows=(
-        *(_ablation(key, name, ablation) for (key, name), ablation in zip(_KEYS.items(), TABLE_6, strict=True)),
+        *(_ablation(key, _NAMES.get(key, "-"), ablation) for key, ablation in TABLE_6.items()),
         Row(
             "xl-standard",
             "Transformer-XL (151M)",
@@ -128,6 +117,20 @@ TABLE6 = Definition(
     ),
 )
 
+
+def _lm1b(key: str, name: str) -> Row:
+    """Return a row of Table 7."""
+    ablation = TABLE_7[key]
+    return Row(
+        key,
+        name,
+        {"PPL": f"{ablation.best:.1f}"},
+        _overrides(ablation),
+        preset=f"lm1b-ablation{ablation.suffix}",
+        as_published=True,
+    )
+
+
 TABLE7 = Definition(
     name="table7",
     title="Table 7: ablation study on One Billion Word",
@@ -139,25 +142,9 @@ TABLE7 = Definition(
     columns=("PPL",),
     separate_sentences=True,
     rows=(
-        *(
-            Row(
-                key,
-                name,
-                {"PPL": f"{ablation.best:.1f}"},
-                _overrides(ablation),
-                preset=f"lm1b-ablation{ablation.suffix}",
-                as_published=True,
-            )
-            for (key, name), ablation in zip(
-                {
-                    "xl": "Ours",
-                    "xl-shaw": "With Shaw et al. (2018) encodings",
-                    "no-recurrence": "Without recurrence",
-                }.items(),
-                TABLE_7,
-                strict=True,
-            )
-        ),
+        _lm1b("xl", "Ours"),
+        _lm1b("xl-shaw", "With Shaw et al. (2018) encodings"),
+        _lm1b("no-recurrence", "Without recurrence"),
     ),
     claims=(
         Claim(
@@ -179,9 +166,7 @@ _RECL: tuple[str, ...] = ("r = 0.1", "r = 0.5", "r = 1.0")
 _FIRST, _SECOND = "151M", "128M"
 
 
-def _context(
-    key: str, name: str, paper: str, overrides: dict[str, str], group: str, preset: str, **more: object
-) -> Row:
+def _context(key: str, name: str, paper: str, overrides: Overrides, group: str, preset: str, **more: object) -> Row:
     figures = dict(zip(_RECL, paper.split(), strict=True))
     return Row(
         key,
@@ -290,7 +275,7 @@ _MEMORY_COLUMNS = ("Backprop Len", "Recurrence", "Encoding", "Loss", "pplx best"
 
 
 def _budget(key: str, ablation: Ablation, longer: bool = False) -> Row:
-    """A row of Table 10; one that may be longer is the preset of its ablation before its segment is found."""
+    """Return a row of Table 10; one with `longer` is the preset of its ablation before its segment is found."""
     figures = (f"{ablation.best:.2f}", f"{ablation.initial:.2f}", str(ablation.attention_length))
     loss = {"full": "Full", "half": "Partial"}[ablation.loss]
     printed = (str(ablation.segment or 128), *_kept(ablation), loss, *figures)
@@ -315,10 +300,9 @@ TABLE10 = Definition(
     kind="attention",
     columns=_MEMORY_COLUMNS,
     rows=(
-        _budget("xl", TABLE_6[0]),
-        _budget("xl-half", TABLE_6[2]),
-        _budget("no-recurrence", TABLE_10[0], longer=True),
-        _budget("no-recurrence-half", TABLE_10[1], longer=True),
+        _budget("xl", TABLE_6["xl"]),
+        _budget("xl-half", TABLE_6["xl-half"]),
+        *(_budget(key, ablation, longer=True) for key, ablation in TABLE_10.items()),
     ),
     claims=(
         Claim(

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that training needs to
 go on (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder `training_state` of
-shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and what the
-weights belong to. Nothing in it needs pickle.
+shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and the
+configuration, vocabulary and run that the weights belong to. Nothing in it needs pickle.
 
 The libraries that write and read tensors notice a truncated file, but none notices a flipped bit: hence the manifest.
 """
@@ -18,12 +18,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import file_sha256, follow_umask, is_full, sync
+from txl.files import JsonObject, file_sha256, follow_umask, is_full, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -34,8 +34,6 @@ STATE_SHARDS = "training_state"
 STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
-_READABLE = (1, 2)
-"""1 had each part of the lanes' memory apart; its weights are the same."""
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
 """Bytes compared at a time."""
@@ -44,13 +42,13 @@ _OTHERWISE = "use another checkpoint or restore it from a copy"
 
 @dataclass
 class Contents:
-    """What a checkpoint holds."""
+    """Weights, training state and identity that a checkpoint holds."""
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
-    belongs: dict[str, Any] = field(default_factory=dict)
-    """What the weights mean something with: `belongs_to`."""
+    numbers: JsonObject
+    belongs: JsonObject = field(default_factory=dict)
+    """Configuration and vocabulary hash that the weights belong to (`belongs_to`)."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
     give_up: Callable[[], None] | None = None
@@ -58,26 +56,23 @@ class Contents:
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory's name."""
+    """Return the name of a checkpoint's directory."""
     return f"step-{step:08d}"
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """The checkpoints in a folder, damaged ones too, oldest first."""
+    """Return the checkpoints in a folder, damaged ones too, oldest first."""
     found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
-    return sorted((name for name in found if (folder / name).is_dir()), key=_step_of)
+    return sorted((name for name in found if (folder / name).is_dir()), key=checkpoint_step)
 
 
-def _step_of(name: str) -> int:
+def checkpoint_step(name: str) -> int:
+    """Return the training step of a checkpoint's directory, step-NNNNNNNN."""
     return int(name.removeprefix("step-"))
 
 
-def belongs_to(model: dict[str, Any], vocabulary: Path, run_id: str | None = None) -> dict[str, Any]:
-    """What a checkpoint belongs to: the model's configuration, the hash of the vocabulary's file, and the run.
-
-    Raises:
-        UserError: if the vocabulary cannot be read.
-    """
+def belongs_to(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
+    """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
     try:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
     except OSError as error:
@@ -179,7 +174,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, after comparing it with the manifest.
+    """Read the tensors of one file of a checkpoint, after comparing it with the manifest.
 
     Raises:
         UserError: if something is missing, truncated or altered, or weights are not finite.
@@ -201,22 +196,14 @@ def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The numbers of a checkpoint's training state, after comparing the file with the manifest.
-
-    Raises:
-        UserError: if something is missing, truncated or altered.
-    """
+def read_state(checkpoint: Path) -> JsonObject:
+    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest."""
     verify_file(checkpoint, STATE_FILE)
     return _json_object(checkpoint / STATE_FILE)
 
 
-def verify_belongs(checkpoint: Path, model: dict[str, Any], vocabulary: Path) -> None:
-    """Compare what the weights belong to with what is there now.
-
-    Raises:
-        UserError: naming what has changed since the checkpoint was written.
-    """
+def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
+    """Compare what the weights belong to with what is there now."""
     manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
     if known is not None and known != now["vocabulary_sha256"]:
@@ -247,53 +234,39 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     manifest = read_manifest(checkpoint)
     if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
         raise UserError(f"{checkpoint}: a checkpoint of another run; it was brought here from elsewhere")
-    if manifest["format"] != _FORMAT:
-        raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest['format']}, which can be evaluated but not gone on from; "
-            f"start from its weights with --init-from"
-        )
     for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
         verify_file(checkpoint, name)
     read_state(checkpoint)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's manifest.
-
-    Raises:
-        UserError: if it is missing, damaged, of another version or of another checkpoint.
-    """
+def read_manifest(checkpoint: Path) -> JsonObject:
+    """Read a checkpoint's manifest."""
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
     manifest = _json_object(path)
-    if manifest.get("format") not in _READABLE:
+    if manifest.get("format") != _FORMAT:
         raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format "
-            f"{' and '.join(map(str, _READABLE))}"
+            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format {_FORMAT}"
         )
     for name, kind in (("step", int), ("files", dict)):
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
-    if manifest["format"] > 1 and manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest):
         raise UserError(f"{path}: altered: it does not have the sha256 that it says; {_OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
         raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")
     return manifest
 
 
-def _own_sha256(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest without this line of it."""
+def _own_sha256(manifest: JsonObject) -> str:
+    """Return the sha256 of a manifest without this line of it."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
-    """Compare a file with the manifest.
-
-    Raises:
-        UserError: saying how they differ.
-    """
+    """Compare a file with the manifest."""
     files = read_manifest(checkpoint)["files"]
     path = checkpoint / name
     try:
@@ -313,7 +286,7 @@ def verify_file(checkpoint: Path, name: str) -> None:
         raise UserError(f"{path}: cannot be read ({reason}); {_OTHERWISE}") from None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -324,11 +297,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it.
-
-    Raises:
-        UserError: if it cannot be renamed.
-    """
+    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it."""
     number = 0
     while (target := checkpoint.with_name(f"refused-{checkpoint.name}{f'-{number}' if number else ''}")).exists():
         number += 1
@@ -345,7 +314,7 @@ def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
 
 
 def _deleted(checkpoint: Path) -> bool:
-    """Delete a checkpoint; whether that went well."""
+    """Delete a checkpoint and return whether that succeeded."""
     # Under another name first: what is left of a deletion that was cut off must not look like a damaged checkpoint.
     doomed = checkpoint.with_name(f".{checkpoint.name}.deleted{_PARTIAL}")
     try:
@@ -359,5 +328,5 @@ def _deleted(checkpoint: Path) -> bool:
 def remove_later(folder: Path, step: int) -> None:
     """Delete the checkpoints of later steps."""
     for name in checkpoint_names(folder):
-        if _step_of(name) > step:
+        if checkpoint_step(name) > step:
             _deleted(folder / name)

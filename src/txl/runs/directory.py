@@ -25,8 +25,9 @@ from portalocker import LockFlags
 from txl.config import RunConfig
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import write_whole
+from txl.files import JsonObject, read_json, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
+from txl.runs.events import EventName, StartEvent, fields_of, select
 
 if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
     import torch
@@ -54,51 +55,36 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def config(self) -> RunConfig:
-        """The run's configuration.
-
-        Raises:
-            UserError: if it is missing or damaged.
-        """
+        """Read the run's configuration."""
         try:
-            return RunConfig.from_dict(_of_today(json.loads(self.config_path.read_text(encoding="utf-8"))))
+            stored = read_json(self.config_path)
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
         except OSError as error:
             raise UserError(f"{self.config_path}: {error.strerror}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{self.config_path}: not JSON ({error})") from None
+        try:
+            return RunConfig.from_dict(of_today(stored))
         except UserError as error:
             raise UserError(f"{self.config_path}: {error}") from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.json.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Write config.json."""
         write_whole(self.config_path, json.dumps(config.to_dict(), indent=1) + "\n")
 
     def write_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Write vocabulary.json.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Write vocabulary.json."""
         write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
-        """The run's vocabulary; None for an imported model that came without one."""
+        """Read the run's vocabulary; None for an imported model that came without one."""
         from txl.data.vocabulary import Vocabulary
 
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
-    def append(self, event: str, step: int, **fields: Any) -> None:
-        """Add an event to the log, as one line.
-
-        Raises:
-            UserError: if the log cannot be written.
-        """
+    def append(self, event: EventName, step: int, **fields: Any) -> None:
+        """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
+        assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
         path = self.path / "log.jsonl"
         try:
@@ -113,20 +99,12 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
-    def events(self) -> list[dict[str, Any]]:
-        """All events of the log in order; lines that a crash has torn are left out.
-
-        Raises:
-            UserError: if the log cannot be read.
-        """
+    def events(self) -> list[JsonObject]:
+        """Read all events of the log in order; lines that a crash has torn are left out."""
         return self.events_and_torn()[0]
 
-    def events_and_torn(self) -> tuple[list[dict[str, Any]], int]:
-        """All events of the log in order, and how many lines are torn.
-
-        Raises:
-            UserError: if the log cannot be read.
-        """
+    def events_and_torn(self) -> tuple[list[JsonObject], int]:
+        """Read all events of the log in order, and count the torn lines."""
         path = self.path / "log.jsonl"
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -148,22 +126,22 @@ class RunDirectory:
         return found, torn
 
     def run_id(self) -> str | None:
-        """What tells this run from all others; None if its log does not say."""
-        for event in self.events():
-            if event["event"] == "start" and isinstance(event.get("run"), str):
-                return event["run"]
-        return None
+        """Return the identity that tells this run from all others; None if its log does not say."""
+        runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
+        return next((run for run in runs if isinstance(run, str)), None)
 
-    def started(self) -> dict[str, Any]:
-        """The event with which training began; empty for an imported model."""
-        return next((event for event in reversed(self.events()) if event["event"] == "start"), {})
+    def started(self) -> StartEvent | None:
+        """Return the newest event with which training began; None for an imported model."""
+        starts = select(self.events(), StartEvent, EventName.START)
+        return starts[-1] if starts else None
 
-    def trained_on(self) -> dict[str, Any]:
-        """What the log says of the training text (`Corpus.info`); empty for an imported model."""
-        return self.started().get("corpus", {})
+    def trained_on(self) -> JsonObject:
+        """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
+        started = self.started()
+        return {} if started is None else started.get("corpus", {})
 
     def pointer(self, name: str) -> Path | None:
-        """The checkpoint that `best` or `latest` names, if there is one."""
+        """Return the checkpoint that `best` or `latest` names, if there is one."""
         try:
             target = (self.path / name).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -173,26 +151,19 @@ class RunDirectory:
         return self.checkpoints / target
 
     def set_pointer(self, name: str, checkpoint: str) -> None:
-        """Let `best` or `latest` name a checkpoint.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
+        """Let `best` or `latest` name a checkpoint."""
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
-        """The newest checkpoint there is, named by `latest` or not: a crash may have come before that."""
+        """Return the newest checkpoint, named by `latest` or not: a crash may have come before that."""
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
     def checkpoint(self, which: str | None = None) -> Path:
-        """The directory of a checkpoint.
+        """Return the directory of a checkpoint.
 
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
-
-        Raises:
-            UserError: if there is none, naming those that there are.
         """
         if which is None:
             found = self.pointer("best" if (self.path / "best").exists() else "latest")
@@ -208,7 +179,7 @@ class RunDirectory:
         return found
 
     def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[FamilyModel, Vocabulary | None]:
-        """The model of a checkpoint, in evaluation mode, and the run's vocabulary.
+        """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
@@ -236,7 +207,7 @@ class RunDirectory:
         return model.to(device).eval(), vocabulary
 
     def is_locked(self) -> bool:
-        """Whether somebody trains here now, on this machine."""
+        """Return whether somebody trains here now, on this machine."""
         try:
             with open(self.path / ".lock") as file:
                 portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
@@ -248,11 +219,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains in this directory meanwhile.
-
-        Raises:
-            UserError: if somebody does, or the directory cannot be written.
-        """
+        """Keep others from training in this directory within the block."""
         path = self.path / ".lock"
         try:
             file = open(path, "w")  # noqa: SIM115 (closed below)
@@ -265,11 +232,7 @@ class RunDirectory:
             yield
 
     def _lock(self, descriptor: int, note: str | None) -> None:
-        """Lock an open file until it is closed; where the file system has no such locks, say `note`.
-
-        Raises:
-            UserError: if somebody else has locked it.
-        """
+        """Lock an open file until it is closed; where the file system has no such locks, say `note`."""
         for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
             try:
                 portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
@@ -285,7 +248,7 @@ class RunDirectory:
 
 @contextmanager
 def _opened_directory(path: Path) -> Iterator[int | None]:
-    """A descriptor of a directory; None where a system opens files alone (Windows)."""
+    """Open a directory and give its descriptor; None where a system opens files alone (Windows)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -297,8 +260,8 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _of_today(config: Any) -> Any:
-    """A configuration from before `data.word_rule` and `data.normalise`, with those that its text was read with."""
+def of_today(config: Any) -> Any:
+    """Return a stored configuration; one without `data.word_rule` and `data.normalise` gets those it was made with."""
     data = config.get("data") if isinstance(config, dict) else None
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config
@@ -316,7 +279,7 @@ def _of_today(config: Any) -> Any:
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> tuple[FamilyModel, Vocabulary | None]:
-    """The model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
+    """Load the model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
 
     Args:
         path: a run directory.
@@ -332,11 +295,7 @@ def load(
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], source: str, assign: bool = False) -> None:
-    """Copy weights into a model, or let it take them over (`assign`).
-
-    Raises:
-        UserError: naming the first tensor that is missing, too many, or of another shape.
-    """
+    """Copy weights into a model, or let it take them over (`assign`)."""
     wanted = model.state_dict()
     for name, tensor in wanted.items():
         if name not in tensors:

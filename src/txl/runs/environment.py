@@ -1,20 +1,20 @@
-"""What a run happened on: hardware and software, for its record."""
+"""Hardware and software that a run happened on, for its record."""
 
 from __future__ import annotations
 
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import txl
+from txl.files import JsonObject
 
 
-def describe_hardware(device: str) -> dict[str, Any]:
-    """Processor, cores, memory and the device that computes."""
-    described: dict[str, Any] = {
+def describe_hardware(device: str) -> JsonObject:
+    """Describe processor, cores, memory and the device that computes."""
+    described: JsonObject = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -27,7 +27,7 @@ def describe_hardware(device: str) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, str]:
-    """Versions."""
+    """Return the versions of Python, PyTorch, this package and the system."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,14 +43,28 @@ def _memory_bytes() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def multiplies_bfloat16(device: str) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 by instructions of their own, faster than float32."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_fields().get("flags", "").split())
+
+
 def _cpu_name() -> str:
-    """The processor's name, with its widest vector instructions where Linux tells them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
+    """Return the processor's name, with its widest vector instructions where Linux tells them."""
+    named = _cpu_fields()
+    if not named:
         return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    named = {key.strip(): value.strip() for key, value in fields.items()}
     flags = set(named.get("flags", "").split())
     widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return " ".join([named.get("model name", platform.machine()), *widest])
+
+
+def _cpu_fields() -> dict[str, str]:
+    """Return what Linux says of a processor; nothing on another system."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in fields.items()}

@@ -1,24 +1,29 @@
-"""How a run fares, out of its log and its checkpoints; nothing is changed by looking."""
+"""The status of a run, from its log and its checkpoints; nothing is changed by looking."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import checkpoint_names, verify_checkpoint
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName, TrainEvent, ValidEvent, select
 from txl.units import duration, metric
 
 _LOOKS = 5
 """Times that the checkpoints of a run are listed again, if one was deleted while it was read."""
+_TELL_STATE = {EventName.START, EventName.RESUME, EventName.TRAIN, EventName.STOP, EventName.END, EventName.IMPORT}
+_TELL_STEP = (_TELL_STATE - {EventName.IMPORT}) | {EventName.CHECKPOINT, EventName.VALID, EventName.SKIPPED}
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What `txl status` tells."""
+    """State, progress and troubles of a run, as `txl status` prints them."""
 
     directory: str
     state: str
@@ -43,12 +48,12 @@ class RunStatus:
     """Lines of the log that cannot be read; one at its end is what a crash leaves."""
     unit: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+    def to_dict(self) -> JsonObject:
+        """Return everything, ready for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the lines that a person reads."""
         share = f"{self.step:,} of {self.steps:,} ({100 * self.step / self.steps:.1f}%)"
         lines = [f"{self.directory}: {self.state}", f"step             {share}"]
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
@@ -75,57 +80,55 @@ class RunStatus:
 
 
 def run_status(path: Path) -> RunStatus:
-    """The status of a run directory.
-
-    Raises:
-        UserError: if it is none.
-    """
+    """Read the status of a run directory."""
     directory = RunDirectory(path)
     steps = directory.config().train.steps
     events, torn = directory.events_and_torn()
     good, refused = _good_checkpoint(directory)
     best = directory.pointer("best")
-    last = {name: next((each for each in reversed(events) if each["event"] == name), {}) for name in ("train", "valid")}
+    train = (select(events, TrainEvent) or [{}])[-1]
+    valid = (select(events, ValidEvent) or [{}])[-1]
     return RunStatus(
         directory=str(path),
         state=_state(directory, events),
         step=_step(events),
         steps=steps,
-        loss=_number(last["train"], "loss"),
-        valid_nll=_number(last["valid"], "nll"),
-        tokens_per_second=_number(last["train"], "tokens_per_second"),
+        loss=_number(train, "loss"),
+        valid_nll=_number(valid, "nll"),
+        tokens_per_second=_number(train, "tokens_per_second"),
         seconds_since_last_event=max(0.0, time.time() - (_number(events[-1], "time") or 0)) if events else None,
         last_good_checkpoint=good,
         best_checkpoint=best.name if best is not None and best.is_dir() else None,
         refused=tuple(refused),
-        restarts=_count(events, "resume") + max(0, _count(events, "start") - 1),
-        skipped=_count(events, "skipped"),
-        spikes=_count(events, "spike"),
-        rollbacks=_count(events, "rollback"),
-        failed_saves=_count(events, "save failed"),
+        restarts=_count(events, EventName.RESUME) + max(0, _count(events, EventName.START) - 1),
+        skipped=_count(events, EventName.SKIPPED),
+        spikes=_count(events, EventName.SPIKE),
+        rollbacks=_count(events, EventName.ROLLBACK),
+        failed_saves=_count(events, EventName.SAVE_FAILED),
         torn_lines=torn,
         unit=_unit(events),
     )
 
 
-def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> str:
+def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
     if directory.is_locked():
         return "training"
-    of_training = [each for each in events if each["event"] in ("start", "resume", "stop", "end", "train", "import")]
+    of_training = [each for each in events if each["event"] in _TELL_STATE]
     if not of_training:
         return "not started"
     last = of_training[-1]
-    if last["event"] == "end":
+    if last["event"] == EventName.END:
         return f"finished, but of no use: {last['diverged']}" if last.get("diverged") else "finished"
-    if last["event"] == "import":
+    if last["event"] == EventName.IMPORT:
         return "imported"
-    if last["event"] == "stop":
+    if last["event"] == EventName.STOP:
         return f"stopped ({last.get('reason')}); the same command goes on"
     return "ended without saying so (killed?); the same command goes on"
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
-    """The newest good checkpoint, and why newer ones are none. A run that trains may delete what is being looked at."""
+    """Return the newest intact checkpoint, and why newer ones cannot be used. A run that trains may delete one that is
+    being looked at."""
     refused: list[str] = []
     for _ in range(_LOOKS):
         refused, gone = [], False
@@ -144,22 +147,21 @@ def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
     return None, refused
 
 
-def _step(events: list[dict[str, Any]]) -> int:
-    """The step the run is at: that of the last event which training has written."""
-    of_training = ("train", "checkpoint", "valid", "resume", "stop", "end", "skipped", "start")
-    return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in of_training), 0)
+def _step(events: list[JsonObject]) -> int:
+    """Return the step the run is at: that of the last event which training has written."""
+    return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in _TELL_STEP), 0)
 
 
-def _count(events: list[dict[str, Any]], name: str) -> int:
+def _count(events: list[JsonObject], name: EventName) -> int:
     return sum(each["event"] == name for each in events)
 
 
-def _number(event: dict[str, Any], name: str) -> float | None:
+def _number(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _unit(events: list[dict[str, Any]]) -> str | None:
+def _unit(events: list[JsonObject]) -> str | None:
     for event in events:
         corpus = event.get("corpus")
         if isinstance(corpus, dict) and isinstance(corpus.get("unit"), str):

@@ -1,4 +1,4 @@
-"""The most memory that training holds, measured, and the longest segment that fits into it (Table 10).
+"""Peak memory of training, measured, and the longest segment that fits into a budget (Table 10).
 
 Table 10 compares models not at one backpropagation length but at one budget of memory: without recurrence a segment may
 be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on made-up tokens behind a
@@ -11,9 +11,8 @@ Shapes: B lanes, T tokens of a segment, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from txl.config import RunConfig, validate
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.step import training_step
@@ -38,7 +38,13 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
@@ -60,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
-    """The most bytes of tensors that training a configuration holds at once, weights and optimiser included.
+    """Return the most bytes of tensors that training holds at once, weights and optimiser included.
 
     The caller's random numbers stay as they were.
 
@@ -68,9 +74,6 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
         run: the configuration; its corpus is not read.
         vocab_size: tokens of the vocabulary.
         device: where.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
     validate(run)
     devices = [device] if device.startswith("cuda") else []
@@ -106,7 +109,7 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
 
 
 def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
-    """Token ids in the proportions of Zipf's law, in random order: int64 [B,T].
+    """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
 
     How much an adaptive softmax takes depends on how many targets its clusters have. Proportions, not draws, so that
     it grows evenly with the length. Ids are ranks; half of all tokens are among the sqrt(V) most frequent ones.
@@ -122,18 +125,18 @@ class Fit:
 
     segment: int
     peak_bytes: int
-    """Of that segment."""
+    """Peak bytes of that segment."""
     budget_bytes: int
     measured: dict[int, int]
     """Peak bytes of every segment that was tried."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+    def to_dict(self) -> JsonObject:
+        """Return everything, ready for JSON."""
         return asdict(self)
 
 
 def with_segment(run: RunConfig, segment: int) -> RunConfig:
-    """A copy with another backpropagation length, and no more positions than that where they are learned."""
+    """Return a copy with another backpropagation length, and no more positions than that where they are learned."""
     changed = RunConfig.from_dict(run.to_dict())
     changed.train.segment = segment
     changed.model = changed.model.for_segment(segment, changed.train.random_segments)
@@ -150,7 +153,7 @@ def longest_segment(
     at_most: int = 1 << 14,
     on_measured: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """The longest backpropagation length whose training peaks at no more than a budget.
+    """Return the longest backpropagation length whose training peaks at no more than a budget.
 
     Lengths are doubled, then halved in between, which takes the peak to grow with the length.
 

@@ -1,10 +1,11 @@
-"""What a person sees while a model trains: a live panel on a terminal, plain lines elsewhere; all on standard error."""
+"""Display of a run on standard error: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +18,7 @@ from txl.units import duration, metric
 
 @dataclass
 class Reading:
-    """The figures of one moment."""
+    """The figures of one moment of a run."""
 
     step: int
     loss: float
@@ -25,6 +26,51 @@ class Reading:
     learning_rate: float
     grad_norm: float
     seconds_left: float
+    tokens: int
+    """Targets trained on since the run began."""
+    tokens_read: int
+    """Tokens of all segments since then."""
+    elapsed: float
+    """Seconds since then."""
+
+
+class Pace:
+    """Takes the time of steps; what lies between them (evaluating, saving) counts for the time left alone.
+
+    Args:
+        tokens_read: of the run so far.
+    """
+
+    def __init__(self, tokens_read: int):
+        self._began = self._ticked = self._step_began = time.perf_counter()
+        self._steps = 0
+        self.new_line(tokens_read)
+
+    def tick(self) -> float:
+        """Return the seconds since the last call."""
+        before, self._ticked = self._ticked, time.perf_counter()
+        return self._ticked - before
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._step_began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Note that the step is done."""
+        self._line_seconds += time.perf_counter() - self._step_began
+        self._steps += 1
+
+    def new_line(self, tokens_read: int) -> None:
+        """Begin a new measurement of the speed: a line of the log is written."""
+        self._line_seconds, self._line_tokens = 0.0, tokens_read
+
+    def tokens_per_second(self, tokens_read: int) -> float:
+        """Return the speed in the steps since the last line; 0 where the run went back behind it."""
+        return max(0, tokens_read - self._line_tokens) / self._line_seconds
+
+    def seconds_left(self, steps: int) -> float:
+        """Estimate the time that so many more steps take, with all that lies between them."""
+        return steps * (time.perf_counter() - self._began) / self._steps
 
 
 class Display:
@@ -54,7 +100,7 @@ class Display:
             self._live.stop()
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self.quiet:
             return
         if self._live:
@@ -63,13 +109,13 @@ class Display:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, reading: Reading) -> None:
-        """The reading of every step; only a live panel has a place for it."""
+        """Show the reading of a step; only a live panel has a place for it."""
         self._reading = reading
         if self._live:
             self._live.update(self._panel(reading))
 
     def line(self, reading: Reading) -> None:
-        """A reading that is also in the log: a line where there is no live panel."""
+        """Print a reading that is also in the log, where there is no live panel."""
         if self._live or self.quiet:
             return
         name, value = metric(self._unit, reading.loss)
@@ -79,12 +125,12 @@ class Display:
             f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}"
         )
 
-    def valid(self, step: int, result: dict[str, Any], is_best: bool) -> None:
-        """A new evaluation on the validation split."""
-        name, value = metric(self._unit, result["nll"])
+    def valid(self, step: int, nll: float, tokens: int, is_best: bool) -> None:
+        """Report an evaluation on the validation split."""
+        name, value = metric(self._unit, nll)
         self._valid = f"{name} {value} at step {step}"
         best = ", the best so far" if is_best else ""
-        self.message(f"validation at step {step}: {name} {value} on {result['tokens']:,} tokens{best}")
+        self.message(f"validation at step {step}: {name} {value} on {tokens:,} tokens{best}")
         if self._reading is not None:
             self.show(self._reading)
 

@@ -1,4 +1,4 @@
-"""What a configuration costs before it is run: parameters by part, tokens a step, memory.
+"""Costs of a configuration, estimated before it is run: parameters by part, tokens a step, memory.
 
 Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
 `train.dtype float64` doubles.
@@ -7,16 +7,17 @@ Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softma
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from txl.config import RunConfig, TrainConfig
 from txl.data.catalogue import BENCHMARKS
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.costs import dropout_copies
 from txl.models.cross_entropy import MAX_LOGITS
+from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 
 _LARGE_VOCABULARY = 16_384
@@ -25,26 +26,26 @@ _LARGE_VOCABULARY = 16_384
 
 @dataclass(frozen=True)
 class Costs:
-    """What training would take."""
+    """Parameters, tokens a step and bytes of memory that training takes."""
 
     parameters: dict[str, int]
     tokens_per_step: int
     targets_per_step: int
-    """Of these tokens' targets, those that have a loss."""
+    """Targets of these tokens that have a loss."""
     memory_bytes: dict[str, int]
 
     @property
     def total_parameters(self) -> int:
-        """Of all parts."""
+        """Parameters of all parts."""
         return sum(self.parameters.values())
 
     @property
     def total_bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(self.memory_bytes.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+    def to_dict(self) -> JsonObject:
+        """Return everything, ready for JSON."""
         return asdict(self) | {"total_parameters": self.total_parameters, "total_bytes": self.total_bytes}
 
 
@@ -74,12 +75,12 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 
 
 def estimate(run: RunConfig, vocab_size: int) -> Costs:
-    """Parameters, tokens a step, and bytes of all tensors that live at once while training.
+    """Estimate parameters, tokens a step, and bytes of all tensors that live at once while training.
 
     With P parameters:
 
-    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments), f*P
-      (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
+    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments; Muon has
+      one for each of its matrices), f*P (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
     - memory or state, activations and scratch of the layers: the model's `layer_costs`,
     - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
@@ -101,7 +102,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     memory = {
         "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
         "gradients": 4 * total,
-        "optimiser": _optimiser_copies(train) * 4 * total,
+        "optimiser": 4 * _kept_by_optimiser(model, train),
         **({"averaged weights": 4 * total} if averaged else {}),
         **({"memory": layers.state} if layers.state else {}),
         "activations": layers.activations + ends,
@@ -117,7 +118,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
 
 
 def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
-    """How to train faster on a CPU where most of the arithmetic is the softmax's; None where it is not.
+    """Return advice on a softmax that is most of the arithmetic on a CPU; None where it is not.
 
     Args:
         run: the configuration.
@@ -143,15 +144,17 @@ def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], de
     )
 
 
-def _optimiser_copies(train: TrainConfig) -> int:
-    """Tensors of its size that the optimiser keeps for each weight."""
-    if train.optimizer != "sgd":
-        return 2
-    return 1 if train.momentum > 0 else 0
+def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
+    """Count the numbers that the optimiser keeps of all weights."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if train.optimizer == "sgd":
+        return total if train.momentum > 0 else 0
+    matrices = model.layer_matrices() if train.optimizer == "muon" else {}
+    return 2 * total - sum(model.get_parameter(name).numel() for name in matrices)
 
 
 def _states_at_ends(run: RunConfig) -> int:
-    """Bytes of the hidden states before and after the layers.
+    """Return the bytes of the hidden states before and after the layers.
 
     f*B*T*(2 + m + m')*E, where m and m' are the masks of the embedding's and the last states' dropout, and
     f*B*T*K*(2 + d + m'')*E for a mixture's states, whose dropout keeps d products and m'' masks (`dropout_copies`).
@@ -164,7 +167,8 @@ def _states_at_ends(run: RunConfig) -> int:
 
 
 def _logits(run: RunConfig, vocab_size: int) -> int:
-    """Bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for a mixture.
+    """Return the bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for
+    a mixture.
 
     With half or last losses T is the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
     `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every

@@ -1,20 +1,17 @@
-"""Optimisers, all PyTorch's own, and their state as named tensors.
+"""Updates of the weights: learning rate by step, optimisers and their state as named tensors, averages of weights.
 
-The learning rate as a function of the step, with nothing to save.
-
-An average of the weights over the later part of training, which evaluation uses and checkpoints restore.
-
-The average is PyTorch's `AveragedModel`. With the plain mean it is averaged SGD's (Polyak and Juditsky 1992), begun at
-a step of the user's or, as AWD-LSTM begins it, when the validation stops improving (Merity et al. 2017, Section 4).
-The authors' moving average for Penn Treebank, mu = 1/step counted from its beginning, is that same mean.
+The average over the later part of training, which evaluation uses, is PyTorch's `AveragedModel`. With the plain mean it
+is averaged SGD's (Polyak and Juditsky 1992), begun at a step of the user's or, as AWD-LSTM begins it, when the
+validation stops improving (Merity et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step
+counted from its beginning, is that same mean.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +19,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from txl.config import TrainConfig
 from txl.errors import UserError
+from txl.models.family import FamilyModel
+
+_MUON_MOMENTUM = 0.95
+"""The value of all published recipes."""
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of update number `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
     Linear warm-up to the peak over `warmup_steps` updates, then
 
@@ -33,9 +34,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
       in the authors' TensorFlow code; their PyTorch code does not shift it and jumps at the warm-up's end),
     - inverse_sqrt: the peak times sqrt(warmup_steps / updates made), not below `min_learning_rate`,
     - constant: the peak,
+    - linear: the peak, then a line from it to `min_learning_rate` over the last `decay_share` of all updates (of those
+      after the warm-up, if that ends later),
     - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`.
 
-    The cosine ends where an average of the weights begins (`average_from`), and stays at its end from there on.
+    Cosine and line end where an average of the weights begins (`average_from`), and stay there from then on.
     """
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
@@ -47,25 +50,90 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if config.schedule == "inverse_sqrt":
         return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
     end = config.steps if config.average_from is None else config.average_from
+    if config.schedule == "linear":
+        begin = max(warmup, end - config.decay_share * end)
+        return lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Adam, AdamW or SGD; weight decay acts on matrices only, not on biases, LayerNorms, u and v.
+class _Muon(torch.optim.Muon):
+    """PyTorch's Muon, for parameters that may hold several matrices: each one is orthogonalised by itself.
+
+    A group's `matrices` are how many stand in each of its parameters, below and beside one another. The momentum has
+    its parameter's shape.
+    """
+
+    def _init_group(
+        self,
+        group: MutableMapping[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        muon_momentum_bufs: list[Tensor],
+    ) -> bool:
+        has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
+        rows, columns = group["matrices"]
+        for tensors in (params_with_grad, grads, muon_momentum_bufs):  # views, which Muon changes in place
+            tensors[:] = [part for each in tensors for row in each.chunk(rows) for part in row.chunk(columns, dim=1)]
+        return has_complex
+
+
+class MuonWithAdam(torch.optim.Optimizer):
+    """Muon for the layers' matrices (Jordan et al. 2024), AdamW for all other parameters, as one optimiser.
+
+    Muon's updates have the root mean square of Adam's (`match_rms_adamw`, Liu et al. 2025), so that both have the same
+    learning rate and weight decay.
+
+    Args:
+        groups: of parameters; those with `matrices` are Muon's.
+        config: learning rate, Adam's betas and epsilon.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: TrainConfig):
+        rate = config.learning_rate
+        muon = [group for group in groups if "matrices" in group]
+        adam = [group for group in groups if "matrices" not in group]
+        self._muon = _Muon(muon, lr=rate, momentum=_MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        self._adam = torch.optim.AdamW(adam, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        super().__init__([*muon, *adam], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both work on this optimiser's groups and state."""
+        for part, is_muon in ((self._muon, True), (self._adam, False)):
+            part.param_groups = [group for group in self.param_groups if ("matrices" in group) == is_muon]
+            part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update all parameters that have a gradient."""
+        self._muon.step()
+        self._adam.step()
+
+
+def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:
+    """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and
+    v.
 
     Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    matrices = model.layer_matrices() if config.optimizer == "muon" else {}
+    groups: dict[tuple[float, float, tuple[int, int] | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim >= 2 and name.rpartition(".")[2] not in ("u", "v")
         decay = config.weight_decay if is_matrix else 0.0
         factor = config.embedding_lr_factor if name.startswith("embedding.tables.") else 1.0
-        groups.setdefault((decay, factor), []).append(parameter)
-    divided = [
+        groups.setdefault((decay, factor, matrices.get(name)), []).append(parameter)
+    divided: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay, "lr_factor": factor}
-        for (decay, factor), parameters in groups.items()
+        | ({} if stored is None else {"matrices": stored})
+        for (decay, factor, stored), parameters in groups.items()
     ]
+    if config.optimizer == "muon":
+        return MuonWithAdam(divided, config)
     if config.optimizer == "sgd":
         momentum, is_sharded = config.momentum, any(hasattr(each, "to_local") for each in model.parameters())
         return torch.optim.SGD(
@@ -94,7 +162,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
+    """Return the optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -103,29 +171,32 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put the state back.
-
-    Raises:
-        UserError: if it belongs to another model.
-    """
+    """Put the state back."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, what = key.rpartition("/")
         by_name.setdefault(name, {})[what] = value
     parameters = dict(model.named_parameters())
-    for name, values in by_name.items():
-        shapes = {value.shape for key, value in values.items() if key != "step"}  # which is a number
-        alike = values.keys() == next(iter(by_name.values())).keys()
-        if name not in parameters or not shapes <= {parameters[name].shape} or not alike:
-            raise UserError("the optimiser's state in the checkpoint belongs to another model")
     # The optimiser counts parameters group by group; its own loader takes care of devices and types.
     names = {id(parameter): name for name, parameter in parameters.items()}
-    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    fits = by_name.keys() <= parameters.keys()
+    for group in groups:
+        fits &= len({frozenset(by_name[name]) for name in group if name in by_name}) <= 1  # all have the same tensors
+        for name in group:
+            moments = [value for key, value in by_name.get(name, {}).items() if key != "step"]  # which is a number
+            fits &= all(each.shape == parameters[name].shape for each in moments)
+    if not fits:
+        raise UserError("the optimiser's state in the checkpoint belongs to another model")
+    ordered = [name for group in groups for name in group]
     state = {number: by_name[name] for number, name in enumerate(ordered) if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class WeightAverage:
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class WeightAverage(Generic[ModelT]):
     """The running average of a model's weights; the model itself goes on training.
 
     Args:
@@ -133,14 +204,14 @@ class WeightAverage:
         mu: weight of the newest weights; None: 1/n at the n-th update, the plain mean of the n.
     """
 
-    def __init__(self, model: nn.Module, mu: float | None = None):
+    def __init__(self, model: ModelT, mu: float | None = None):
         self._averaged = AveragedModel(model, multi_avg_fn=functools.partial(_mix, mu=mu))
         self._averaged.requires_grad_(False).eval()
 
     @property
-    def model(self) -> nn.Module:
-        """A model with the averaged weights, to evaluate and to save."""
-        return self._averaged.module
+    def model(self) -> ModelT:
+        """The model with the averaged weights, to evaluate and to save."""
+        return cast("ModelT", self._averaged.module)
 
     @property
     def count(self) -> int:
@@ -156,15 +227,15 @@ class WeightAverage:
         self._averaged.update_parameters(model)
 
 
-def _mix(averages: Any, newest: Any, count: Any, mu: float | None) -> None:
-    """average + mu (newest - average) for each tensor, in place; `count` weights are in the averages."""
+def _mix(averages: Sequence[Tensor], newest: Sequence[Tensor], count: Tensor | int, mu: float | None) -> None:
+    """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
     weight = 1 / (int(count) + 1) if mu is None else mu
     for average, new in zip(averages, newest, strict=True):
         average.lerp_(new, weight)
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
-    """Whether an average of the weights begins after this step.
+    """Return whether an average of the weights begins after this step.
 
     Args:
         step: steps made.

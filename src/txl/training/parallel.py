@@ -9,15 +9,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
+from txl.models.family import FamilyModel
+from txl.models.language_model import EVERY_TARGET, Objective, State
 from txl.processes import Processes
+
+if TYPE_CHECKING:
+    pass
 
 
 class TrainedModel:
@@ -29,10 +33,10 @@ class TrainedModel:
         engine: "ddp" or "fsdp"; a single process needs neither.
     """
 
-    def __init__(self, model: LanguageModel, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
+    def __init__(self, model: FamilyModel, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)
         self.model, self.processes = model, processes
         self.is_sharded = processes.count > 1 and engine == "fsdp"
-        self.saving_group: Any = None
+        self.saving_group: torch.distributed.ProcessGroup | None = None
         self._sharded: list[Any] = []
         self._ddp: DistributedDataParallel | None = None
         if self.is_sharded:
@@ -43,9 +47,9 @@ class TrainedModel:
             self.mesh = init_device_mesh(_device_of(model).type, (processes.count,))
             # Saving goes on beside training, so it has a group of its own, and copies on the CPU.
             self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
-            self.saving_group = torch.distributed.new_group(backend="gloo")
+            self.saving_group = cast("torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo"))
             # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
-            for layer in (*getattr(model, "layers", ()), model):
+            for layer in (*model.layers, model):
                 fully_shard(layer, mesh=self.mesh)
                 self._sharded.append(layer)
             register_fsdp_forward_method(model, "training_terms")
@@ -65,19 +69,19 @@ class TrainedModel:
 
     @contextmanager
     def part(self, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one part of the lanes: gradients are exchanged after the last."""
+        """Exchange gradients after the last part of the lanes alone; the block is the passes of one part."""
         for module in self._sharded[-1:]:
             module.set_requires_gradient_sync(is_last)
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
             yield
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters, or this process's shards of them."""
+        """Return all parameters, or this process's shards of them."""
         return self.model.parameters()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every process holds all weights: `nll` and its like can be called."""
+        """Let every process hold all weights within the block, so that `nll` and its like can be called."""
         with torch.no_grad():
             for module in self._sharded:
                 module.unshard()
@@ -88,13 +92,13 @@ class TrainedModel:
                 module.reshard()
 
     def first_says_yes(self, answer: bool) -> bool:
-        """Process 0's answer, in all; exchanged beside training, as saving is."""
+        """Return process 0's answer in all processes; exchanged beside training, as saving is."""
         said = torch.tensor([int(answer)])
         torch.distributed.broadcast(said, src=0, group=self.saving_group)
         return bool(said)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """A copy of this process's shard, or of a tensor that is whole."""
+        """Copy this process's shard, or a tensor that is whole, to the CPU."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -105,27 +109,23 @@ class TrainedModel:
         )
 
     def of_lanes(self, local: Tensor) -> Tensor:
-        """A copy of this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
+        """Copy this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
         from torch.distributed.tensor import DTensor, Shard
 
         return DTensor.from_local(local.detach().cpu().clone(), self._cpu_mesh, [Shard(0)], run_check=False)
 
     def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Room for the lanes of all processes, of which this one holds its own."""
+        """Return room for the lanes of all processes, of which this one holds its own."""
         return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
 
     def local_lanes(self, tensor: Tensor) -> Tensor:
-        """This process's part of what `empty_lanes` made; a whole tensor as it is."""
+        """Return this process's part of a tensor from `empty_lanes`; a whole tensor as it is."""
         from torch.distributed.tensor import DTensor
 
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded.
-
-        Raises:
-            UserError: if they do not hold what is wanted.
-        """
+        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -140,9 +140,9 @@ class TrainedModel:
 
 
 class _Terms(nn.Module):
-    """DDP calls `forward`."""
+    """The model as DDP calls it: by `forward`."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: FamilyModel):
         super().__init__()
         self.model = model
 
@@ -153,7 +153,7 @@ class _Terms(nn.Module):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, whole; all processes have to ask for it."""
+    """Return a tensor that may be sharded, whole; all processes have to ask for it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
 
 

@@ -1,43 +1,38 @@
-"""What a training loop does when something goes wrong: numbers that are not finite, a loss that leaps."""
+"""Reactions of training to trouble: updates that are not finite, losses that leap, a model that is of no use."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
+from typing import Any
 
 from txl.data.streams import Segment
 from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
 from txl.runs.checkpoints import checkpoint_name, remove_later, verify_checkpoint
-from txl.training.progress import is_finite, uselessness
-from txl.training.saver import point_at_best
+from txl.runs.events import EventName
+from txl.training.saver import REMEDY, CheckpointSaver, is_lost, last_checkpoint, point_at_best
 from txl.training.snapshot import restore
+from txl.training.state import TrainingSetup, TrainingState
 from txl.training.step import StepResult
 
-if TYPE_CHECKING:
-    from txl.training.loop import TrainingLoop
 
-_REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
+def skip_update(
+    state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult, segment: Segment
+) -> None:
+    """Count and report an update that was skipped, as its loss or gradient was not finite.
 
-
-def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> None:
-    """The loss or the gradient was not finite: the weights are as they were; go on, or stop if it happens again.
-
-    Memory that the segment has filled with what is not finite is emptied, in all lanes and processes alike.
+    Memory that the segment has filled with numbers that are not finite is emptied, in all lanes and processes alike.
 
     Raises:
-        TrainingDiverged: if it has happened too often in a row, or the weights are lost.
+        TrainingDiverged: if too many updates in a row were skipped, or the weights themselves are not finite.
     """
-    progress, train = loop.progress, loop.run.train
-    progress.skipped += 1
-    progress.skipped_in_a_row += 1
-    if loop.trained.processes.any(not all(is_finite(state) for state in loop.states)):
-        loop.states = loop.empty_memory()
+    counters, train, processes = state.counters, setup.run.train, setup.trained.processes
+    counters.skipped += 1
+    counters.skipped_in_a_row += 1
+    if processes.any(not all(is_finite(memory) for memory in state.memory)):
+        state.memory = setup.empty_memory()
     fields = {
         "loss": str(result.loss),
         "grad_norm": str(result.grad_norm),
@@ -45,126 +40,116 @@ def skip_update(loop: TrainingLoop, result: StepResult, segment: Segment) -> Non
         "offset": segment.position.offset,
         "tokens": list(segment.tokens.shape),
     }
-    loop.record("skipped", in_a_row=progress.skipped_in_a_row, **fields)
+    setup.log.record(EventName.SKIPPED, counters.step, in_a_row=counters.skipped_in_a_row, **fields)
     what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
     # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
-    is_lost = _is_lost(loop, loop.model)
-    if progress.skipped_in_a_row <= train.max_skipped and not is_lost:
-        loop.display.message(f"step {progress.step}: {what}; the update is skipped")
+    lost = is_lost(setup, state.model)
+    if counters.skipped_in_a_row <= train.max_skipped and not lost:
+        setup.display.message(f"step {counters.step}: {what}; the update is skipped")
         return
-    loop.guarded(loop.saver.wait)
-    loop.record("stop", reason="not finite")
-    path = loop.directory.path / "not-finite.json"
-    if loop.trained.processes.is_first:
-        details = fields | {"step": progress.step, "batch": segment.tokens.tolist()}
+    saver.finish(state)
+    setup.log.record(EventName.STOP, counters.step, reason="not finite")
+    path = setup.directory.path / "not-finite.json"
+    if processes.is_first:
+        details = fields | {"step": counters.step, "batch": segment.tokens.tolist()}
         write_whole(path, json.dumps(details) + "\n")
-    weights = "are not finite themselves" if is_lost else "were not updated"
+    weights = "are not finite themselves" if lost else "were not updated"
     raise TrainingDiverged(
-        f"step {progress.step}: {what}, for {progress.skipped_in_a_row} steps in a row; the weights {weights}, the "
-        f"batch and its position are in {path.name} and {_last_checkpoint(loop)}; {_REMEDY}"
+        f"step {counters.step}: {what}, for {counters.skipped_in_a_row} steps in a row; the weights {weights}, the "
+        f"batch and its position are in {path.name} and {last_checkpoint(setup.directory)}; {REMEDY}"
     )
 
 
-def check_weights(loop: TrainingLoop) -> None:
-    """Keep weights that are not finite out of checkpoints: an update by finite gradients may have made them so.
+def check_end(state: TrainingState, setup: TrainingSetup) -> None:
+    """Refuse a trained model that is of no use; its last checkpoint is written.
 
     Raises:
-        TrainingDiverged: if they are not.
+        TrainingDiverged: if it is of no use.
     """
-    if _is_lost(loop, loop.best_model):
-        loop.guarded(loop.saver.wait)
-        loop.record("stop", reason="not finite")
-        raise TrainingDiverged(
-            f"step {loop.progress.step}: the weights are not finite and were not saved; {_last_checkpoint(loop)}; "
-            f"{_REMEDY}"
-        )
-
-
-def check_end(loop: TrainingLoop) -> None:
-    """Look at what training came to; its last checkpoint is written.
-
-    Raises:
-        TrainingDiverged: if that is of no use.
-    """
-    progress = loop.progress
-    if loop.run.train.eval_every and progress.validation_losses:
-        name, loss = "validation loss", progress.validation_losses[-1]
+    counters = state.counters
+    if setup.run.train.eval_every and counters.validation_losses:
+        name, loss = "validation loss", counters.validation_losses[-1]
     else:
-        name, loss = "loss", math.nan if progress.skipped_in_a_row else progress.last_loss
-    reason = uselessness(loss, progress.first_loss, loop.model.vocab_size)
+        name, loss = "loss", math.nan if counters.skipped_in_a_row else counters.last_loss
+    reason = uselessness(loss, counters.first_loss, state.model.vocab_size)
     if reason is None:
         return
     reason = f"the last {name} is {reason}"
-    loop.record("end", elapsed=progress.seconds, diverged=reason)
-    skipped = f" ({progress.skipped:,} updates were skipped)" if progress.skipped else ""
+    setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, diverged=reason)
+    skipped = f" ({counters.skipped:,} updates were skipped)" if counters.skipped else ""
     raise TrainingDiverged(
-        f"step {progress.step} of {loop.run.train.steps}: training diverged, the model in {loop.directory.path} is of "
-        f"no use: {reason}{skipped}; start anew with another --out, and {_REMEDY}"
+        f"step {counters.step} of {setup.run.train.steps}: training diverged, the model in {setup.directory.path} is "
+        f"of no use: {reason}{skipped}; start anew with another --out, and {REMEDY}"
     )
 
 
-def _is_lost(loop: TrainingLoop, model: nn.Module) -> bool:
-    """Whether a weight is not finite, in any process."""
-    return loop.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(model)))
+def uselessness(loss: float | None, first_loss: float | None, vocab_size: int) -> str | None:
+    """Return why a model with this mean loss, in nats, is of no use; None if it may be of some.
 
-
-def _last_checkpoint(loop: TrainingLoop) -> str:
-    last = loop.directory.newest()
-    return f"the last checkpoint is {last.name if last else 'none'}"
-
-
-def report_spike(loop: TrainingLoop, result: StepResult) -> None:
-    """Report a leap of the loss, and go back to the last checkpoint that was due, if that is wanted.
-
-    Raises:
-        UserError: if the directory cannot be written.
+    Guessing evenly costs log V nats a token, and a model that has learnt nothing about that (with an adaptive softmax
+    up to twice as much). A loss of more than twice as much, and more than at the first update, means divergence.
     """
-    progress, train = loop.progress, loop.run.train
-    loop.record("spike", loss=result.loss, grad_norm=result.grad_norm, recent_mean=progress.watch.mean)
+    if loss is None:
+        return None
+    if not math.isfinite(loss):
+        return f"{loss} nats"
+    limit = 2 * math.log(vocab_size)
+    if loss <= limit or (first_loss is not None and loss <= first_loss):
+        return None
+    return f"{loss:.3f} nats, where guessing evenly costs {math.log(vocab_size):.3f}"
+
+
+def is_finite(memory: Any) -> bool:
+    """Return whether a state of a model holds only finite numbers."""
+    return all(bool(tensor.isfinite().all()) for tensor in memory.to_tensors().values() if tensor.is_floating_point())
+
+
+def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult) -> None:
+    """Report a leap of the loss, and go back to the last checkpoint that was due, if that is configured."""
+    counters, train = state.counters, setup.run.train
+    mean = counters.watch.mean
+    setup.log.record(EventName.SPIKE, counters.step, loss=result.loss, grad_norm=result.grad_norm, recent_mean=mean)
     goes_back = (
         train.on_spike == "rollback"
-        and progress.scheduled_step is not None
-        and progress.rollbacks < train.max_rollbacks
+        and counters.scheduled_step is not None
+        and counters.rollbacks < train.max_rollbacks
     )
-    loop.display.message(
-        f"step {progress.step}: the loss leaps to {result.loss:.3f}, from a recent mean of "
-        f"{progress.watch.mean:.3f}" + (f"; back to step {progress.scheduled_step}" if goes_back else "")
+    setup.display.message(
+        f"step {counters.step}: the loss leaps to {result.loss:.3f}, from a recent mean of {mean:.3f}"
+        + (f"; back to step {counters.scheduled_step}" if goes_back else "")
     )
-    if goes_back and not roll_back(loop):
-        loop.display.message(f"note: the checkpoint of step {progress.scheduled_step} is damaged; training goes on")
+    if goes_back and not roll_back(state, setup, saver):
+        setup.display.message(f"note: the checkpoint of step {counters.scheduled_step} is damaged; training goes on")
 
 
-def roll_back(loop: TrainingLoop) -> bool:
-    """Weights, optimiser and random numbers of the last checkpoint that was due; the text goes on behind the spike.
+def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver) -> bool:
+    """Put back weights, optimiser and random generators of the last checkpoint that was due.
 
-    Going through the same text again would lead to the same spike. False: the checkpoint cannot be used.
+    The text goes on behind the spike: going through the same text again would lead to the same spike.
+
+    Returns:
+        False if the checkpoint cannot be used; the state is then as it was.
     """
-    was, position = loop.progress, loop.position
+    was, position, processes = state.counters, state.position, setup.trained.processes
     target = was.scheduled_step
     assert target is not None
-    loop.guarded(loop.saver.wait)
-    checkpoint = loop.directory.checkpoints / checkpoint_name(target)
+    saver.finish(state)
+    checkpoint = setup.directory.checkpoints / checkpoint_name(target)
     # Process 0 has waited for its disk and looks; the exchange makes the others wait for it.
-    if loop.trained.processes.any(loop.trained.processes.is_first and not _is_good(checkpoint)):
+    if processes.any(processes.is_first and not _is_good(checkpoint)):
         return False
-    restore(loop, checkpoint)
-    loop.position, loop.states = position, loop.empty_memory()
-    loop.progress.rollbacks = was.rollbacks + 1
-    loop.progress.skipped, loop.progress.seconds = was.skipped, was.seconds
-    loop.record("rollback", from_step=was.step)
-    if loop.trained.processes.is_first:
-        point_at_best(loop.directory, loop.progress.best_step)
-        remove_later(loop.directory.checkpoints, target)
-    loop.saved_step = -1
-    loop.save()
+    restore(state, setup, checkpoint)
+    state.position, state.memory = position, setup.empty_memory()
+    counters = state.counters
+    counters.rollbacks = was.rollbacks + 1
+    counters.skipped, counters.seconds = was.skipped, was.seconds
+    setup.log.record(EventName.ROLLBACK, counters.step, from_step=was.step)
+    if processes.is_first:
+        point_at_best(setup.directory, counters.best_step)
+        remove_later(setup.directory.checkpoints, target)
+    saver.saved_step = None
+    saver.save(state)
     return True
-
-
-def _local_weights(model: nn.Module) -> Iterator[Tensor]:
-    """This process's part of every weight."""
-    for parameter in model.parameters():
-        weight: Any = parameter.detach()
-        yield weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _is_good(checkpoint: Path) -> bool:

@@ -1,7 +1,4 @@
-"""What is written of a run while it trains: events in log.jsonl, and figures for those who want TensorBoard.
-
-The log's figures for TensorBoard, for those who want them there too; `log.jsonl` stays the source of truth.
-"""
+"""The record of a run while it trains: events in log.jsonl, the source of truth, and figures for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
+from txl.evaluation.perplexity import EvaluationResult
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 from txl.training.display import Reading
-from txl.training.progress import Progress
 
 
 class Scalars:
@@ -21,9 +19,6 @@ class Scalars:
 
     Args:
         directory: the run's, in which the folder `tensorboard` is made; None: writes nothing.
-
-    Raises:
-        UserError: if TensorBoard is not installed.
     """
 
     def __init__(self, directory: Path | None):
@@ -60,9 +55,6 @@ class RunLog:
         needed: whether a line that cannot be written (a full disk) stops the run.
         tensorboard: whether TensorBoard gets the figures too.
         say: shows a line to the user.
-
-    Raises:
-        UserError: if TensorBoard is wanted and not installed.
     """
 
     def __init__(
@@ -72,7 +64,7 @@ class RunLog:
         self._scalars = Scalars(directory.path if tensorboard and writes else None)
         self._is_full = False
 
-    def record(self, event: str, step: int, **fields: Any) -> None:
+    def record(self, event: EventName, step: int, **fields: Any) -> None:
         """Add an event.
 
         Raises:
@@ -90,17 +82,17 @@ class RunLog:
                 self._say(f"note: {error}; training goes on without it")
             self._is_full = True
 
-    def training(self, reading: Reading, progress: Progress) -> None:
+    def training(self, reading: Reading) -> None:
         """Add the figures of the steps since the last line."""
         figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
-        counts = {"tokens": progress.tokens, "tokens_read": progress.tokens_read, "elapsed": progress.seconds}
-        self.record("train", progress.step, **figures, **counts)
+        counts = {name: getattr(reading, name) for name in ("tokens", "tokens_read", "elapsed")}
+        self.record(EventName.TRAIN, reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
-    def validation(self, step: int, result: dict[str, Any], averaged: int | None) -> None:
+    def validation(self, step: int, result: EvaluationResult, averaged: int | None) -> None:
         """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
-        self.record("valid", step, averaged=averaged, **result)
-        self._scalars.add(step, {f"valid/{name}": result[name] for name in ("nll", "bpc", "ppl")})
+        self.record(EventName.VALID, step, averaged=averaged, **result.to_dict())
+        self._scalars.add(step, {f"valid/{name}": getattr(result, name) for name in ("nll", "bpc", "ppl")})
 
     def close(self) -> None:
         """Write what is still buffered."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from txl.errors import UserError
+from torch import Tensor, nn
+
+from txl.errors import TrainingDiverged, UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import (
     STATE_SHARDS,
     Contents,
@@ -19,51 +23,111 @@ from txl.runs.checkpoints import (
 )
 from txl.runs.checkpoints import checkpoint_names as names_in
 from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
+from txl.training.snapshot import capture
+from txl.training.state import TrainingSetup, TrainingState
+
+REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
+"""Advice for a training that diverges."""
 
 
 class CheckpointSaver:
-    """Writes one checkpoint at a time, in a thread of its own or at once, and lets the pointers follow.
+    """Writes a run's checkpoints, one at a time, in a thread of its own or at once, and lets the pointers follow.
 
-    Args:
-        directory: the run's.
-        keep: how many of the newest checkpoints stay, beside those that are protected.
-        in_background: False writes at once.
-        writes: False for a process that only takes part in writing shards.
-        say: shows a line to the user.
-        record: adds an event of a step to the run's log.
+    What cannot be written (a full disk) stops the run, or is reported and the run goes on (`train.on_save_error`).
     """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        *,
-        keep: int,
-        in_background: bool,
-        writes: bool,
-        say: Callable[[str], None],
-        record: Callable[..., None],
-    ):
-        self._directory, self._keep, self._in_background = directory, keep, in_background
-        self._writes, self._say, self._record = writes, say, record
+    def __init__(self, setup: TrainingSetup):
+        self._setup, self._directory = setup, setup.directory
+        self._writes = setup.trained.processes.is_first
+        self.belongs: JsonObject = {}
+        """Configuration and vocabulary that the weights belong to (`checkpoints.belongs_to`)."""
+        self.saved_step: int | None = None
+        """The step whose state the last checkpoint holds; None if the next one has to be written in any case."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(
+    def save(self, state: TrainingState, required: bool = False) -> None:
+        """Write a checkpoint, unless this step has one.
+
+        Args:
+            state: is copied, so that training may go on.
+            required: without it the run's work would be lost, so that it has to be there before this returns.
+
+        Raises:
+            TrainingDiverged: if the weights are not finite.
+            UserError: if it cannot be written, unless the run goes on without it.
+        """
+        step, counters = state.counters.step, state.counters
+        self.finish(state)
+        # All processes or none: what one process could not write, the others believe to be there.
+        if self._setup.trained.processes.any(self.saved_step != step):
+            self._refuse_lost_weights(state)
+            began = time.perf_counter()
+            contents = capture(state, self._setup)
+            copy_seconds = time.perf_counter() - began
+            contents.belongs = self.belongs
+            named = (counters.best_step, counters.scheduled_step, counters.scheduled_best)
+            protected = {each for each in named if each is not None}
+            self.saved_step = step
+            try:
+                self._begin(step, contents, counters.best_step, protected, copy_seconds)
+            except UserError as error:
+                if required:
+                    raise
+                self._tolerate(error, state)
+        if required:
+            self.wait()
+
+    def finish(self, state: TrainingState) -> None:
+        """Return when nothing is being written; a checkpoint that could not be is dealt with as in `check`."""
+        self._join()
+        self.check(state)
+
+    def check(self, state: TrainingState) -> None:
+        """Report a checkpoint that could not be written in the background, once."""
+        try:
+            self._raise()
+        except UserError as error:
+            self._tolerate(error, state)
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            UserError: if what was written last could not be, whether the run goes on without it or not.
+        """
+        self._join()
+        self._raise()
+
+    def _tolerate(self, error: UserError, state: TrainingState) -> None:
+        self.saved_step = None
+        if self._setup.run.train.on_save_error == "stop":
+            raise error
+        self._setup.display.message(f"note: {error}; training goes on")
+        self._setup.log.record(EventName.SAVE_FAILED, state.counters.step, reason=str(error))
+
+    def _refuse_lost_weights(self, state: TrainingState) -> None:
+        """Keep weights that are not finite out of checkpoints: an update by finite gradients may have made them so."""
+        if is_lost(self._setup, state.best_model):
+            self._setup.log.record(EventName.STOP, state.counters.step, reason="not finite")
+            raise TrainingDiverged(
+                f"step {state.counters.step}: the weights are not finite and were not saved; "
+                f"{last_checkpoint(self._directory)}; {REMEDY}"
+            )
+
+    def _begin(
         self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
     ) -> None:
-        """Write a checkpoint, after the one before it; returns at once if it is written in the background.
+        """Write a checkpoint; return at once if it is written in the background.
 
         Args:
             step: its number.
             contents: a copy, which nothing changes any more.
             best_step: of the best checkpoint, for the pointer.
             protected: steps whose checkpoints stay.
-            copy_seconds: what it took to make the copy, for the log.
-
-        Raises:
-            UserError: if this one (written at once) or the one before it could not be written.
+            copy_seconds: time that making the copy took, for the log.
         """
-        self.wait()
         self._thread = threading.Thread(
             target=self._write,
             args=(step, contents, best_step, protected, copy_seconds),
@@ -71,26 +135,15 @@ class CheckpointSaver:
             daemon=True,  # a second signal ends the program without waiting for a disk
         )
         self._thread.start()
-        if not self._in_background:
+        if not self._setup.run.train.async_checkpoints:
             self.wait()
 
-    def wait(self) -> None:
-        """Return when nothing is being written.
-
-        Raises:
-            UserError: if what was written last could not be.
-        """
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
 
-    def check(self) -> None:
-        """Raise what went wrong in the background, once.
-
-        Raises:
-            UserError: if what was written last could not be.
-        """
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -120,12 +173,12 @@ class CheckpointSaver:
         self._directory.set_pointer("latest", written.name)
         point_at_best(self._directory, best_step)
         seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
-        self._record("checkpoint", step, directory=written.name, best=best_step == step, **seconds)
+        self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=best_step == step, **seconds)
         # The best that stands stays until a better one does: the save of that one may have failed.
         best = self._directory.pointer("best")
         kept = {checkpoint_name(each) for each in protected} | {written.name} | ({best.name} if best else set())
-        for name in prune(folder, self._keep, kept):
-            self._say(f"note: {folder / name} could not be deleted; training goes on")
+        for name in prune(folder, self._setup.run.train.keep_checkpoints, kept):
+            self._setup.display.message(f"note: {folder / name} could not be deleted; training goes on")
 
 
 def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
@@ -138,10 +191,10 @@ def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
 
 
 def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be gone on from, and why newer ones cannot; those are set aside.
+    """Return the newest intact checkpoint of this run, and why newer ones cannot be used; those are set aside.
 
     Raises:
-        UserError: if there are checkpoints and none is good; they then stay where they are.
+        UserError: if there are checkpoints and none is intact; they then stay where they are.
     """
     folder, refused = directory.checkpoints, []
     names = names_in(folder)
@@ -156,3 +209,21 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
         others = f" (and {len(refused) - 1} older ones are no better)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0][1]}{others}")
     return None, []
+
+
+def is_lost(setup: TrainingSetup, model: nn.Module) -> bool:
+    """Return whether a weight is not finite, in any process."""
+    return setup.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(model)))
+
+
+def _local_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield this process's part of every weight."""
+    for parameter in model.parameters():
+        weight: Any = parameter.detach()  # a DTensor where the weights are sharded
+        yield weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def last_checkpoint(directory: RunDirectory) -> str:
+    """Return a clause that names the newest checkpoint."""
+    last = directory.newest()
+    return f"the last checkpoint is {last.name if last else 'none'}"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
 
 
 @dataclass
@@ -32,7 +32,7 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
         yield request
         return
 
-    def note(received: int, frame: Any) -> None:
+    def note(received: int, frame: FrameType | None) -> None:
         if request.received is not None:
             # Not SystemExit: another thread may be in the middle of writing, and would be torn out of it noisily.
             if os.isatty(2):

@@ -1,8 +1,7 @@
-"""Everything that a run goes on from, out of a training loop into a checkpoint and back.
+"""The training state, copied into a checkpoint and put back.
 
-What determines the next step: weights, optimiser, random state, the lanes' memory, the position in the text, and the
-numbers in `Progress`. A snapshot does not depend on how many processes the run has: tensors are whole, or shards that
-any number of processes can read, and memory is kept by the lane of the global batch.
+A snapshot does not depend on how many processes the run has: tensors are whole, or shards that any number of processes
+can read, and memory is kept by the lane of the global batch.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from txl.data.streams import StreamPosition
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.runs.checkpoints import (
     MODEL_FILE,
     STATE_SHARDS,
@@ -29,24 +29,24 @@ from txl.runs.checkpoints import (
 from txl.runs.directory import load_weights
 from txl.training.optimisers import WeightAverage, load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor
-from txl.training.progress import Progress
+from txl.training.state import Counters, TrainingSetup, TrainingState
 
 SHARED = "limits"
 """The tensor of a state that is not one of lanes; all others have the lanes as their first dimension."""
 
 
-def capture(loop: Any) -> Contents:
-    """A copy of everything, which training does not change any more; every process has to call it.
+def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
+    """Copy the state so that training does not change the copy; every process has to call it.
 
-    Process 0's holds it all, the others' what they write themselves: nothing, or shards.
+    Process 0's copy holds everything, the others' what they write themselves: nothing, or shards.
     """
-    trained: TrainedModel = loop.trained
+    trained = setup.trained
     processes, copied = trained.processes, _Copies()
-    weights = {name: copied(full_tensor(tensor)) for name, tensor in loop.best_model.state_dict().items()}
-    memory, sharded = _joined(loop.states), {}
-    tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(loop.optimizer, loop.model).items()}
-    if loop.average is not None:  # the weights that train, beside those that are used
-        tensors |= {f"weights.{name}": tensor for name, tensor in loop.model.state_dict().items()}
+    weights = {name: copied(full_tensor(tensor)) for name, tensor in state.best_model.state_dict().items()}
+    memory, sharded = _joined(state.memory), {}
+    tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(state.optimizer, state.model).items()}
+    if state.average is not None:  # the weights that train, beside those that are used
+        tensors |= {f"weights.{name}": tensor for name, tensor in state.model.state_dict().items()}
     if trained.is_sharded:
         sharded = {name: trained.on_cpu(tensor) for name, tensor in tensors.items()}
         tensors = {}
@@ -59,14 +59,14 @@ def capture(loop: Any) -> Contents:
             sharded[f"memory.{name}"] = trained.of_lanes(tensor)
         elif (parts := processes.gather(tensor)) is not None:
             tensors[f"memory.{name}"] = torch.cat(parts)
-    for name, state in _random_states(loop.device).items():
-        states = processes.gather(state)
-        if states is not None:
-            tensors[f"random.{name}"] = torch.stack(states)
-    numbers: dict[str, Any] = {"progress": asdict(loop.progress), "position": loop.position.to_dict()}
-    numbers["corpus"], numbers["processes"] = loop.corpus.info()["identity"], processes.count
-    if loop.average is not None:
-        numbers["averaged"] = loop.average.count
+    for name, generator in _random_states(setup.device).items():
+        generators = processes.gather(generator)
+        if generators is not None:
+            tensors[f"random.{name}"] = torch.stack(generators)
+    numbers: JsonObject = {"progress": asdict(state.counters), "position": state.position.to_dict()}
+    numbers["corpus"], numbers["processes"] = setup.corpus.info()["identity"], processes.count
+    if state.average is not None:
+        numbers["averaged"] = state.average.count
     if not processes.is_first:
         weights, tensors = {}, {}
     writer = _ShardWriter(sharded, trained) if sharded else None
@@ -80,7 +80,7 @@ def capture(loop: Any) -> Contents:
 
 
 class _Copies:
-    """Copies on the CPU, one for all names of the same tensor."""
+    """Copies tensors to the CPU, once for all names of the same tensor."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,67 +116,61 @@ class _ShardWriter:
             raise OSError(5, "; ".join(dict.fromkeys(reasons))) from None
 
     def give_up(self) -> None:
-        """Let the others go on, if they wait."""
+        """Let the other processes go on, if they wait."""
         if not self._begun:
             self._begun = True
             self._trained.first_says_yes(False)
 
 
-def restore(loop: Any, checkpoint: Path) -> None:
-    """Put a checkpoint's content into a loop that was built from the same configuration.
-
-    Raises:
-        UserError: if it is damaged, or the text is not the one the run was trained on.
-    """
+def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
+    """Give a state that was built from the same configuration the content of a checkpoint."""
     numbers = read_state(checkpoint)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
-        progress, averaged = Progress.from_dict(numbers["progress"]), numbers.get("averaged")
+        counters, averaged = Counters.from_dict(numbers["progress"]), numbers.get("averaged")
         n_process = int(numbers["processes"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{checkpoint}: its training state is damaged ({error!r})") from None
-    if corpus != loop.corpus.info()["identity"]:
+    identity, where = setup.corpus.info()["identity"], setup.directory.path
+    if corpus != identity:
         raise UserError(
-            f"{loop.corpus.name} is not the text that {loop.directory.path} was trained on (its hash was "
-            f"{_short(corpus)}, now it is {_short(loop.corpus.info()['identity'])}); give another --out, with "
-            f"--init-from {loop.directory.path} to start from its weights, or --fork to do so beside it"
+            f"{setup.corpus.name} is not the text that {where} was trained on (its hash was {str(corpus)[:12]}, now it "
+            f"is {str(identity)[:12]}); give another --out, with --init-from {where} to start from its weights, or "
+            f"--fork to do so beside it"
         )
-    verify_belongs(checkpoint, asdict(loop.run.model), loop.directory.path / "vocabulary.json")
+    verify_belongs(checkpoint, asdict(setup.run.model), where / "vocabulary.json")
     try:
-        _restore_tensors(loop, checkpoint, averaged, n_process, progress.step)
+        _restore_tensors(state, setup, checkpoint, averaged, n_process, counters.step)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{checkpoint}: its training state is not that of this configuration ({error!r})") from None
-    loop.position, loop.progress = position, progress
+    state.position, state.counters = position, counters
 
 
-def _restore_tensors(loop: Any, checkpoint: Path, averaged: int | None, n_process: int, step: int) -> None:
-    """Weights, averaged weights, optimiser, memory and random numbers."""
-    trained: TrainedModel = loop.trained
-    loop.average = None
+def _restore_tensors(
+    state: TrainingState, setup: TrainingSetup, checkpoint: Path, averaged: int | None, n_process: int, step: int
+) -> None:
+    """Put back weights, averaged weights, optimiser, memory and random generators."""
+    trained = setup.trained
+    state.average = None
     if averaged is not None:
-        loop.average = WeightAverage(loop.model, loop.run.train.average_mu)
-        loop.average.count = averaged
+        state.average = WeightAverage(state.model, setup.run.train.average_mu)
+        state.average.count = averaged
     tensors = _training_tensors(checkpoint, trained)
     if trained.is_sharded:
-        trained.load_shards(checkpoint, dict(loop.model.state_dict()))
+        trained.load_shards(checkpoint, dict(state.model.state_dict()))
     else:
-        load_weights(loop.best_model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
-        if loop.average is not None:
-            load_weights(loop.model, under("weights.", tensors), str(checkpoint))
-    load_optimizer_tensors(loop.optimizer, loop.model, under("optimizer.", tensors))
-    loop.states = _divided(under("memory.", tensors), loop)
-    _set_random_states(under("random.", tensors), loop, n_process, step)
-
-
-def _short(identity: Any) -> str:
-    text = str(identity)
-    return text[:12]
+        load_weights(state.best_model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
+        if state.average is not None:
+            load_weights(state.model, under("weights.", tensors), str(checkpoint))
+    load_optimizer_tensors(state.optimizer, state.model, under("optimizer.", tensors))
+    state.memory = _divided(under("memory.", tensors), setup)
+    _set_random_states(under("random.", tensors), setup, n_process, step)
 
 
 def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tensor]:
-    """All tensors but the weights; sharded where the model is."""
+    """Read all tensors but the weights; sharded where the model is."""
     tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
     folder = checkpoint / STATE_SHARDS
     if not trained.is_sharded and not folder.is_dir():
@@ -202,7 +196,7 @@ def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tens
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and type of every tensor in a folder of shards, or of whole files."""
+    """Return shape and type of every tensor in a folder of shards, or of whole files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -210,23 +204,19 @@ def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _joined(states: Iterable[Any]) -> dict[str, Tensor]:
-    """The tensors of the memory of all parts, one after the other along the lanes."""
+    """Join the memory of all parts along the lanes."""
     parts = [state.to_tensors() for state in states]
     return {
         name: first if name == SHARED else torch.cat([part[name] for part in parts]) for name, first in parts[0].items()
     }
 
 
-def _divided(memory: dict[str, Tensor], loop: Any) -> list[Any]:
-    """The memory of this process's lanes, part by part.
-
-    Raises:
-        UserError: if it is of another number of lanes.
-    """
-    train, processes = loop.run.train, loop.trained.processes
+def _divided(memory: dict[str, Tensor], setup: TrainingSetup) -> list[Any]:
+    """Return the memory of this process's lanes, part by part."""
+    train, processes, model = setup.run.train, setup.trained.processes, setup.trained.model
     share, parts = processes.share(train.batch_size), train.micro_batches
     size, states = len(share) // parts, []
-    _check_fits(memory, loop.model.init_state(1).to_tensors())
+    _check_fits(memory, model.init_state(1).to_tensors())
     for part in range(parts):
         tensors = {}
         for name, tensor in memory.items():
@@ -238,13 +228,13 @@ def _divided(memory: dict[str, Tensor], loop: Any) -> list[Any]:
             if len(tensor) not in (len(share), train.batch_size):
                 raise UserError(f"the checkpoint's memory has {len(tensor)} lanes; expected {train.batch_size}")
             first = offset + part * size
-            tensors[name] = tensor[first : first + size].clone().to(loop.device)
-        states.append(loop.model.state_from_tensors(tensors))
+            tensors[name] = tensor[first : first + size].clone().to(setup.device)
+        states.append(model.state_from_tensors(tensors))
     return states
 
 
 def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
-    """Compare memory with what the model's own looks like while it is empty, but for lanes and positions.
+    """Refuse memory whose names, shapes or types, apart from lanes and positions, differ from the model's empty memory.
 
     Raises:
         ValueError: naming the tensor that does not fit.
@@ -264,7 +254,7 @@ def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with a prefix, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -275,24 +265,24 @@ def _random_states(device: str) -> dict[str, Tensor]:
     return states
 
 
-def _set_random_states(states: dict[str, Tensor], loop: Any, n_process: int, step: int) -> None:
-    """Those of this process, or fresh ones if the run had another number of processes."""
-    processes = loop.trained.processes
+def _set_random_states(states: dict[str, Tensor], setup: TrainingSetup, n_process: int, step: int) -> None:
+    """Set this process's random generators; seed them anew if the run had another number of processes."""
+    processes = setup.trained.processes
     if any(len(states[name]) != n_process for name in {"cpu", *states}):
         raise ValueError(f"random states of {len(states['cpu'])} processes, of a run with {n_process}")
     if n_process != processes.count:
-        seed_of_process(loop.run.train.seed, processes.rank, step)
+        seed_of_process(setup.run.train.seed, processes.rank, step)
         if processes.is_first:
-            loop.display.message(
+            setup.display.message(
                 f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory "
                 f"are the same, dropout draws other numbers"
             )
         return
     torch.set_rng_state(states["cpu"][processes.rank].clone())
-    if "cuda" in states and loop.device.startswith("cuda"):
-        torch.cuda.set_rng_state(states["cuda"][processes.rank].clone(), loop.device)
+    if "cuda" in states and setup.device.startswith("cuda"):
+        torch.cuda.set_rng_state(states["cuda"][processes.rank].clone(), setup.device)
 
 
 def seed_of_process(seed: int, rank: int, step: int) -> None:
-    """Let a process draw random numbers of its own from a step on."""
+    """Seed the random generators of a process, so that it draws numbers of its own from a step on."""
     torch.manual_seed(hash((seed, rank, step)) % 2**63)

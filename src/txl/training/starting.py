@@ -1,7 +1,4 @@
-"""The directory of `--out`: whether a run begins there or goes on, and what a start that failed leaves behind.
-
-Starting from the weights of another run (`--init-from`).
-"""
+"""The start of a run: one begins in the directory of `--out` or goes on there, or takes weights (`--init-from`)."""
 
 from __future__ import annotations
 
@@ -9,25 +6,23 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
-from txl.training.optimisers import learning_rate
+
+if TYPE_CHECKING:  # what is there is known without PyTorch, which takes seconds to import
+    from txl.models.language_model import LanguageModel
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
-"""What a start that failed before its config.json was written may leave behind."""
+"""Files that a start which failed before its config.json was written may leave behind."""
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Make a directory; returns those that were not there, innermost first.
-
-    Raises:
-        UserError: if it cannot be made or written.
-    """
+    """Make a directory and return the folders that were missing, innermost first."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -42,16 +37,13 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False) -> bool:
-    """Whether a run begins here, rather than goes on; what a start that failed has left is then removed.
+    """Return whether a run begins here, rather than goes on; remnants of a start that failed are then removed.
 
     Args:
         directory: that of `--out`; it is there.
         run: the configuration to train.
         was_ours: whether a trainer has been in this directory before.
         extend: whether the run may have more steps than the one that is there.
-
-    Raises:
-        UserError: if the directory holds something else.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -64,14 +56,35 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
         remove_begun(path)
         return True
     there_now = directory.config()
-    run = with_unset_data(run, there_now)
+    if not _has_checkpoint(directory):
+        if differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
+            # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
+            directory.config_path.unlink()
+            remove_begun(path)
+            return True
+        return False
+    refuse_other_run(directory, run, extend)
+    return False
+
+
+def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
+    """Refuse an `--out` that cannot be written, or holds another run, before anything is computed."""
+    directory = RunDirectory(path)
+    for each in make_directory(path):
+        each.rmdir()
+    if directory.config_path.exists() and _has_checkpoint(directory):
+        refuse_other_run(directory, run, extend)
+
+
+def _has_checkpoint(directory: RunDirectory) -> bool:
     folder = directory.checkpoints
-    has_checkpoint = folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
-    if not has_checkpoint and differences(there_now, run, ignore=may_differ(run)):
-        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
-        directory.config_path.unlink()
-        remove_begun(path)
-        return True
+    return folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
+
+
+def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = False) -> None:
+    """Refuse a directory that holds a run of another configuration, naming the fields that differ."""
+    path, there_now = directory.path, directory.config()
+    run = with_unset_data(run, there_now)
     changed = changed_fields(there_now, run, extend)
     if changed:
         before, now = there_now.train.steps, run.train.steps
@@ -82,11 +95,10 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
             f"--out {path} holds a different run: {', '.join(changed)}; {longer}give another --out, with "
             f"--init-from {path} to start from its weights, or --fork to do so beside it"
         )
-    return False
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
-    """The fields that make a configuration another run's, as "train.batch_size 4 -> 8".
+    """Return the fields that make a configuration another run's, as "train.batch_size 4 -> 8".
 
     A text of the user's is known by its hash, which is compared when it is open, and not by its path.
     """
@@ -99,14 +111,18 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
 
 
 def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
-    """In what a run that gets more steps at a step differs from one that had them from the start; mostly in nothing."""
+    """Return how a run that gets more steps at a step differs from one that had them from the start; mostly in
+    nothing."""
+    from txl.training.optimisers import learning_rate  # with PyTorch, which takes seconds
+
     changes = []
     old, new = before.train, run.train
-    # Two cosines part for good when the warm-up is over, so the last rate tells whether all were the same.
+    # Two cosines or lines part for good once they fall, so the last rate tells whether all were the same.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
-            f"the learning rate follows the cosine to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
+            f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
         )
     if run.model.loss_depends_on_progress and step > 0:
         changes.append(f"the layers' losses end as in {new.steps} steps from here")
@@ -116,7 +132,7 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
 
 
 def may_differ(run: RunConfig) -> frozenset[str]:
-    """The fields that a continued run may change."""
+    """Return the fields that a continued run may change."""
     fixed = set()
     if run.train.average_patience is not None:  # evaluations decide when the average begins
         fixed |= {"train.eval_every"}
@@ -136,22 +152,18 @@ def remove_begun(path: Path) -> None:
 
 
 def _is_of_a_begun_run(path: Path) -> bool:
-    """Whether a file may have been left by a start that failed before the run had a config.json."""
+    """Return whether a file may have been left by a start that failed before the run had a config.json."""
     if path.name == "checkpoints":
         return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
     return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
 
 
 _AUXILIARY = "auxiliary."
-"""How the names of the weights begin that auxiliary losses alone need (`txl.models.vanilla`)."""
+"""Beginning of the names of weights that auxiliary losses alone need (`txl.models.vanilla`)."""
 
 
 def check_same_model(source: RunDirectory, run: RunConfig) -> None:
-    """Refuse weights that would mean something else in this configuration.
-
-    Raises:
-        UserError: naming the fields that differ.
-    """
+    """Refuse weights that would mean something else in this configuration."""
     theirs, ours = source.config().model.weight_settings(), run.model.weight_settings()
     changed = [
         f"model.{name} {theirs[name]} -> {value}"
@@ -165,17 +177,14 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
         )
 
 
-def load_initial_weights(source: RunDirectory, model: Any, corpus: Corpus) -> str | None:
-    """Start from another run's best checkpoint, else its latest.
+def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:
+    """Load another run's best checkpoint, else its latest, as first weights.
 
     Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those
     that the weights lack stay as they began.
 
     Returns:
         What became of such classifiers, in a few words; None if both models have the same.
-
-    Raises:
-        UserError: if there is no checkpoint, it is damaged, or its vocabulary has another size than the corpus's.
     """
     weights = read_tensors(source.checkpoint(), MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.models.language_model import LanguageModel, Objective, State
+from txl.models.family import FamilyModel
+from txl.models.language_model import Objective, State
 from txl.training.parallel import TrainedModel, full_tensor
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update leaves behind."""
+    """Loss, gradient norm and new memory of an update."""
 
     loss: float
     """Mean nats over the targets that count, before the update and without what a model adds to regularise itself."""
@@ -28,7 +29,7 @@ class StepResult:
     states: list[State]
     """The memory of each part of the lanes."""
     targets: int
-    """How many targets counted, in all processes."""
+    """Number of targets that had a loss, in all processes."""
     updated: bool
     """False if the loss or the gradient was not finite; the weights are then as they were."""
 
@@ -38,7 +39,7 @@ class StepAbandoned(Exception):
 
 
 def training_step(
-    model: LanguageModel | TrainedModel,
+    model: FamilyModel | TrainedModel,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     targets: Tensor,
@@ -47,7 +48,7 @@ def training_step(
     progress: float = 0.0,
     abandon: Callable[[], bool] | None = None,
 ) -> StepResult:
-    """Forward, backward, clip, update.
+    """Make one update of the weights: forward, backward, clip, optimiser.
 
     The lanes are divided into as many parts as there are states; each part has a forward and a backward pass of its
     own and keeps its own memory, and the gradient is that of the mean over all lanes, those of other processes too.

@@ -1,10 +1,6 @@
 """Training a configuration into a run directory: the same call starts a run and goes on with it, exactly.
 
 Started by torchrun, it trains with several processes; process 0 alone writes and talks.
-
-What a run is made of, said to the user and recorded in its log before the first step.
-
-`torch.compile` as an option of training.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +19,7 @@ from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
@@ -31,11 +27,13 @@ from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import belongs_to, read_state, remove_partial
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
+from txl.runs.events import EventName
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
+from txl.training.run_log import RunLog
 from txl.training.saver import newest_good
 from txl.training.snapshot import seed_of_process
 from txl.training.starting import (
@@ -47,6 +45,7 @@ from txl.training.starting import (
     make_directory,
     remove_begun,
 )
+from txl.training.state import TrainingSetup
 from txl.training.validation import check_validation_split
 
 
@@ -61,9 +60,6 @@ class Trainer:
         init_from: another run directory whose weights and vocabulary a new run starts from.
         extend: go on with a run beyond its end, to a larger `train.steps`.
         quiet: nothing on standard error.
-
-    Raises:
-        UserError: for a configuration that breaks a rule.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class Trainer:
         self._init_note: str | None = None
         self.processes = Processes()
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> JsonObject:
         """Train to the last step, or go on to it.
 
         Returns:
@@ -105,11 +101,11 @@ class Trainer:
             self.quiet = self.quiet or not self.processes.is_first
             _check_lanes(self.run, self.processes)
             if not self.processes.is_first:
-                return self._fit(self.processes.first_does("directory", lambda: None))
+                return self._fit(self.processes.first_does("directory", lambda: False))
             return self._fit_first()
 
-    def _fit_first(self) -> dict[str, Any]:
-        """`fit` for the process that writes."""
+    def _fit_first(self) -> JsonObject:
+        """Do `fit` in the process that writes."""
         made = make_directory(self.directory.path)
         # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
         was_ours = (self.directory.path / ".lock").exists()
@@ -131,11 +127,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Whether the directory holds a run of this configuration and text.
-
-        Raises:
-            UserError: if the directory or the corpus cannot be read.
-        """
+        """Return whether the directory holds a run of this configuration and text."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -143,7 +135,7 @@ class Trainer:
         newest = self.directory.newest()
         return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
 
-    def _fit(self, is_new: bool) -> dict[str, Any]:
+    def _fit(self, is_new: bool) -> JsonObject:
         source = None
         if not is_new:
             self.run = with_unset_data(self.run, self.directory.config())
@@ -161,26 +153,22 @@ class Trainer:
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
-            loop = self._loop(corpus, source, display)
+            loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
             else:
                 self._go_on(loop)
             loop.train()
-        where, step = self.directory.path, loop.progress.step
+        where, step = self.directory.path, loop.state.counters.step
         display.message(f"done: step {step} of {self.run.train.steps} in {where}; next: txl eval {where}")
-        outcome = {"directory": str(where), **asdict(loop.progress)}
+        outcome = {"directory": str(where), **asdict(loop.state.counters)}
         return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
 
     def _display(self, unit: str) -> Display:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """The corpus, in the vocabulary that the run has or inherits.
-
-        Raises:
-            UserError: if it cannot be read in that vocabulary.
-        """
+        """Open the corpus, in the vocabulary that the run has or inherits."""
         data = self.run.data
         vocabulary = inherited = None
         if source is not None:
@@ -192,8 +180,8 @@ class Trainer:
                 )
         elif not is_new:
             vocabulary = self.directory.vocabulary()
-            starts = [event for event in self.directory.events() if event["event"] == "start"]
-            inherited = vocabulary if starts and starts[-1].get("init_from") else None
+            started = self.directory.started()
+            inherited = vocabulary if started is not None and started.get("init_from") else None
 
         # Bytes are the same everywhere; a run's own vocabulary is found again by preparing the corpus anew.
         if vocabulary is None or vocabulary.kind == "byte" or inherited is None:
@@ -202,10 +190,16 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display) -> TrainingLoop:
+    def _attention_begun_with(self) -> str | None:
+        """Return the attention that the run's log says it began with; another one would add in another order."""
+        started = self.directory.started()
+        return None if started is None else started.get("attention")
+
+    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
         torch.manual_seed(train.seed)
-        model = build_model(self.run.model, corpus.vocabulary, self.device).to(self.device).train()
+        shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
+        model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
@@ -226,81 +220,123 @@ class Trainer:
             # A whole segment is no shift: with the full loss it is `epoch_shift` alone that moves them.
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
-        loop = TrainingLoop(
-            run=self.run,
-            directory=self.directory,
-            corpus=corpus,
-            device=self.device,
-            trained=trained,
-            optimizer=build_optimizer(model, train),
-            stream=stream,
-            display=display,
+        log = RunLog(
+            self.directory,
+            writes=self.processes.is_first,
+            needed=train.on_save_error == "stop",
+            tensorboard=train.tensorboard,
+            say=display.message,
         )
+        setup = TrainingSetup(self.run, self.directory, corpus, self.device, trained, stream, display, log)
+        loop = TrainingLoop(setup, setup.first_state(build_optimizer(model, train)))
         check_validation_split(self.run, corpus)
         return loop
 
     def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
         """Write what makes the directory a run; config.json comes last."""
         if self.processes.is_first:
-            self.directory.write_vocabulary(loop.corpus.vocabulary)
-        self._announce(loop, "start")
+            self.directory.write_vocabulary(loop.setup.corpus.vocabulary)
+        self._announce(loop, EventName.START)
         self._note_what_belongs(loop)
         if keep_weights:
             # The run no longer depends on where its weights came from.
-            loop.save()
+            loop.saver.save(loop.state)
             loop.saver.wait()
         if self.processes.is_first:
             self.directory.write_config(self.run)
 
     def _go_on(self, loop: TrainingLoop) -> None:
-        found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop))
+        found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display))
         if found is None:
-            self._announce(loop, "start")  # it was stopped, the hard way, before its first checkpoint
+            self._announce(loop, EventName.START)  # it was stopped, the hard way, before its first checkpoint
         else:
             loop.resume(self.directory.checkpoints / found)
             before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
             self._note_changes(loop, RunConfig.from_dict(before))
-            self._announce(loop, "resume")
+            self._announce(loop, EventName.RESUME)
         self._note_what_belongs(loop)
         if self.processes.is_first and self.directory.config() != self.run:
             self.directory.write_config(self.run)
 
     def _note_changes(self, loop: TrainingLoop, before: RunConfig) -> None:
-        """Say what of the configuration is another than before: the text's name, the number of steps."""
+        """Report the changes of the configuration: the text's name, the number of steps."""
+        display, step = loop.setup.display, loop.state.counters.step
         old, new = absolute_path(before.data.corpus), self.run.data.corpus
         if old != new:
-            loop.display.message(f"note: {new} is the text that this run was trained on as {old}")
+            display.message(f"note: {new} is the text that this run was trained on as {old}")
         steps = before.train.steps, self.run.train.steps
         if steps[0] != steps[1]:
-            changes = extension_changes(before, self.run, loop.progress.step)
-            loop.record("extend", from_steps=steps[0], to_steps=steps[1], changes=changes)
+            changes = extension_changes(before, self.run, step)
+            loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
-            loop.display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {loop.progress.step} on: {told}")
+            display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
 
-    def _newest_good(self, loop: TrainingLoop) -> str | None:
-        """The name of the checkpoint to go on from, if there is one; those that cannot be used are named."""
+    def _newest_good(self, display: Display) -> str | None:
+        """Return the name of the checkpoint to go on from, if there is one, and report those that cannot be used."""
         remove_partial(self.directory.checkpoints)
         found, refused = newest_good(self.directory)
         for reason in refused:
-            loop.display.message(f"note: {reason}")
-            self.directory.append("refused", 0, reason=reason)
+            display.message(f"note: {reason}")
+            self.directory.append(EventName.REFUSED, 0, reason=reason)
         return None if found is None else found.name
-
-    def _announce(self, loop: TrainingLoop, event: str) -> None:
-        source = None if self.init_from is None else str(self.init_from)
-        announce(loop, event, compiled=self._compiled, init_from=source, init_note=self._init_note)
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
-        loop.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
+        loop.saver.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
+
+    def _announce(self, loop: TrainingLoop, event: EventName) -> None:
+        """Show and log what is trained on what, if this is the process that writes."""
+        if not self.processes.is_first:
+            return
+        setup, model, step = loop.setup, loop.state.model, loop.state.counters.step
+        run, corpus, display = self.run, setup.corpus, setup.display
+        parameters = parameters_by_part(model)
+        total = sum(parameters.values())
+        init_from = None if self.init_from is None else str(self.init_from)
+        self.directory.append(
+            event,
+            step,
+            config=run.to_dict(),
+            corpus=corpus.info(),
+            parameters=parameters,
+            total_parameters=total,
+            attention=model.attention_name,
+            compiled=self._compiled,
+            hardware=describe_hardware(self.device),
+            software=describe_software(),
+            command=sys.argv,
+            init_from=init_from,
+            init_note=self._init_note,
+            processes=self.processes.count,
+            run=self.directory.run_id() or uuid.uuid4().hex,
+        )
+        if event == EventName.RESUME:
+            start = f", going on from step {step}"
+        else:
+            note = "" if self._init_note is None else f" ({self._init_note})"
+            start = "" if init_from is None else f", starting from {init_from}{note}"
+        if run.train.warmup_steps >= run.train.steps:
+            display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+        if model.attention_note is not None:
+            display.message(f"note: {model.attention_note}")
+        attention = model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
+        count, engine = self.processes.count, run.train.parallel.upper()
+        together = f" in {count} processes ({engine})" if count > 1 else ""
+        display.message(
+            f"{run.name}: {total:,} parameters, {corpus.name} in {corpus.unit} tokens, "
+            f"{attention} on {self.device}{together}{start}"
+        )
+        if event == EventName.RESUME:
+            return
+        for note in corpus.notes("test") if "test" in corpus.splits else ():
+            display.message(f"note: {note}")
+        hint = softmax_hint(run, len(corpus.vocabulary), parameters, self.device)
+        if hint is not None:
+            display.message(f"note: {hint}")
 
 
 def _check_lanes(run: RunConfig, processes: Processes) -> None:
-    """The lanes can be divided over processes and parts, and what is configured works with several processes.
-
-    Raises:
-        UserError: if not.
-    """
+    """Refuse lanes that cannot be divided over processes and parts, and an average of sharded weights."""
     train, count = run.train, processes.count
     if train.batch_size % (count * train.micro_batches):
         raise UserError(
@@ -312,64 +348,11 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
         )
-
-
-def announce(
-    loop: TrainingLoop, event: str, *, compiled: bool, init_from: str | None, init_note: str | None = None
-) -> None:
-    """Say and record what runs here, if this is the process that talks.
-
-    Args:
-        loop: about to train.
-        event: "start" or "resume".
-        compiled: whether its layers are.
-        init_from: the directory that the weights came from, if they did.
-        init_note: what of the two models' weights was not taken over, if anything.
-
-    Raises:
-        UserError: if the log cannot be written.
-    """
-    processes, directory, run = loop.trained.processes, loop.directory, loop.run
-    if not processes.is_first:
-        return
-    parameters = parameters_by_part(loop.model)
-    total = sum(parameters.values())
-    directory.append(
-        event,
-        loop.progress.step,
-        config=run.to_dict(),
-        corpus=loop.corpus.info(),
-        parameters=parameters,
-        total_parameters=total,
-        attention=loop.model.attention_name,
-        compiled=compiled,
-        hardware=describe_hardware(loop.device),
-        software=describe_software(),
-        command=sys.argv,
-        init_from=init_from,
-        init_note=init_note,
-        processes=processes.count,
-        run=directory.run_id() or uuid.uuid4().hex,
-    )
-    if event == "resume":
-        start = f", going on from step {loop.progress.step}"
-    else:
-        note = "" if init_note is None else f" ({init_note})"
-        start = "" if init_from is None else f", starting from {init_from}{note}"
-    if run.train.warmup_steps >= run.train.steps:
-        loop.display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
-    attention = loop.model.attention_name + (" attention, compiled layers" if compiled else " attention")
-    count, engine = processes.count, run.train.parallel.upper()
-    together = f" in {count} processes ({engine})" if count > 1 else ""
-    loop.display.message(
-        f"{run.name}: {total:,} parameters, {loop.corpus.name} in {loop.corpus.unit} tokens, "
-        f"{attention} on {loop.device}{together}{start}"
-    )
-    for note in loop.corpus.notes("test") if event == "start" and "test" in loop.corpus.splits else ():
-        loop.display.message(f"note: {note}")
-    hint = softmax_hint(run, len(loop.corpus.vocabulary), parameters, loop.device) if event == "start" else None
-    if hint is not None:
-        loop.display.message(f"note: {hint}")
+    if count > 1 and train.parallel == "fsdp" and train.optimizer == "muon":
+        raise UserError(
+            "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
+            "--train.parallel ddp or --train.optimizer adamw"
+        )
 
 
 def compile_layers(model: FamilyModel, device: str) -> str | None:
@@ -402,3 +385,25 @@ def _compiler_missing(device: str) -> str | None:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return lines[0].strip()
     return None
+
+
+def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) -> tuple[Path, Path | None]:
+    """Return the directory of a run that starts from another run's weights, and the directory of these weights.
+
+    The run is the first of OUT, OUT-fork-1, OUT-fork-2 ... that is free or has this configuration and text.
+
+    Args:
+        config: of the run.
+        out: a directory that holds a run.
+        data_dir: where prepared corpora live.
+
+    Returns:
+        Weights from None if the run is the one in `out`.
+    """
+    candidate, number = out, 0
+    while RunDirectory(candidate).config_path.exists():
+        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
+            return candidate, None if candidate == out else out
+        number += 1
+        candidate = out.with_name(f"{out.name}-fork-{number}")
+    return candidate, out

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
+from txl.models.language_model import LanguageModel
 from txl.training.parallel import TrainedModel
 
 
@@ -17,11 +17,7 @@ class ValidationStopped(Exception):
 
 
 def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps.
-
-    Raises:
-        UserError: if it is too short.
-    """
+    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps."""
     if run.train.eval_every:
         tokens = corpus.tokens("valid")
         limit = run.train.eval_tokens
@@ -32,7 +28,7 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
 
 
 def evaluate_in_training(
-    model: Any, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
+    model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
 ) -> EvaluationResult:
     """Evaluate with memory that makes the attention as long as in training: memory and segment have the same sum.
 

@@ -1,0 +1,186 @@
+"""Time to quality: validation loss against seconds and tokens, of the authors' recipe, a tuned Adam and the new recipe.
+
+    python -m benchmarks.quality results/quality.json --work runs/quality --enwik8 enwik8.head --ptb ptb
+
+One small shape for each text. The authors' recipe is Adam in float32 with a cosine to 0, and has all of `--minutes`;
+its steps count with the time that the authors' code takes (`--peer-ratio`; both give the same losses). The others are
+whole runs of growing shares of that time, each with a schedule fixed beforehand, until one reaches the best loss of the
+authors' curve. Learning rates are tuned on validation, over five values, in runs of a share of the time, `--tuning`.
+
+A curve's seconds are its steps times the seconds of a step, measured once on an idle machine; evaluations do not count.
+Runs and these seconds are kept in `--work`: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.benchmarking.workloads import bench_training
+from txl.config import RunConfig, with_options
+from txl.data.corpora import open_corpus
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import multiplies_bfloat16
+from txl.training.trainer import Trainer
+
+Options = dict[str, str]
+SHARES = (0.025, 0.05, 0.1, 0.2, 0.4, 1.0)
+"""Of the minutes, that runs of ours have in turn."""
+TIMED_STEPS = 20
+_FALLING = {"train.schedule": "linear", "train.beta2": "0.95", "train.clip": "1.0", "model.attention": "fastest"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between two curves."""
+
+    name: str
+    options: Options
+    rates: tuple[float, ...]
+    """Those that are tried; a single one is taken as it is."""
+    warmup: float
+    """Share of the steps."""
+    is_authors: bool = False
+
+
+def recipes() -> list[Recipe]:
+    """The authors' first, whose loss the others have to reach."""
+    fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
+    authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
+    authors |= {"train.beta2": "0.999", "model.attention": "shifted"}
+    return [
+        Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, is_authors=True),
+        Recipe("adam", fast | {"train.optimizer": "adam"}, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04),
+        Recipe("muon", fast | {"train.optimizer": "muon"}, (4e-3,), 0.04),
+    ]
+
+
+def tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig]]:
+    """The texts, each with its small shape; those whose text was not given are left out."""
+    yield "stdlib", txl.preset("stdlib-bpe")
+    if arguments.enwik8:
+        yield "enwik8", with_options(txl.preset("stdlib-tiny"), {"data.corpus": arguments.enwik8})
+    if arguments.ptb:
+        # Segments of one length and no average: both belong to another recipe than those compared here.
+        ptb = {"data.source": arguments.ptb, "train.random_segments": "false", "train.average_from": "none"}
+        yield "ptb", with_options(txl.preset("ptb-small"), ptb)
+
+
+class Measurement:
+    """The runs over one text."""
+
+    def __init__(self, name: str, base: RunConfig, arguments: argparse.Namespace):
+        self.name, self.base, self.given = name, base, arguments
+        self.work = Path(arguments.work) / name
+        self.corpus = open_corpus(base.data.corpus, config=base.data, data_dir=arguments.data_dir)
+        self.timed = self.work / "step-seconds.json"
+        self.step_seconds: dict[str, float] = json.loads(self.timed.read_text()) if self.timed.exists() else {}
+
+    def configured(self, recipe: Recipe, rate: float, steps: int) -> RunConfig:
+        """One run: evaluated twenty times on the way."""
+        options = {
+            "train.steps": str(steps),
+            "train.learning_rate": str(rate),
+            "train.min_learning_rate": "0",
+            "train.warmup_steps": str(round(recipe.warmup * steps)),
+            "train.eval_every": str(max(1, steps // 20)),
+            "train.eval_tokens": str(self.given.eval_tokens),
+            "train.checkpoint_every": str(max(1, steps // 4)),
+            "train.seed": str(self.given.seed),
+        }
+        return with_options(self.base, recipe.options | options)
+
+    def seconds_of_step(self, recipe: Recipe) -> float:
+        """Measured once for each recipe; the authors' code takes `peer_ratio` times as long as ours."""
+        if recipe.name not in self.step_seconds:
+            run = self.configured(recipe, recipe.rates[0], 100)
+            seconds = bench_training(run, len(self.corpus.vocabulary), TIMED_STEPS, "cpu").step_seconds
+            self.step_seconds[recipe.name] = seconds * (self.given.peer_ratio if recipe.is_authors else 1.0)
+            self.work.mkdir(parents=True, exist_ok=True)
+            self.timed.write_text(json.dumps(self.step_seconds))
+        return self.step_seconds[recipe.name]
+
+    def curve(self, recipe: Recipe, rate: float, share: float) -> dict[str, Any]:
+        """Train for a share of the minutes, or go on with that run."""
+        second = self.seconds_of_step(recipe)
+        out = RunDirectory(self.work / f"{recipe.name}-{rate:g}-{share:g}")
+        steps = max(20, round(60 * self.given.minutes * share / second))
+        run = self.configured(recipe, rate, steps)
+        Trainer(run, out.path, device="cpu", data_dir=self.given.data_dir, quiet=True).fit()
+        per_step = run.train.batch_size * run.train.segment
+        points = {event["step"]: event["nll"] for event in out.events() if event["event"] == "valid"}
+        rows = [
+            {"step": step, "tokens": step * per_step, "seconds": step * second, "nll": nll}
+            for step, nll in sorted(points.items())
+        ]
+        best = min(rows, key=lambda row: row["nll"])
+        print(f"{self.name}, {recipe.name} at {rate:g}: {best['nll']:.4f} nats after {steps:,} steps", flush=True)
+        described = {
+            "recipe": recipe.name,
+            "rate": rate,
+            "steps": steps,
+            "step_seconds": second,
+            "best_nll": best["nll"],
+        }
+        return described | {"points": rows}
+
+    def tuned(self, recipe: Recipe) -> tuple[float, list[dict[str, Any]]]:
+        """The best of the recipe's rates, and the short runs that tell."""
+        if len(recipe.rates) == 1:
+            return recipe.rates[0], []
+        runs = [self.curve(recipe, rate, self.given.tuning) for rate in recipe.rates]
+        return min(runs, key=lambda run: run["best_nll"])["rate"], runs
+
+    def all(self) -> dict[str, Any]:
+        """All curves, and what each needs to come to the authors' best loss."""
+        authors, *ours = recipes()
+        rate, tuning = self.tuned(authors)
+        first = self.curve(authors, rate, 1.0)
+        target, end = first["best_nll"], first["points"][-1]
+        found: dict[str, Any] = {"text": self.name, "target_nll": target, "curves": [first], "tuning": tuning}
+        for recipe in ours:
+            rate, tuning = self.tuned(recipe)
+            found["tuning"] += tuning
+            for share in SHARES:
+                found["curves"].append(self.curve(recipe, rate, share))
+                if found["curves"][-1]["best_nll"] <= target:
+                    ours_end = found["curves"][-1]["points"][-1]
+                    needed = {name: ours_end[name] / end[name] for name in ("seconds", "tokens")}
+                    found[f"{recipe.name}_of_authors"] = needed
+                    told = f"{needed['seconds']:.3f} of the seconds and {needed['tokens']:.3f} of the tokens"
+                    print(f"{self.name}: {recipe.name} comes to the authors' {target:.4f} nats in {told}", flush=True)
+                    break
+        return found
+
+
+def main() -> None:
+    """Every text in turn, and the record if a file is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", nargs="?", help="where the record goes, results/quality.json")
+    parser.add_argument("--work", required=True, help="folder of the runs")
+    parser.add_argument("--enwik8", help="a file with the beginning of enwik8, read in bytes")
+    parser.add_argument("--ptb", help="folder or archive of Penn Treebank, read in words")
+    parser.add_argument("--minutes", type=float, default=20.0, help="that the authors' recipe has")
+    parser.add_argument("--tuning", type=float, default=0.25, help="share of the minutes of a run that tunes a rate")
+    parser.add_argument("--peer-ratio", type=float, default=1.5, help="time of a step of the authors' code over ours")
+    parser.add_argument("--eval-tokens", type=int, default=200_000, help="of the validation split, in each evaluation")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data-dir", help="where prepared corpora live")
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    measured = [Measurement(name, base, arguments).all() for name, base in tasks(arguments)]
+    if arguments.record:
+        given = vars(arguments) | {"work": None, "data_dir": None, "enwik8": None, "ptb": None}
+        write(Path(arguments.record), f"python -m benchmarks.quality {arguments.record}", given | {"texts": measured})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Relative attention by kernels of our own for NVIDIA GPUs, forward and backward, without a matrix of all scores.
+
+What is kept for the backward pass are the operands, the output and one number a query. Dropout of attention weights is
+drawn from a seed and each weight's place, so that the backward pass draws it again; the seed comes from PyTorch's
+generator for the device and stays there. Results are the same to the last bit in every run: there are no atomics, and
+sums over lanes are taken in groups that the shape decides.
+
+Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl.attention.equations import KeyScope
+from txl.attention.shifted import shifted_attention
+from txl.errors import UserError
+
+_POSITION_PROGRAMS = 512
+"""How many programs the gradient of positions is at least divided among, where there are enough lanes."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernels divide their work; chosen by what fits, not by time."""
+
+    block: int
+    """Queries and keys of a tile."""
+    warps: int
+    stages: int
+    """How many tiles of operands the forward pass has in flight at once; the backward pass has one."""
+    shared: int
+    """Bytes of shared memory that no kernel exceeds; read from the binaries."""
+
+
+def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Tiling | None:
+    """The tiling for heads of a width on devices of a compute capability; None: they fit nowhere."""
+    width = padded_width(d_head)
+    if dtype == torch.bfloat16:
+        # Hopper's matrix units read tiles of 64 rows from shared memory; before it, those do not fit into registers.
+        if capability[0] == 9 and width <= 64:
+            return Tiling(64, 4, 2, shared=90112)
+        return {
+            32: Tiling(32, 4, 1, shared=20480),
+            64: Tiling(32, 4, 1, shared=20480),
+            128: Tiling(32, 4, 1, shared=36864),
+            256: Tiling(32, 8, 1, shared=69632),
+        }.get(width)
+    return {
+        32: Tiling(32, 4 if tf32 else 8, 1, shared=28672),
+        64: Tiling(32, 4 if tf32 else 8, 1, shared=53248),
+        128: Tiling(32, 4 if tf32 else 8, 1, shared=102400),
+    }.get(width)
+
+
+def launch_options(kernel: str, tiling: Tiling) -> dict[str, Any]:
+    """What Triton compiles a kernel of `triton_kernels` with."""
+    stages = tiling.stages if kernel == "forward_kernel" else 1
+    return {"num_warps": tiling.warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def padded_width(d_head: int) -> int:
+    """The power of two that matrix units work on."""
+    return max(32, 1 << (d_head - 1).bit_length())
+
+
+def why_not_fused(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
+    """Why the kernels cannot serve, as what follows their name; None if they can.
+
+    Args:
+        device: where.
+        dtype: of the matrix products; None: not known yet.
+        d_head: D.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"cannot train on {device}, only on cuda"
+    if dtype not in (None, torch.float32, torch.bfloat16):
+        return f"cannot train in {dtype}"
+    return _why_not_here(device, dtype, d_head, _tf32())
+
+
+@functools.cache  # asked in every layer; what a machine has does not change
+def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, tf32: bool) -> str | None:
+    """What this machine lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "needs an NVIDIA GPU and a PyTorch that was built for it"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or above (this GPU has {capability[0]}.{capability[1]})"
+    tiles, heads = tiling(d_head, dtype or torch.bfloat16, tf32, capability), f"heads of {d_head} features"
+    if tiles is None:
+        return f"has no room for {heads} in {dtype or 'any dtype'}"
+    available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if tiles.shared > available:
+        return f"needs {tiles.shared:,} bytes of shared memory for {heads} in {dtype} ({device} has {available:,})"
+    return None
+
+
+def _tf32() -> bool:
+    """Whether PyTorch may compute float32 products in TF32."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def fused_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    scope: KeyScope,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The same function as `reference_attention`.
+
+    Single queries without gradients, and all segments without gradients where the kernels cannot serve, go through
+    `shifted`'s way.
+
+    Args:
+        query: [B,T,H,D], float32 or bfloat16 on a GPU, where gradients are wanted.
+        key, value: [B,S,H,D], memory first, dtype of the query.
+        position: [S,H,D], W_kR R_d with the farthest distance first.
+        u, v: [H,D].
+        scope: which keys a query sees.
+        dropout: probability with which an attention weight is dropped.
+
+    Returns:
+        [B,T,H,D]. Its gradient can be taken once (no second derivatives).
+    """
+    # `torch.compile` traces shapes; what the machine has was asked when the model was built.
+    traced = torch.compiler.is_compiling()
+    reason = None if traced else why_not_fused(query.device, query.dtype, query.shape[-1])
+    if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
+        return shifted_attention(query, key, value, position, u, v, scope)
+    if reason is not None:
+        raise UserError(f"model.attention triton {reason}, or use --model.attention shifted")
+    return relative_attention(query, key, value, position, u, v, scope, dropout)
+
+
+def relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    scope: KeyScope,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`fused_relative_attention` by the kernels alone; on a CPU they run in Triton's interpreter."""
+    device = query.device
+    seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
+    oldest = None
+    if scope.filled is not None:
+        oldest = torch.tensor([scope.memory - n for n in scope.filled], dtype=torch.int32)
+        if device.type == "cuda":
+            oldest = oldest.pin_memory().to(device, non_blocking=True)
+    window = key.shape[1] if scope.window is None else scope.window
+    return _attend(query, key, value, position, u, v, oldest, seed, window, dropout, _tf32())[0]
+
+
+@torch.library.custom_op("txl::relative_attention", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    oldest: Tensor | None,
+    seed: Tensor | None,
+    window: int,
+    dropout: float,
+    tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B,T,H,D] and log-sum-exps, float32 [B,H,T]."""
+    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout, tf32)
+    n_lane, n_query, n_head, _ = query.shape
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
+    call.launch("forward_kernel", (call.n_query_block, n_head, n_lane), out=out, lse=lse)
+    return out, lse
+
+
+@torch.library.custom_op("txl::relative_attention_backward", mutates_args=())
+def _attend_backward(
+    above: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    oldest: Tensor | None,
+    seed: Tensor | None,
+    window: int,
+    dropout: float,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, position, u and v."""
+    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout, tf32)
+    block, n_query_block = call.tiling.block, call.n_query_block
+    n_lane, n_query, n_head, d_head = query.shape
+    n_key = key.shape[1]
+    above = _dense(above)
+    strides = {f"above_{name}": stride for name, stride in zip(("lane", "row", "head"), above.stride(), strict=False)}
+    rows = {"above": above, "lse": lse, "delta": torch.empty_like(lse), **strides}
+
+    by_content, by_position = (query.new_empty(query.shape, dtype=torch.float32) for _ in range(2))
+    call.launch(
+        "query_gradient_kernel",
+        (n_query_block, n_head, n_lane),
+        **rows,
+        out=out,
+        grad_query_u=by_content,
+        grad_query_v=by_position,
+    )
+
+    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    n_key_block = math.ceil(n_key / block)
+    call.launch("key_gradient_kernel", (n_key_block, n_head, n_lane), **rows, grad_key=grad_key, grad_value=grad_value)
+
+    # Diagonals of tiles from the lower left one to the last that causality lets through.
+    n_diagonal = n_query_block + min(n_key_block - 1, math.ceil((n_key - n_query) / block))
+    n_group = min(n_lane, math.ceil(_POSITION_PROGRAMS / (n_head * n_diagonal)))
+    sums = position.new_zeros(n_group, 2, (n_diagonal + 1) * block, n_head, d_head, dtype=torch.float32)
+    call.launch(
+        "position_gradient_kernel",
+        (n_diagonal, n_head, n_group),
+        **rows,
+        grad_position=sums,
+        n_lane=n_lane,
+        n_group=n_group,
+    )
+    first = n_query_block * block - n_query
+    grad_position = sums.sum(dim=(0, 1)).narrow(0, first, n_key).to(position.dtype)
+    return (
+        (by_content + by_position).to(query.dtype),
+        grad_key,
+        grad_value,
+        grad_position,
+        by_content.sum(dim=(0, 1)).to(u.dtype),
+        by_position.sum(dim=(0, 1)).to(v.dtype),
+    )
+
+
+class _Call:
+    """What all kernels of a call are given."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        u: Tensor,
+        v: Tensor,
+        oldest: Tensor | None,
+        seed: Tensor | None,
+        window: int,
+        dropout: float,
+        tf32: bool,
+    ):
+        _, n_query, n_head, d_head = query.shape
+        self.device = query.device
+        capability = torch.cuda.get_device_capability(self.device) if query.is_cuda else (9, 0)
+        tiles = tiling(d_head, query.dtype, tf32, capability)
+        assert tiles is not None, "why_not_fused was not asked"
+        self.tiling = tiles
+        self.n_query_block = math.ceil(n_query / self.tiling.block)
+        key, value, position = (_dense(each) for each in (key, value, position))
+        self.arguments: dict[str, Any] = {
+            "query_u": (query + u).to(query.dtype).contiguous(),
+            "query_v": (query + v).to(query.dtype).contiguous(),
+            "key": key,
+            "value": value,
+            "position": position,
+            "oldest_of": oldest,
+            "seed_at": seed,
+            **dict(zip(("key_lane", "key_row", "key_head"), key.stride(), strict=False)),
+            **dict(zip(("value_lane", "value_row", "value_head"), value.stride(), strict=False)),
+            **dict(zip(("position_row", "position_head"), position.stride(), strict=False)),
+            "n_head": n_head,
+            "n_query": n_query,
+            "n_key": key.shape[1],
+            "d_head": d_head,
+            "window": window,
+            "scale": 1 / math.sqrt(d_head),
+            "factor": 1 / (1 - dropout),
+            "THRESHOLD": round(dropout * 2**32),
+            "PRECISION": "tf32" if tf32 else "ieee",
+            "WIDTH": padded_width(d_head),
+            "BLOCK": self.tiling.block,
+        }
+
+    def launch(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
+        """Run a kernel of `triton_kernels`.
+
+        Raises:
+            UserError: if the device has too little of what the kernel needs; nothing was launched then.
+        """
+        kernels = _kernels()
+        kernel, options = getattr(kernels, name), launch_options(name, self.tiling)
+        try:
+            kernel[grid](**self.arguments, **more, **options)
+        except kernels.triton.runtime.errors.OutOfResources as error:
+            raise UserError(
+                f"model.attention triton does not fit on {self.device} ({error}); use --model.attention shifted"
+            ) from None
+
+
+def _kernels() -> ModuleType:
+    from txl.attention import triton_kernels
+
+    return triton_kernels
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """With neighbours in the last dimension lying behind one another."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    oldest: Tensor | None,
+    seed: Tensor | None,
+    window: int,
+    dropout: float,
+    tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    n_lane, n_query, n_head, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
+
+
+@_attend_backward.register_fake
+def _(
+    above: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    oldest: Tensor | None,
+    seed: Tensor | None,
+    window: int,
+    dropout: float,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, position, u, v = (each.new_empty(each.shape) for each in (query, key, value, position, u, v))
+    return query, key, value, position, u, v
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.dropout, ctx.tf32 = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _gradients(ctx: Any, above: Tensor, _above_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = _attend_backward(above, *ctx.saved_tensors, ctx.window, ctx.dropout, ctx.tf32)
+    return (*grads, None, None, None, None, None)
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,389 @@
+"""Relative attention for NVIDIA GPUs in Triton: forward and backward, no matrix of all scores.
+
+A program works on square tiles of BLOCK queries and BLOCK keys. The position terms of a tile need a band of 2 BLOCK - 1
+rows of W_kR R. Row S-1-d belongs to distance d, so query i meets key j in row T-1-i+j: entry (m, n) of a tile is entry
+BLOCK-1-m+n of its band. The band is cut into two blocks of BLOCK rows, `low` and `high`, and two products of BLOCK by
+BLOCK give the position terms by distance. Row m needs the last m+1 columns of `low` and the first BLOCK-1-m of `high`:
+a selection puts both into one tile, every row of which is then a rotation of what is needed, and one gather turns it
+(`_by_key`). The next tile of keys has `high` as its `low`, so a program that goes along the keys pays for one product a
+tile, not for two.
+
+The backward pass is three kernels, each of which computes the weights again from the log-sum-exp of their row:
+gradients of queries along the keys, of keys and values along the queries, of positions along the diagonals, whose tiles
+share a band. Every sum is taken in an order that the shape decides, without atomics: the same bits in every run.
+
+This module needs Triton; `txl.attention.fused` calls it and imports it only there.
+
+Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head, WIDTH the power
+of two above it.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SIZES = ["n_lane", "n_query", "n_key", "window", "n_group"]
+"""Arguments for whose values no code of its own is made: memory grows, and segments end short."""
+
+
+@triton.jit
+def _rows(start, row_stride, first, n_row, d_head, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first, ..., first + BLOCK - 1 of a matrix [n_row,D], zeros outside: [BLOCK,WIDTH]."""
+    row = first + tl.arange(0, BLOCK)
+    feature = tl.arange(0, WIDTH)
+    inside = ((row >= 0) & (row < n_row))[:, None] & (feature < d_head)[None, :]
+    return tl.load(start + row[:, None] * row_stride + feature[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(start, row_stride, first, n_row, d_head, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The opposite of `_rows`, in the dtype of what `start` points to."""
+    row = first + tl.arange(0, BLOCK)
+    feature = tl.arange(0, WIDTH)
+    inside = (row < n_row)[:, None] & (feature < d_head)[None, :]
+    tl.store(start + row[:, None] * row_stride + feature[None, :], rows.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product(left, right, PRECISION: tl.constexpr):
+    """The product left right^T in float32."""
+    return tl.dot(left, tl.trans(right), input_precision=PRECISION)
+
+
+@triton.jit
+def _by_key(low, high, first_key, BLOCK: tl.constexpr):
+    """Position terms by distance, [BLOCK,BLOCK] for each half of the band -> by key, [BLOCK,BLOCK]."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    first = BLOCK - 1 - row
+    return tl.gather(tl.where(column >= first, low, high), (first + column + first_key) % BLOCK, 1)
+
+
+@triton.jit
+def _by_distance(grad, first_key, BLOCK: tl.constexpr):
+    """The opposite of `_by_key`, for gradients: a tile by key -> its parts by distance, of `low` and of `high`."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    turned = tl.gather(grad, (row + 1 + column + first_key) % BLOCK, 1)
+    zero = tl.zeros_like(turned)
+    is_low = column >= BLOCK - 1 - row
+    return tl.where(is_low, turned, zero), tl.where(is_low, zero, turned)
+
+
+@triton.jit
+def _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.constexpr):
+    """Whether each query of a tile sees each key; see `KeyScope`."""
+    query = (first_query + tl.arange(0, BLOCK))[:, None]
+    key = (first_key + tl.arange(0, BLOCK))[None, :]
+    distance = n_key - n_query + query - key
+    return (distance >= 0) & (distance < window) & (key >= oldest) & (query < n_query)
+
+
+@triton.jit
+def _kept(seed, lane, head, first_query, first_key, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Which weights of a tile dropout keeps: those whose word of Philox4x32-7 is not below the threshold.
+
+    The counter is (key // 64 * 16 + key % 16, query, head, lane), and key // 16 % 4 chooses one of its four words: the
+    same draws as those of the compiled library for CPUs.
+    """
+    tl.static_assert(BLOCK == 64 or BLOCK == 32)
+    zero = tl.zeros([BLOCK, 16], tl.int32)
+    group = zero + (first_key // 64 * 16 + tl.arange(0, 16))[None, :]
+    query = zero + (first_query + tl.arange(0, BLOCK))[:, None]
+    w0, w1, w2, w3 = tl.philox(seed, group, query, zero + head, zero + lane, 7)
+    limit = tl.full([BLOCK, 16], THRESHOLD, tl.uint32)
+    k0, k1, k2, k3 = w0 >= limit, w1 >= limit, w2 >= limit, w3 >= limit
+    if BLOCK == 64:  # four times 16 keys, side by side
+        words = tl.join(tl.join(k0, k2), tl.join(k1, k3))  # [BLOCK,16,2,2]: word 2s + t at (s, t)
+        kept = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (BLOCK, BLOCK))
+    else:
+        first_half = zero + first_key % 64 < 32
+        words = tl.join(tl.where(first_half, k0, k2), tl.where(first_half, k1, k3))
+        kept = tl.reshape(tl.permute(words, (0, 2, 1)), (BLOCK, BLOCK))
+    return kept
+
+
+@triton.jit
+def _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK: tl.constexpr):
+    """The lane's oldest key; and of the tiles of keys that a block of queries sees, the first and the end."""
+    oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
+    memory = n_key - n_query
+    start = tl.maximum(tl.maximum(memory + first_query - window + 1, oldest), 0) // BLOCK * BLOCK
+    return oldest, start, memory + tl.minimum(first_query + BLOCK, n_query)
+
+
+@triton.jit
+def _gradients_of_scores(scores, grad_weights, kept, lse, delta, seen, scale, factor, DROPS: tl.constexpr):
+    """The weights that values were multiplied by, and the gradient of the scores before their scale."""
+    weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
+    if DROPS:
+        applied = tl.where(kept, weights * factor, 0.0)
+        grad_weights = tl.where(kept, grad_weights * factor, 0.0)
+    else:
+        applied = weights
+    return applied, weights * (grad_weights - delta[:, None]) * scale
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    query_u, query_v, key, value, position, oldest_of, seed_at, out, lse,
+    key_lane, key_row, key_head, value_lane, value_row, value_head,
+    position_row, position_head,
+    n_head, n_query, n_key, d_head, window, scale, factor,
+    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Outputs [B,T,H,D] and the log-sum-exp of each query's scores to base 2, float32 [B,H,T]: one block of queries.
+
+    Args:
+        query_u, query_v: pointers to q + u and q + v, [B,T,H,D], dense.
+        key, value: [B,S,H,D], of any strides but 1 in the last dimension.
+        position: [S,H,D], farthest distance first, of any strides but 1 in the last dimension.
+        oldest_of: int32 [B], the first key of each lane that holds something; None: 0.
+        seed_at: int64 [1], the key of the generator; None: no dropout.
+        window: keys that a query sees.
+        scale: 1 / sqrt(D).
+        factor: 1 / (1 - p).
+        THRESHOLD: p 2^32.
+        PRECISION: of float32 products, "ieee" or "tf32".
+    """
+    block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first_query = block * BLOCK
+    key += lane * key_lane + head * key_head
+    value += lane * value_lane + head * value_head
+    position += head * position_head
+    dense = (lane * n_query * n_head + head) * d_head
+    of_u = _rows(query_u + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    of_v = _rows(query_v + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
+    seed = 0 if seed_at is None else tl.load(seed_at)
+
+    band = n_query - BLOCK - first_query  # the band's first row, before a tile's first key
+    rows = _rows(position, position_row, band + start, n_key, d_head, BLOCK, WIDTH)
+    low = _product(of_v, rows, PRECISION)
+    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for first_key in range(start, end, BLOCK):
+        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        high = _product(of_v, rows, PRECISION)
+        keys = _rows(key, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
+        low = high
+        seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
+        scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
+        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+        finite = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)  # of rows that have seen nothing yet
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(greatest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        greatest = new_greatest
+        if seed_at is not None:
+            kept = _kept(seed, lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+            weights = tl.where(kept, weights, 0.0)
+        values = _rows(value, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
+    if seed_at is not None:
+        sums *= factor
+    total = tl.where(total == 0.0, 1.0, total)  # of rows behind the last query
+    row = first_query + tl.arange(0, BLOCK)
+    place = (lane * n_head + head) * n_query + row
+    tl.store(lse + place, greatest + tl.log2(total), mask=row < n_query)
+    _store_rows(out + dense, n_head * d_head, first_query, n_query, d_head, sums / total[:, None], BLOCK, WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_gradient_kernel(
+    query_u, query_v, key, value, position, oldest_of, seed_at, out, above, lse, delta, grad_query_u, grad_query_v,
+    key_lane, key_row, key_head, value_lane, value_row, value_head,
+    position_row, position_head, above_lane, above_row, above_head,
+    n_head, n_query, n_key, d_head, window, scale, factor,
+    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q + u and of q + v, float32 [B,T,H,D], and the sums dO . O, float32 [B,H,T]: one block of queries.
+
+    Args:
+        out: [B,T,H,D], dense, the forward pass's.
+        above: the gradient of `out`, [B,T,H,D].
+        others: as in `forward_kernel`.
+    """
+    block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first_query = block * BLOCK
+    key += lane * key_lane + head * key_head
+    value += lane * value_lane + head * value_head
+    position += head * position_head
+    dense = (lane * n_query * n_head + head) * d_head
+    of_u = _rows(query_u + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    of_v = _rows(query_v + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    attended = _rows(out + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    grad = _rows(above + lane * above_lane + head * above_head, above_row, first_query, n_query, d_head, BLOCK, WIDTH)
+    row = first_query + tl.arange(0, BLOCK)
+    place = (lane * n_head + head) * n_query + row
+    row_delta = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
+    tl.store(delta + place, row_delta, mask=row < n_query)
+    row_lse = tl.load(lse + place, mask=row < n_query, other=0.0)
+    oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
+    seed = 0 if seed_at is None else tl.load(seed_at)
+
+    band = n_query - BLOCK - first_query
+    rows = _rows(position, position_row, band + start, n_key, d_head, BLOCK, WIDTH)
+    low = _product(of_v, rows, PRECISION)
+    of_low = tl.zeros([BLOCK, BLOCK], of_u.dtype)  # the gradient of `low` that the tile before has left
+    by_content = tl.zeros([BLOCK, WIDTH], tl.float32)
+    by_position = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for first_key in range(start, end, BLOCK):
+        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        high = _product(of_v, rows, PRECISION)
+        keys = _rows(key, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
+        low = high
+        values = _rows(value, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+        grad_weights = _product(grad, values, PRECISION)
+        seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
+        kept = seen
+        if seed_at is not None:
+            kept = _kept(seed, lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+        _, grad_scores = _gradients_of_scores(
+            scores, grad_weights, kept, row_lse, row_delta, seen, scale, factor, seed_at is not None
+        )
+        grad_scores = grad_scores.to(of_u.dtype)
+        by_content = tl.dot(grad_scores, keys, by_content, input_precision=PRECISION)
+        lower, higher = _by_distance(grad_scores, first_key, BLOCK)
+        rows = _rows(position, position_row, band + first_key, n_key, d_head, BLOCK, WIDTH)
+        by_position = tl.dot(of_low + lower, rows, by_position, input_precision=PRECISION)
+        of_low = higher
+    end = start + tl.cdiv(end - start, BLOCK) * BLOCK
+    rows = _rows(position, position_row, band + end, n_key, d_head, BLOCK, WIDTH)
+    by_position = tl.dot(of_low, rows, by_position, input_precision=PRECISION)
+    _store_rows(grad_query_u + dense, n_head * d_head, first_query, n_query, d_head, by_content, BLOCK, WIDTH)
+    _store_rows(grad_query_v + dense, n_head * d_head, first_query, n_query, d_head, by_position, BLOCK, WIDTH)
+
+
+@triton.jit
+def _tile(
+    query_u, query_v, keys, values, low_rows, high_rows, seed_at, above, lse, delta,
+    above_row, head, lane, first_query, first_key, oldest,
+    n_head, n_query, n_key, d_head, window, scale, factor,
+    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one tile: q + u, q + v, the gradient from above, the weights that were applied, the scores' gradient.
+
+    Args:
+        query_u, query_v, above: pointers to the lane's and head's part, [T,D].
+        keys, values, low_rows, high_rows: [BLOCK,WIDTH].
+        others: as in `forward_kernel`.
+    """
+    of_u = _rows(query_u, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    of_v = _rows(query_v, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
+    low, high = _product(of_v, low_rows, PRECISION), _product(of_v, high_rows, PRECISION)
+    scores = _product(of_u, keys, PRECISION) + _by_key(low, high, first_key, BLOCK)
+    grad = _rows(above, above_row, first_query, n_query, d_head, BLOCK, WIDTH)
+    grad_weights = _product(grad, values, PRECISION)
+    row = first_query + tl.arange(0, BLOCK)
+    place = (lane * n_head + head) * n_query + row
+    row_lse = tl.load(lse + place, mask=row < n_query, other=0.0)
+    row_delta = tl.load(delta + place, mask=row < n_query, other=0.0)
+    seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
+    kept = seen
+    if seed_at is not None:
+        kept = _kept(tl.load(seed_at), lane.to(tl.int32), head, first_query, first_key, THRESHOLD, BLOCK)
+    applied, grad_scores = _gradients_of_scores(
+        scores, grad_weights, kept, row_lse, row_delta, seen, scale, factor, seed_at is not None
+    )
+    return of_u, of_v, grad, applied.to(of_u.dtype), grad_scores.to(of_u.dtype)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def key_gradient_kernel(
+    query_u, query_v, key, value, position, oldest_of, seed_at, above, lse, delta, grad_key, grad_value,
+    key_lane, key_row, key_head, value_lane, value_row, value_head,
+    position_row, position_head, above_lane, above_row, above_head,
+    n_head, n_query, n_key, d_head, window, scale, factor,
+    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values, [B,S,H,D], dense: one block of keys. Arguments as in the kernels above."""
+    head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first_key = tl.program_id(0) * BLOCK
+    query_u += (lane * n_query * n_head + head) * d_head
+    query_v += (lane * n_query * n_head + head) * d_head
+    above += lane * above_lane + head * above_head
+    position += head * position_head
+    keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+    values = _rows(value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_head, BLOCK, WIDTH)
+    oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
+    memory = n_key - n_query
+    start = tl.maximum(first_key - memory, 0) // BLOCK * BLOCK
+    end = tl.minimum(n_query, first_key + BLOCK - 1 - memory + window)
+    end = tl.where(first_key + BLOCK <= oldest, start, end)  # nobody sees them
+    of_keys = tl.zeros([BLOCK, WIDTH], tl.float32)
+    of_values = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for first_query in range(start, end, BLOCK):
+        band = n_query - BLOCK - first_query + first_key
+        low_rows = _rows(position, position_row, band, n_key, d_head, BLOCK, WIDTH)
+        high_rows = _rows(position, position_row, band + BLOCK, n_key, d_head, BLOCK, WIDTH)
+        of_u, _, grad, applied, grad_scores = _tile(
+            query_u, query_v, keys, values, low_rows, high_rows, seed_at, above, lse, delta,
+            above_row, head, lane, first_query, first_key, oldest,
+            n_head, n_query, n_key, d_head, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
+        )  # fmt: skip
+        of_values = tl.dot(tl.trans(applied), grad, of_values, input_precision=PRECISION)
+        of_keys = tl.dot(tl.trans(grad_scores), of_u, of_keys, input_precision=PRECISION)
+    dense = (lane * n_key * n_head + head) * d_head
+    _store_rows(grad_key + dense, n_head * d_head, first_key, n_key, d_head, of_keys, BLOCK, WIDTH)
+    _store_rows(grad_value + dense, n_head * d_head, first_key, n_key, d_head, of_values, BLOCK, WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def position_gradient_kernel(
+    query_u, query_v, key, value, position, oldest_of, seed_at, above, lse, delta, grad_position,
+    key_lane, key_row, key_head, value_lane, value_row, value_head,
+    position_row, position_head, above_lane, above_row, above_head,
+    n_head, n_lane, n_query, n_key, d_head, window, n_group, scale, factor,
+    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of the gradient of positions over a group of lanes, along one diagonal of tiles.
+
+    A diagonal's tiles share the two blocks of their band. `grad_position` is float32 [G,2,N+1,BLOCK,H,D], dense, for N
+    diagonals, of which the first lies at the lower left: diagonal n adds to block n (its `low`, in the first half) and
+    to block n + 1 (its `high`, in the second half). Block 0 begins at row T - BLOCK ceil(T / BLOCK).
+    """
+    diagonal, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n_block = tl.cdiv(n_query, BLOCK)
+    offset = diagonal - (n_block - 1)  # of a tile's block of keys from its block of queries
+    position += head * position_head
+    band = n_query - BLOCK + offset * BLOCK
+    low_rows = _rows(position, position_row, band, n_key, d_head, BLOCK, WIDTH)
+    high_rows = _rows(position, position_row, band + BLOCK, n_key, d_head, BLOCK, WIDTH)
+    of_low = tl.zeros([BLOCK, WIDTH], tl.float32)
+    of_high = tl.zeros([BLOCK, WIDTH], tl.float32)
+    # The shortest distance in the diagonal's tiles is BLOCK - 1 below that of their corners.
+    in_window = n_key - n_query - offset * BLOCK - (BLOCK - 1) < window
+    end = tl.where(in_window, tl.minimum(n_block, tl.cdiv(n_key, BLOCK) - offset), 0)
+    for number in range(group, n_lane, n_group):
+        lane = tl.to_tensor(number).to(tl.int64)
+        oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
+        for block in range(tl.maximum(oldest // BLOCK - offset, tl.maximum(-offset, 0)), end):
+            first_key = (block + offset) * BLOCK
+            keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_head, BLOCK, WIDTH)
+            values = _rows(
+                value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_head, BLOCK, WIDTH
+            )
+            dense = (lane * n_query * n_head + head) * d_head
+            _, of_v, _, _, grad_scores = _tile(
+                query_u + dense, query_v + dense, keys, values, low_rows, high_rows, seed_at,
+                above + lane * above_lane + head * above_head, lse, delta,
+                above_row, head, lane, block * BLOCK, first_key, oldest,
+                n_head, n_query, n_key, d_head, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
+            )  # fmt: skip
+            lower, higher = _by_distance(grad_scores, first_key, BLOCK)
+            of_low = tl.dot(tl.trans(lower), of_v, of_low, input_precision=PRECISION)
+            of_high = tl.dot(tl.trans(higher), of_v, of_high, input_precision=PRECISION)
+    n_rows = (tl.num_programs(0) + 1) * BLOCK  # of one half
+    row_stride = n_head * d_head
+    half = grad_position + (2 * group.to(tl.int64) * n_rows) * row_stride + head * d_head
+    _store_rows(half, row_stride, diagonal * BLOCK, n_rows, d_head, of_low, BLOCK, WIDTH)
+    half += tl.to_tensor(n_rows).to(tl.int64) * row_stride
+    _store_rows(half, row_stride, (diagonal + 1) * BLOCK, n_rows, d_head, of_high, BLOCK, WIDTH)

@@ -1,0 +1,159 @@
+"""Output of commands: lines, tables, JSON, progress, and events in a run's log."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from txl.errors import UserError
+from txl.files import replacing
+
+if TYPE_CHECKING:
+    from rich.measure import Measurement
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from txl.runs.directory import RunDirectory
+    from txl.runs.events import EventName
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on standard output; numbers that JSON has no name for become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(each) for key, each in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(each) for each in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    print(json.dumps(plain(value), ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
+    """Print a table on standard output, below its title; nothing in it is read as markup.
+
+    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
+    a pipe, a row stays a line.
+
+    Args:
+        title: a line; it may be long.
+        headings: of the columns.
+        rows: what stands below them.
+        text: the columns that hold text, not numbers.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    rows, console = list(rows), Console()
+
+    def made(roomy: bool) -> Table:
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, heading in enumerate(headings):
+            if heading in text:
+                table.add_column(Text(heading), overflow="fold")
+            else:
+                words = [heading] if roomy else [word[:12] for word in heading.split()]
+                width = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
+                table.add_column(Text(heading), justify="right", overflow="fold", width=width)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def measured(table: Table) -> Measurement:
+        return Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+
+    table, width = made(roomy=True), measured(made(roomy=True)).maximum
+    if console.is_terminal and width > console.width:
+        table = made(roomy=False)
+        width = max(console.width, measured(table).minimum)
+    print(title)
+    sys.stdout.flush()
+    Console(width=width).print(table)
+
+
+def progress_bar(description: str, quiet: bool) -> tuple[Progress, Callable[[int, int], None]]:
+    """Return a progress display on standard error (only on a terminal), and the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    task = progress.add_task(description, total=None)
+
+    def move(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+
+    return progress, move
+
+
+class ProgressByPart:
+    """Shows a bar for each part of the work, named by its first argument; a context manager."""
+
+    def __init__(self, quiet: bool):
+        self._quiet, self._what = quiet, ""
+        self._bar: Progress | None = None
+        self._move: Callable[[int, int], None] = lambda done, total: None
+
+    def __enter__(self) -> ProgressByPart:
+        return self
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Move the bar of a part, which ends the bar of the part before it."""
+        if what != self._what:
+            self.__exit__()
+            self._what = what
+            bar, self._move = progress_bar(what, self._quiet)
+            bar.start()
+            self._bar = bar
+        self._move(done, total)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: Any) -> None:
+    """Add an event to the run's log; a run that cannot be written is only read, and a note says so."""
+    from txl.runs.checkpoints import checkpoint_step
+
+    try:
+        run.append(event, checkpoint_step(checkpoint.name), **fields)
+    except (OSError, UserError) as error:
+        say(f"note: the result was not added to the run's log ({error})")
+
+
+@contextmanager
+def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
+    """Open standard output, or a file that appears under its name when it is complete."""
+    if out is None:
+        yield sys.stdout.buffer if binary else sys.stdout
+        return
+    with replacing(Path(out)) as temporary:
+        if binary:
+            with open(temporary, "wb") as file:
+                yield file
+        else:
+            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+                yield file

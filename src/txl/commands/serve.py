@@ -1,0 +1,146 @@
+"""`txl serve DIR`: a model as an HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.options import (
+    add_checkpoint,
+    add_device,
+    add_memory_options,
+    memory_settings,
+    pick_device,
+    run_to_read,
+)
+from txl.commands.output import say
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+
+KEY_VARIABLE = "TXL_API_KEY"
+_NEEDED = ("starlette", "uvicorn", "prometheus_client", "sse_starlette")
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser("serve", help="serve a model over HTTP")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="port; 0: a free one (default: 8000)")
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: the directory's name)")
+    parser.add_argument(
+        "--max-streams",
+        type=int,
+        metavar="N",
+        help="texts decoded at the same time, and streams kept if --max-kept does not say (default: 8 and 64)",
+    )
+    parser.add_argument("--max-queue", type=int, metavar="N", help="texts that may wait for that (default: 128)")
+    parser.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests")
+    parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default: 8388608)")
+    parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="of one text (default: 1048576)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="generated for one text (default: 65536)")
+    parser.add_argument(
+        "--idle", type=float, metavar="SECONDS", help="after which an unused stream is deleted (default: 3600)"
+    )
+    parser.add_argument("--streams", metavar="FOLDER", help="keep streams there over a restart")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"that clients have to know (default: ${KEY_VARIABLE}, or none)"
+    )
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="a name that the server is reached by"
+    )
+    parser.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="another site whose pages may ask"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="keep weights and memory in this precision")
+    add_memory_options(parser)
+    add_checkpoint(parser)
+    add_device(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    began = time.perf_counter()
+    _check(arguments)
+    run_directory, config, checkpoint = run_to_read(arguments)
+    lengths = memory_settings(arguments, config)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UserError(f"txl serve needs {', '.join(missing)}: pip install 'transformer-xl[serve]'")
+    import torch
+
+    from txl.allocator import keep_freed_memory
+    from txl.serving.app import address_of, bound_socket, build_app, serve
+    from txl.serving.guard import Access
+    from txl.serving.service import Served, Service, served_name
+
+    listening = bound_socket(arguments.host, arguments.port)
+    with listening:
+        keep_freed_memory()
+        model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
+        if vocabulary is None:
+            raise UserError(
+                f"{run_directory.path} has no vocabulary, so no text can be served; give one when importing"
+            )
+        served = Served(
+            model,
+            vocabulary,
+            arguments.name or served_name(run_directory.path),
+            arguments.max_streams or Served.max_streams,
+            getattr(torch, arguments.dtype) if arguments.dtype else None,
+            segment=config.eval.segment,
+            **lengths,
+        )
+        service = Service(served, _limits(arguments))
+        key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+        hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
+        access = Access(key, hosts, tuple(arguments.allow_origin))
+        app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
+        if key is None and arguments.host not in _LOCAL:
+            say(
+                f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
+            )
+
+        def ready(stop: Callable[[], None]) -> None:
+            about = service.describe()["txl"]
+            say(
+                f"serving {service.model_id} ({about['parameters']:,} parameters, {checkpoint.name}, {about['dtype']}, "
+                f"memory {service.memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
+                f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
+            )
+
+        serve(app, service, listening, ready)
+    say("stopped")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense, before anything is loaded."""
+    if not 0 <= arguments.port < 1 << 16:
+        raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
+    for name in ("max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
+        raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
+    if arguments.api_key == "":
+        raise UserError("--api-key is empty; leave it out to ask for none")
+
+
+def _limits(arguments: argparse.Namespace) -> Any:
+    from txl.serving.requests import Limits
+
+    names = ("max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.max_streams is not None:
+        given.setdefault("max_kept", arguments.max_streams)
+    return Limits(**given, **({} if arguments.idle is None else {"idle_seconds": arguments.idle}))

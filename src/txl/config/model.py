@@ -1,0 +1,387 @@
+"""The configuration that all models share, and the one that all Transformers share.
+
+Each family has a subclass of its own in a file of its own, with its own fields and no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
+from txl.config.values import ANYTHING, check_ranges, hints_of, require, setting, shown
+from txl.errors import UserError
+
+Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
+"""Encodings of positions: the first two are Transformer-XL's, the others of Transformers without memory."""
+ENCODING_HELP = (
+    "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
+    "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
+)
+LENGTHS = ("mem_len", "window", "clamp_len")
+"""Settings of a memory of positions."""
+rate = functools.partial(setting, at_least=0, below=1)
+"""A field that is a rate of dropout."""
+shaping = functools.partial(setting, changes_weights=True)
+"""A field without which the weights mean something else."""
+
+
+def family_name(name: str) -> Any:
+    """Return the field that names a family; it cannot be set."""
+    about = "of models: transformer-xl, vanilla or recurrent"
+    return field(default=name, init=False, metadata={"help": about, "changes_weights": True})
+
+
+@dataclass
+class ModelConfig(ABC):
+    """The configuration that models of all families have. Lengths count tokens, widths features."""
+
+    family: str = family_name("")
+    n_layer: int = shaping(12, "number of layers N", at_least=1, at_most=10_000)
+    d_model: int = shaping(
+        512,
+        "width of the hidden states (of a Transformer even: R is half sines, half cosines)",
+        at_least=1,
+        at_most=2**20,
+    )
+    d_embed: int | None = shaping(None, "width of the token embedding; none: d_model", at_least=1, none="d_model")
+    cutoffs: tuple[int, ...] = shaping((), "adaptive softmax: vocabulary ids at which a new cluster begins")
+    div_val: int = shaping(
+        1, "adaptive embedding: each cluster is this many times narrower than the one before", at_least=1, at_most=2**20
+    )
+    tie_projections: Literal["all", "all_but_first", "tails", "none"] = shaping(
+        "all", "clusters whose output projection is the embedding's own; tails: the others, the first has none"
+    )
+    tie_embeddings: bool = shaping(True, "the output's tables are the embedding's")
+    n_softmax: int = shaping(
+        1,
+        "softmaxes that are mixed (Yang et al. 2017)",
+        at_least=1,
+        at_most=4096,
+        expected="1 (no mixture) or more, at most 4096",
+    )
+    dropout: float = rate(0.1, "dropout on attention output, feed-forward or layer, and wherever no other rate is set")
+    dropout_embed: float | None = rate(None, "dropout on the scaled embeddings; none: the same as dropout")
+    dropout_out: float | None = rate(None, "dropout on the final hidden states; none: the same as dropout")
+    dropout_words: float = rate(0.0, "probability with which a word's embedding is zero for a whole step")
+    dropout_tail: float = rate(0.0, "dropout on hidden states in the width of an adaptive softmax's tail cluster")
+    dropout_latent: float | None = rate(
+        None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"
+    )
+    locked_dropout: bool = setting(
+        False, "one dropout mask for all positions of a segment (variational), but for attention probabilities"
+    )
+    init_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
+    proj_init_std: float = setting(0.01, "standard deviation of the initial embedding projections", at_least=0)
+    activation_reg: float = setting(
+        0.0, "activation regularisation: adds this times the mean of h^2 to the loss", at_least=0
+    )
+    temporal_reg: float = setting(
+        0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss", at_least=0
+    )
+
+    choice: ClassVar[str] = "encoding"
+    """The field that says which model of the family it is."""
+    title: ClassVar[str] = "every model"
+    """The models that have these fields, as messages call them."""
+    no_memory: ClassVar[str] = ""
+    """Why these models have no memory that a length could be set of; empty if they have one."""
+    tells_distances: ClassVar[bool] = False
+    """True if scores depend on the distance to a key, which can then be clamped."""
+    constant_state: ClassVar[bool] = False
+    """True if the state has a constant size, so that no position of the past is ever dropped."""
+    if TYPE_CHECKING:
+        mem_len: int = field(init=False)
+        window: int | None = field(init=False)
+        clamp_len: int | None = field(init=False)
+    else:  # no fields: models without a memory of positions have nothing to set there
+        mem_len, window, clamp_len = 0, None, None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            self.refuse_lacking({name: value})  # a value that says nothing is no mistake
+            return
+        super().__setattr__(name, value)
+
+    @property
+    def chosen_by(self) -> str:
+        """The field that says which model of which family it is, and its value, as messages have it."""
+        return f"model.{self.choice} is {getattr(self, self.choice)}"
+
+    @classmethod
+    def choices(cls) -> tuple[str, ...]:
+        """Return the values of the field `choice` in this family."""
+        return get_args(hints_of(cls)[cls.choice])
+
+    @property
+    @abstractmethod
+    def display_name(self) -> str:
+        """Name of the model in tables and reports."""
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens that a model without memory reads at once; None if its state carries what it has read."""
+        return None
+
+    @property
+    def carries_state(self) -> bool:
+        """True if anything goes from one segment to the next."""
+        return self.constant_state or self.mem_len > 0
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if layers have dropout, inside or behind them."""
+        return self.dropout > 0
+
+    @property
+    def score_terms(self) -> str:
+        """Which of the terms (a) to (d) of Section 3.3 its attention scores are the sum of."""
+        return ""
+
+    def with_attention(self, name: str | None) -> Self:
+        """Return a copy with the attention that a run began with, where this leaves it to the machine.
+
+        Args:
+            name: of the attention that the run's log has; None: it has none.
+        """
+        return dataclasses.replace(self)
+
+    @property
+    def layer_width(self) -> int:
+        """Units of every layer but the last."""
+        return self.d_model
+
+    @property
+    def last_width(self) -> int:
+        """Units of the last layer."""
+        return self.d_model
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings."""
+        return 1.0
+
+    @property
+    def n_auxiliary(self) -> int:
+        """Number of classifiers that serve in training alone."""
+        return 0
+
+    @property
+    def loss_depends_on_progress(self) -> bool:
+        """True if the training loss changes in the course of training."""
+        return False
+
+    @property
+    def first_weights(self) -> str:
+        """The distribution of the first weights: "normal" or "xavier"."""
+        return "normal"
+
+    def weight_settings(self) -> dict[str, Any]:
+        """Return the settings without which the weights mean something else; lengths and dropout are not among them."""
+        names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
+        return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
+
+    def parameter_count(self, vocab_size: int) -> int:
+        """Count the parameters of a valid model by arithmetic, tied ones once: building it to count imports PyTorch.
+
+        Args:
+            vocab_size: tokens V of the vocabulary; above the last of the cutoffs.
+        """
+        d_embed, d_last = self.d_embed or self.d_model, self.last_width
+        sizes = [end - first for first, end in pairwise((0, *self.cutoffs, vocab_size))]
+        widths = [d_embed // self.div_val**cluster for cluster in range(len(sizes))]
+        tables = sum(size * width for size, width in zip(sizes, widths, strict=True))
+        projections = 0
+        if self.div_val > 1 or d_embed != self.d_model:  # with equal widths one projection serves all clusters
+            own = {"all": 0, "tails": 0, "all_but_first": 1, "none": len(sizes)}[self.tie_projections]
+            projections = (sum(widths) if self.div_val > 1 else d_embed) + sum(widths[:own])
+        total = self._layer_parameters(vocab_size) + tables * (1 if self.tie_embeddings else 2)
+        total += self.d_model * projections + vocab_size + (len(sizes) - 1) * (d_embed + 1)
+        if self.n_softmax > 1:  # W_pi, and W_k with its bias, for each softmax
+            total += self.n_softmax * (d_last + d_last * self.d_model + self.d_model)
+        return total
+
+    @abstractmethod
+    def _layer_parameters(self, vocab_size: int) -> int:
+        """Count the parameters of the layers and of what belongs to the family alone."""
+
+    def for_segment(self, segment: int, random_segments: bool = False) -> Self:
+        """Return a copy with as many positions, or at most as many distances, as segments of a length have.
+
+        Args:
+            segment: tokens of a training segment.
+            random_segments: whether their lengths vary around it.
+        """
+        return dataclasses.replace(self)
+
+    def validate(self) -> None:
+        """Check the rules of the model's shape, whatever it is trained on and for how long."""
+        check_ranges(self, "model.")
+        choices, chosen = self.choices(), getattr(self, self.choice)
+        expected = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
+        require(chosen in choices, f"model.{self.choice}", chosen, expected)
+        if any(first >= second for first, second in pairwise((0, *self.cutoffs))):
+            raise UserError(
+                f"model.cutoffs is {list(self.cutoffs)}; expected numbers above 0 that increase strictly, or nothing"
+            )
+        d_embed = self.d_embed or self.d_model
+        for cluster in range(len(self.cutoffs) + 1):
+            if d_embed // self.div_val**cluster < 1:
+                raise UserError(
+                    f"model.div_val is {self.div_val}: of {d_embed} embedding features cluster {cluster} would get "
+                    f"none; use a smaller div_val or fewer cutoffs"
+                )
+        if self.n_softmax == 1 and self.dropout_latent is not None:
+            raise UserError(
+                f"model.dropout_latent is {self.dropout_latent}, but model.n_softmax is 1; expected none without a "
+                f"mixture of softmaxes"
+            )
+        if self.dropout_tail > 0 and not self.cutoffs:
+            raise UserError(
+                f"model.dropout_tail is {self.dropout_tail}, but without model.cutoffs there are no tails; expected 0"
+            )
+        if self.tie_projections == "tails" and d_embed != self.d_model:
+            raise UserError(
+                f"model.tie_projections is tails, but model.d_embed is {self.d_embed} and model.d_model "
+                f"{self.d_model}; expected the same: the shortlist's embeddings meet the hidden states without a "
+                f"projection"
+            )
+
+    def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
+        """Check the rules of how this model can be trained and tested."""
+        if self.no_memory:
+            self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
+
+    def lengths(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
+        """Return the lengths that a state of the model gets: those given, else the configuration's own.
+
+        Args:
+            mem_len: positions of memory; None: the configuration's, as for the other two.
+            window: keys a query sees, itself included; "none": no limit.
+            clamp_len: largest distance told apart; "none": no clamp.
+        """
+        if self.no_memory:
+            self.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
+            return Lengths()
+        lengths = Lengths(self.mem_len, self.window, self.clamp_len).given(mem_len, window, clamp_len)
+        lengths.validate()
+        return lengths
+
+    def refuse_lengths(self, lengths: dict[str, int | str | None], prefix: str = "") -> None:
+        """Refuse the lengths of a memory, for a model that has none.
+
+        Args:
+            lengths: mem_len, window and clamp_len, as far as they are known; "none" is none.
+            prefix: of their names in errors.
+        """
+        for name, value in lengths.items():
+            nothing = getattr(type(self), name)
+            if value not in (None, "none", nothing):
+                raise UserError(
+                    f"{prefix}{name} is {value}, but {self.chosen_by}: {self.no_memory}; expected {shown(nothing)}"
+                )
+
+    def refuse_lacking(self, values: dict[str, Any], carried: bool = False) -> None:
+        """Refuse settings of other families, unless they have the value that means the same as not having them.
+
+        Args:
+            values: fields of other families, by name.
+            carried: whether they were not asked for now, but stood in a configuration. Some do nothing there.
+        """
+        for name, value in values.items():
+            of = model_fields().get(name)
+            if of is None:
+                raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+            default = of.item.default if of.lacking is ANYTHING else of.lacking
+            if value == default or (carried and of.lacking is ANYTHING):
+                continue
+            if name in LENGTHS:
+                self.refuse_lengths({name: value}, "model.")
+            raise UserError(
+                f"model.{name} is {shown(value)}, but {self.chosen_by}, which has no use for it: it is a setting of "
+                f"{of.owner.title}; leave it at its default, {shown(default)}"
+            )
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
+    """The configuration that Transformers have, with memory or without."""
+
+    n_head: int = shaping(8, "attention heads", at_least=1, at_most=2**12)
+    d_head: int = shaping(64, "width of one head; n_head * d_head may differ from d_model", at_least=1, at_most=2**16)
+    d_inner: int = shaping(2048, "width of the position-wise feed-forward's hidden layer", at_least=1, at_most=2**24)
+    dropatt: float = rate(0.0, "dropout on attention probabilities")
+    dropout_qkv: float = rate(0.0, "dropout on queries, keys, values and the projected R")
+    dropout_inner: float | None = rate(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
+    pre_norm: bool = shaping(False, "LayerNorm before each sub-layer instead of after it")
+    layer_norm_eps: float = shaping(1e-5, "epsilon of LayerNorm (the authors' TensorFlow code: 1e-12)", at_least=0)
+    init: Literal["normal", "xavier"] = setting(
+        "normal", "first weights. normal: the authors'; xavier: as Baevski and Auli's code has it"
+    )
+
+    title: ClassVar[str] = "Transformers"
+
+    @property
+    def embedding_scale(self) -> float:
+        """sqrt(d_model), as in Vaswani et al. (2017)."""
+        return math.sqrt(self.d_model)
+
+    @property
+    def first_weights(self) -> str:
+        """`init`."""
+        return self.init
+
+    @property
+    def has_dropout(self) -> bool:
+        """See `ModelConfig.has_dropout`."""
+        return self.dropout > 0 or self.dropatt > 0
+
+    def validate(self) -> None:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        require(self.d_model % 2 == 0, "model.d_model", self.d_model, "an even number (R is half sines, half cosines)")
+
+    def _layer_parameters(self, vocab_size: int) -> int:
+        """Count W_q, W_k, W_v and W_o, the feed-forward's matrices and biases, and two LayerNorms, of every layer."""
+        width, attention, inner = self.d_model, self.n_head * self.d_head, self.d_inner
+        return self.n_layer * (4 * width * attention + 2 * width * inner + inner + width + 2 * 2 * width)
+
+
+@dataclass(frozen=True)
+class ModelField:
+    """A field of one family or of several."""
+
+    item: dataclasses.Field[Any]
+    hint: Any
+    """Its type, as `typing` has it; of a field whose values differ between families, that of all of them."""
+    owner: type[ModelConfig]
+    """The class that declares it."""
+
+    @property
+    def lacking(self) -> Any:
+        """The value that means the same as not having the field; `ANYTHING` where none changes anything."""
+        return self.item.metadata.get("lacking", self.item.default)
+
+
+@functools.cache
+def model_fields() -> dict[str, ModelField]:
+    """Return the fields of all families by name, those of every model first.
+
+    The families are the subclasses of `ModelConfig`, all of which the package has imported before anybody can ask.
+    """
+    hints = {"encoding": Encoding, "kind": Literal["transformer", "lstm", "qrnn"]}
+    found: dict[str, ModelField] = {}
+    for family in _with_subclasses(ModelConfig):
+        for item in dataclasses.fields(family):
+            hint = hints.get(item.name, hints_of(family)[item.name])
+            found.setdefault(item.name, ModelField(item, hint, family))
+    return found
+
+
+def _with_subclasses(family: type[ModelConfig]) -> list[type[ModelConfig]]:
+    return [family, *(each for subclass in family.__subclasses__() for each in _with_subclasses(subclass))]

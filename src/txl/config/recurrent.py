@@ -1,0 +1,102 @@
+"""The configuration of recurrent networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from txl.config.model import ModelConfig, family_name, rate, shaping
+from txl.config.values import shown
+from txl.errors import UserError
+
+RecurrentKind = Literal["lstm", "qrnn"]
+
+
+@dataclass
+class RecurrentConfig(ModelConfig):
+    """A recurrent network, whose state has a constant size."""
+
+    family: str = family_name("recurrent")
+    kind: RecurrentKind = shaping("lstm", "of recurrent network: lstm or qrnn", lacking="transformer")
+    d_hidden: int | None = shaping(
+        None, "recurrent: units of every layer but the last; none: d_model", at_least=1, at_most=2**20, none="d_model"
+    )
+    d_last: int | None = shaping(
+        None,
+        "recurrent: units of the last layer; none: d_model (others need n_softmax above 1)",
+        at_least=1,
+        at_most=2**20,
+        none="d_model",
+    )
+    weight_drop: float = rate(
+        0.0, "recurrent: dropout of the weights, once a segment (lstm: the recurrent ones; qrnn: the convolution's)"
+    )
+    kernel_sizes: tuple[int, ...] = shaping(
+        (2,), "qrnn: tokens that each layer's convolution reads; the last number holds for all further layers"
+    )
+    zoneout: float = rate(0.0, "qrnn: probability with which a unit keeps its state for a token")
+
+    choice: ClassVar[str] = "kind"
+    title: ClassVar[str] = "recurrent networks (model.kind lstm or qrnn)"
+    constant_state: ClassVar[bool] = True
+    no_memory: ClassVar[str] = "it carries a state of constant size, which has no positions to count"
+
+    @property
+    def display_name(self) -> str:
+        """By its kind; AWD-LSTM where weights are dropped."""
+        if self.kind == "qrnn":
+            return "QRNN"
+        return "AWD-LSTM" if self.weight_drop > 0 else "LSTM"
+
+    @property
+    def layer_width(self) -> int:
+        """Units of every layer but the last."""
+        return self.d_model if self.d_hidden is None else self.d_hidden
+
+    @property
+    def last_width(self) -> int:
+        """Units of the last layer."""
+        return self.d_last or self.d_model
+
+    @property
+    def widths(self) -> list[int]:
+        """Features that enter the first layer, and units of each."""
+        return [self.d_model, *[self.layer_width] * (self.n_layer - 1), self.last_width]
+
+    @property
+    def kernels(self) -> list[int]:
+        """Tokens that the convolution of each layer of a QRNN reads."""
+        given = list(self.kernel_sizes[: self.n_layer])
+        return given + [given[-1]] * (self.n_layer - len(given))
+
+    def validate(self) -> None:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        if self.kind == "lstm":
+            for name in ("kernel_sizes", "zoneout"):
+                value, default = getattr(self, name), self.__dataclass_fields__[name].default
+                if value != default:
+                    raise UserError(
+                        f"model.{name} is {shown(value)}, but model.kind is lstm, which has no use for it; leave it "
+                        f"at its default, {shown(default)}"
+                    )
+        sizes = self.kernel_sizes
+        if self.kind == "qrnn" and not (1 <= len(sizes) <= self.n_layer and all(1 <= size <= 1024 for size in sizes)):
+            raise UserError(
+                f"model.kernel_sizes is {list(sizes)}; expected 1 to {self.n_layer} numbers from 1 to 1024, one for "
+                f"each layer (the last holds for all further ones)"
+            )
+        if self.n_softmax == 1 and self.d_last not in (None, self.d_model):
+            raise UserError(
+                f"model.d_last is {self.d_last}, but model.n_softmax is 1; expected none or {self.d_model} without a "
+                f"mixture of softmaxes"
+            )
+
+    def _layer_parameters(self, vocab_size: int) -> int:
+        """Count 4*H*(I + H) and two biases of 4*H a layer of an LSTM, 3*H*K*I and a bias of 3*H of a QRNN; I inputs, H
+        units."""
+        widths = pairwise(self.widths)
+        if self.kind == "lstm":
+            return sum(4 * n_unit * (n_in + n_unit) + 8 * n_unit for n_in, n_unit in widths)
+        return sum(3 * n_unit * (size * n_in + 1) for (n_in, n_unit), size in zip(widths, self.kernels, strict=True))

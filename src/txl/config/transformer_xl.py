@@ -1,0 +1,104 @@
+"""The configuration of Transformer-XL."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
+from txl.config.sections import EvalConfig, Lengths, TrainConfig
+from txl.config.values import ANYTHING, setting
+from txl.errors import UserError
+
+HUGGINGFACE_TYPE = "txl-transformer-xl"
+"""Name of this Transformer-XL among the model types of transformers."""
+AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
+
+
+@dataclass
+class TransformerXLConfig(TransformerConfig):
+    """A Transformer-XL (Section 3 of the paper), or the same with the encoding of Shaw et al."""
+
+    family: str = family_name("transformer-xl")
+    encoding: Literal["relative", "shaw"] = shaping("relative", ENCODING_HELP)
+    mem_len: int = setting(512, "positions M of hidden states carried from segment to segment", lacking=0)
+    window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
+    clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
+    max_distance: int = shaping(
+        64,
+        "shaw: distances above this one share its vector",
+        at_least=0,
+        below=2**24,
+        expected="0 or more positions",
+        lacking=ANYTHING,
+    )
+    untie_r: bool = shaping(False, "one pair of biases u and v a layer instead of one pair for all", lacking=ANYTHING)
+    dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
+    attention: AttentionName = setting(
+        "auto",
+        "attention backend. auto: shifted; fastest: compiled on a CPU where there is a C++ compiler, else shifted",
+    )
+
+    title: ClassVar[str] = "Transformer-XL (model.encoding relative or shaw)"
+    tells_distances: ClassVar[bool] = True
+
+    @property
+    def display_name(self) -> str:
+        """With its encoding, if that is not the paper's, and whether it is without memory."""
+        name = "Transformer-XL" if self.encoding == "relative" else "Transformer with Shaw et al.'s encoding"
+        return name if self.mem_len else f"{name} without memory"
+
+    @property
+    def score_terms(self) -> str:
+        """All four; without u and v, two."""
+        return "abcd" if self.encoding == "relative" else "ab"
+
+    def weight_settings(self) -> dict[str, Any]:
+        """See `ModelConfig.weight_settings`; the number of distances counts where they are learned."""
+        settings = super().weight_settings()
+        if self.encoding != "shaw":
+            del settings["max_distance"]
+        return settings
+
+    def with_attention(self, name: str | None) -> Self:
+        """See `ModelConfig.with_attention`; before names were logged there was `shifted` alone."""
+        chosen = self.attention not in ("auto", "fastest")
+        return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
+
+    def longest_distance(self, segment: int) -> int:
+        """Return the largest distance between a query and a key that it sees, in segments of that many tokens."""
+        limits = [self.mem_len + segment - 1]
+        limits += [] if self.window is None else [self.window - 1]
+        return min(limits + ([] if self.clamp_len is None else [self.clamp_len]))
+
+    def for_segment(self, segment: int, random_segments: bool = False) -> Self:
+        """See `ModelConfig.for_segment`."""
+        if self.encoding != "shaw":
+            return dataclasses.replace(self)
+        return dataclasses.replace(self, max_distance=min(self.max_distance, self.longest_distance(segment)))
+
+    def validate(self) -> None:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
+
+    def _layer_parameters(self, vocab_size: int) -> int:
+        """Count the Transformer's; W_{k,R}, u and v, or the learned vectors of distances."""
+        layers, attention = super()._layer_parameters(vocab_size), self.n_head * self.d_head
+        if self.encoding == "shaw":
+            return layers + self.n_layer * (self.max_distance + 1) * attention
+        biases = (self.n_layer if self.untie_r else 1) * 2 * attention
+        return layers + self.n_layer * self.d_model * attention + biases
+
+    def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
+        """Check that training meets every learned vector of a distance; others would be noise in a longer
+        evaluation."""
+        super().validate_use(train, evaluation)
+        farthest = self.longest_distance(train.segment)
+        if self.encoding == "shaw" and self.max_distance > farthest:
+            raise UserError(
+                f"model.max_distance is {self.max_distance}, but training sees no distance above {farthest} (mem_len "
+                f"{self.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
+                f"most {farthest}"
+            )

@@ -1,0 +1,109 @@
+"""The configuration of Transformers without memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, shaping
+from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig
+from txl.config.values import ANYTHING, require, setting
+from txl.errors import UserError
+
+
+@dataclass
+class VanillaConfig(TransformerConfig):
+    """A Transformer without memory, whose positions are those within a segment."""
+
+    family: str = family_name("vanilla")
+    encoding: Literal["learned", "sinusoid"] = shaping("learned", ENCODING_HELP)
+    max_segment: int = shaping(
+        512, "without memory: tokens of the longest segment", at_least=1, expected="1 token or more", lacking=ANYTHING
+    )
+    layer_losses: bool = setting(
+        False, "without memory: every layer predicts, layer l of n until l/(2n) of training is done (Al-Rfou et al.)"
+    )
+    n_target: int = setting(
+        1,
+        "without memory: tokens predicted at a position, the next and those after it",
+        at_least=1,
+        at_most=2**10,
+        expected="1 (the next token) or a few more",
+    )
+    extra_target_weight: float = setting(
+        0.5, "weight of the loss of a target after the next one", at_least=0, lacking=ANYTHING
+    )
+
+    attention: Literal["auto", "compiled"] = setting(
+        "auto", "attention backend. auto: PyTorch's; compiled: code compiled for the CPU"
+    )
+
+    title: ClassVar[str] = "Transformers without memory (model.encoding learned or sinusoid)"
+    no_memory: ClassVar[str] = (
+        "it has no memory, for its positions are absolute: those of two segments could not be told apart (Section 3.3)"
+    )
+
+    @property
+    def display_name(self) -> str:
+        """By its encoding."""
+        return "Vanilla Transformer" if self.encoding == "learned" else "Transformer with sinusoids at its input"
+
+    @property
+    def context(self) -> int:
+        """`max_segment`."""
+        return self.max_segment
+
+    @property
+    def n_auxiliary(self) -> int:
+        """Classifiers of Al-Rfou et al.'s auxiliary losses (`txl.models.vanilla`)."""
+        return (self.n_layer if self.layer_losses else 1) * self.n_target - 1
+
+    @property
+    def loss_depends_on_progress(self) -> bool:
+        """With `layer_losses`, as layers stop to predict one after the other."""
+        return self.layer_losses
+
+    def weight_settings(self) -> dict[str, Any]:
+        """See `ModelConfig.weight_settings`; the number of positions counts where they are learned."""
+        settings = super().weight_settings()
+        if self.encoding != "learned":
+            del settings["max_segment"]
+        return settings
+
+    def for_segment(self, segment: int, random_segments: bool = False) -> Self:
+        """See `ModelConfig.for_segment`."""
+        return dataclasses.replace(self, max_segment=segment + (RANDOM_LENGTHS if random_segments else 0))
+
+    def validate(self) -> None:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        names = ("auto", "compiled")
+        require(self.attention in names, "model.attention", self.attention, f"{' or '.join(names)} without memory")
+        if self.n_auxiliary and self.cutoffs:
+            given = "model.layer_losses is true" if self.layer_losses else f"model.n_target is {self.n_target}"
+            raise UserError(
+                f"{given}, but model.cutoffs is {list(self.cutoffs)}: each auxiliary prediction has a plain softmax "
+                f"of its own; expected no cutoffs"
+            )
+
+    def _layer_parameters(self, vocab_size: int) -> int:
+        """Count the Transformer's; learned positions of every layer, and the classifiers of auxiliary losses."""
+        learned = self.n_layer * self.max_segment * self.d_model if self.encoding == "learned" else 0
+        return super()._layer_parameters(vocab_size) + learned + self.n_auxiliary * vocab_size * (self.d_model + 1)
+
+    def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
+        """Check that no segment is longer than there are positions, and that all targets of one are read."""
+        super().validate_use(train, evaluation)
+        if train.loss == "last" and self.n_target > 1:
+            raise UserError(
+                f"train.loss is last, but model.n_target is {self.n_target}: what follows a segment's last target is "
+                f"not read; expected full or half, or model.n_target 1"
+            )
+        for name, segment in (("train.segment", train.segment), ("eval.segment", evaluation.segment)):
+            require(segment <= self.max_segment, name, segment, f"at most model.max_segment, {self.max_segment}")
+        if train.random_segments and self.max_segment < train.segment + RANDOM_LENGTHS:
+            raise UserError(
+                f"train.random_segments draws segments longer than train.segment, {train.segment}, but positions end "
+                f"at model.max_segment, {self.max_segment}; expected at least {train.segment + RANDOM_LENGTHS}"
+            )

@@ -1,0 +1,117 @@
+"""The text of a run: the corpus that it was trained on, or another one, read in the run's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from txl.config import RunConfig, with_options
+from txl.data.corpora import absolute_path, is_named, open_corpus, with_absolute_paths
+from txl.data.prepared import Corpus, Tokens
+from txl.data.vocabulary import ByteVocabulary, Vocabulary
+from txl.errors import UserError
+from txl.runs.directory import RunDirectory
+
+
+def open_run_corpus(
+    run: RunDirectory,
+    vocabulary: Vocabulary | None,
+    options: Mapping[str, str] | None = None,
+    *,
+    data_dir: str | None = None,
+    whole: bool = False,
+    quiet: bool = False,
+) -> Corpus:
+    """Open the corpus that a run was trained on, or the one that options name, in the run's own vocabulary.
+
+    Args:
+        run: the run.
+        vocabulary: the run's.
+        options: fields of `data` to change, by their full names: {"data.corpus": "my.txt"}.
+        data_dir: where prepared corpora live.
+        whole: read a text of the user's as one split, "all".
+        quiet: no progress on standard error.
+    """
+    if vocabulary is None:
+        raise UserError(f"{run.path} has no vocabulary, so no text can be read; give one when importing")
+    options = options or {}
+    own, started = with_absolute_paths(run.config().data), run.started()
+    data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)
+    if "data.unit" in options and data.unit != vocabulary.kind:
+        raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
+    # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
+    prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
+    made_of_it = data.corpus == own.corpus and prepared_it
+    if (made_of_it and not whole) or vocabulary == ByteVocabulary():
+        corpus = open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet, whole=whole)
+        if corpus.vocabulary == vocabulary:
+            return corpus
+    return open_corpus(data.corpus, config=data, data_dir=data_dir, vocabulary=vocabulary, quiet=quiet, whole=whole)
+
+
+def is_trained_on(run: RunDirectory, corpus: Corpus) -> bool:
+    """Return whether a corpus is the text that a run was trained on.
+
+    An imported model is taken to be trained on the corpus that its configuration names. A text that was opened as a
+    whole has other tokens than in training, and is recognised by its path.
+    """
+    identity = run.trained_on().get("identity")
+    if identity is None or "train" not in corpus.splits:
+        return corpus.name == absolute_path(run.config().data.corpus)
+    return identity == corpus.info()["identity"]
+
+
+def training_tokens(
+    run: RunDirectory,
+    vocabulary: Vocabulary | None,
+    corpus: Corpus,
+    *,
+    data_dir: str | None = None,
+    quiet: bool = False,
+) -> Tokens:
+    """Return the training split of the corpus that a run was trained on.
+
+    Args:
+        run: the run.
+        vocabulary: the run's.
+        corpus: an opened corpus. Its training split is returned if the run was trained on it, or if the log does not
+            say what the run was trained on (an imported model).
+        data_dir: where prepared corpora live.
+        quiet: no progress on standard error.
+    """
+    identity = run.trained_on().get("identity")
+    if identity is not None and identity != corpus.info()["identity"]:
+        corpus = open_run_corpus(run, vocabulary, data_dir=data_dir, quiet=quiet)
+    return corpus.tokens("train")
+
+
+def trained_unknown(run: RunDirectory) -> float | None:
+    """Return the share of a run's training text that is `<unk>`; None where its log does not say."""
+    train = run.trained_on().get("splits", {}).get("train")
+    return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
+
+
+def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
+    """Return the vocabulary of all runs; refuse runs with different ones."""
+    first, *others = runs
+    shared = first.vocabulary()
+    for run in others:
+        vocabulary = run.vocabulary()
+        if vocabulary != shared:
+            kinds = ["no vocabulary" if each is None else f"{each.kind} tokens" for each in (vocabulary, shared)]
+            difference = f" ({kinds[0]}, not {kinds[1]})" if kinds[0] != kinds[1] else ""
+            raise UserError(
+                f"{run.path} has another vocabulary than {first.path}{difference}; their losses cannot be compared: "
+                f"expected runs with one vocabulary"
+            )
+    return shared
+
+
+def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
+    """Refuse runs that were trained on different corpora: none of them is the text to compare them on."""
+    trained_on: dict[str, RunDirectory] = {}
+    for run in runs:
+        identity = run.trained_on().get("identity")
+        trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
+    if len(trained_on) > 1:
+        described = ", ".join(f"{each.path} {each.config().data.corpus or 'no'}" for each in trained_on.values())
+        raise UserError(f"the runs have different corpora ({described}); say which to compare on: --data.corpus NAME")

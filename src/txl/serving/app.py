@@ -1,0 +1,262 @@
+"""The application: its routes, what surrounds them, and the process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from txl.errors import UserError
+from txl.serving import streams
+from txl.serving.completions import beside, completions
+from txl.serving.guard import Access, Guard, patient_protocol
+from txl.serving.kept import KeptStreams
+from txl.serving.requests import ApiError, fields_of, json_response, of_user
+from txl.serving.service import Service
+
+_logger = logging.getLogger(__name__)
+_STATIC = Path(str(files("txl.serving"))) / "static"
+_CONTENT = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; " + (
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def build_app(service: Service, access: Access = Access(), streams_folder: Path | None = None) -> Guard:  # noqa: B008 (a value)
+    """Return the ASGI application of a service; its lifespan starts and stops the engine's thread.
+
+    Raises:
+        UserError: if the folder of streams cannot be used.
+    """
+    kept = KeptStreams(service, streams_folder)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        kept.start()
+        try:
+            yield
+        finally:
+            service.farewell().set()
+            await asyncio.to_thread(service.stop)
+            await kept.stop()
+
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Mount("/static", StaticFiles(directory=_STATIC)),
+            Route("/health", _health),
+            Route("/metrics", _metrics),
+            Route("/v1/models", _models),
+            Route("/v1/models/{id:path}", _model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", _no_chat, methods=["GET", "POST"]),
+            Route("/tokenize", _tokenize, methods=["POST"]),
+            Route("/detokenize", _detokenize, methods=["POST"]),
+            Route("/tokenizer_info", _tokenizer_info),
+            Route("/v1/streams", streams.every, methods=["GET"]),
+            Route("/v1/streams", streams.create, methods=["POST"]),
+            Route("/v1/streams/{id}", streams.one, methods=["GET", "DELETE"]),
+            Route("/v1/streams/{id}/append", streams.append, methods=["POST"]),
+            Route("/v1/streams/{id}/generate", streams.generate, methods=["POST"]),
+            Route("/v1/streams/{id}/fork", streams.fork, methods=["POST"]),
+            Route("/v1/streams/{id}/snapshot", streams.take_snapshot, methods=["GET"]),
+        ],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
+        lifespan=lifespan,
+    )
+    app.state.service, app.state.kept = service, kept
+    full = service.empty.keys[0].new_empty(0).element_size() * sum(
+        each.shape[0] * each.shape[2] * service.memory for each in (*service.empty.keys, *service.empty.values)
+    )
+    return Guard(app, access, service.limits, full + (1 << 20), service.metrics)
+
+
+async def _page(request: Request) -> Response:
+    page = (_STATIC / "index.html").read_bytes()
+    return Response(page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT})
+
+
+async def _health(request: Request) -> Response:
+    service: Service = request.app.state.service
+    if not service.scheduler.is_alive():
+        raise ApiError(503, "the engine has failed; see the server's log", headers={"Retry-After": "60"})
+    return json_response({"status": "ok"})
+
+
+async def _metrics(request: Request) -> Response:
+    metrics = request.app.state.service.metrics
+    return Response(metrics.exposition(), headers={"Content-Type": metrics.content_type})
+
+
+async def _models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [request.app.state.service.describe()]})
+
+
+async def _model(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["id"])
+    return json_response(service.describe())
+
+
+async def _no_chat(request: Request) -> Response:
+    raise ApiError(
+        404, "this model continues text and has no chat template; use /v1/completions", code="unsupported_endpoint"
+    )
+
+
+async def _tokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    fields = await fields_of(request, frozenset({"model", "prompt", "add_special_tokens"}))
+    service.check_model(fields.text("model"))
+    fields.flag("add_special_tokens")  # there are none that encoding a text would not add anyway
+    text = fields.text("prompt")
+    if text is None:
+        raise ApiError(400, "prompt is missing; expected a string", param="prompt")
+    ids = await beside(len(text), lambda: of_user(lambda: service.texts.encode(text), "prompt"))
+    return json_response({"tokens": ids.tolist(), "count": ids.numel(), "max_model_len": service.limits.max_prompt})
+
+
+async def _detokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    fields = await fields_of(request, frozenset({"model", "tokens"}))
+    service.check_model(fields.text("model"))
+    tokens = fields.raw("tokens")
+    if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+        raise ApiError(400, "tokens is missing or no list of token ids", param="tokens")
+    if tokens:
+        of_user(lambda: service.texts.checked(tokens, "tokens"), "tokens")
+    return json_response({"prompt": service.texts.vocabulary.decode(tokens)})
+
+
+async def _tokenizer_info(request: Request) -> Response:
+    return json_response(request.app.state.service.texts.describe())
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"no route {request.url.path[:200]!r}; docs/serving.md lists them",
+        405: f"{request.method} is not for {request.url.path[:200]}",
+    }
+    message = messages.get(error.status_code) or str(error.detail)
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server failed to answer; its log says why").response()
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address; port 0: a free one.
+
+    Raises:
+        UserError: if the name means no address, or the address cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} means no address of this machine ({reason}); try 127.0.0.1") from None
+    family, _, _, _, address = found[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(512)
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"cannot listen at {host} port {port} ({error.strerror}); give another --host or --port"
+        ) from None
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """Return where a socket listens, as a URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose process goes on after a signal has stopped it."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]):
+        super().__init__(config)
+        self._stopping = stopping
+        self.stopped_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Stop; the second time, at once."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit, self.stopped_by = True, sig
+        self._stopping()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM while the server runs, if it runs in the main thread, which alone gets them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then end what runs and return.
+
+    Args:
+        app: what `build_app` made of the service.
+        service: the model.
+        listening: where it is served.
+        ready: called when requests are answered, with a function that stops the server from any thread.
+    """
+    config = uvicorn.Config(
+        app,
+        http=patient_protocol(service.limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(service.grace) + 5,
+        h11_max_incomplete_event_size=1 << 16,
+    )
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    server = _Server(config, service.begin_to_stop)
+
+    async def run() -> None:
+        task = asyncio.create_task(server.serve([listening]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            ready(lambda: server.handle_exit(signal.SIGTERM, None))
+        await task
+
+    asyncio.run(run())

@@ -1,0 +1,274 @@
+"""Who may ask, and how: key, Host, Origin, content type and size of every request, before a route sees it.
+
+A page of another site that is open in the user's browser can send requests to localhost. It cannot forge `Host` or
+`Origin`, so both are checked; and a POST has to be JSON, which no page may send across origins without being asked for
+permission first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
+
+from txl.serving.metrics import Metrics
+from txl.serving.requests import ApiError, Limits
+
+_logger = logging.getLogger(__name__)
+_OPEN = ("/", "/health")
+_STATIC = "/static/"
+_DRAINED = 4
+"""Times its limit that a body may have before the connection is closed."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask."""
+
+    api_key: str | None = None
+    hosts: tuple[str, ...] = ()
+    """Names by which the server may be addressed, besides localhost and addresses in numbers."""
+    origins: tuple[str, ...] = ()
+    """Other origins whose pages may ask."""
+
+
+class Guard:
+    """An ASGI application in front of another one, which lets through what may pass."""
+
+    def __init__(self, app: Starlette, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
+        self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
+        self._max_snapshot = max_snapshot
+        self._key = None if access.api_key is None else _digest(access.api_key)
+        self._active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get("origin")
+
+        async def sends(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *self._added(origin)]}
+            await send(message)
+
+        self._active += 1
+        try:
+            if self._active > self._limits.max_requests:
+                raise ApiError(503, "too many requests at the same time; try again", headers={"Retry-After": "1"})
+            self._check_host(headers.get("host"))
+            self._check_origin(origin, headers.get("host"))
+            if scope["method"] == "OPTIONS" and origin in self._access.origins:
+                await sends({"type": "http.response.start", "status": 204, "headers": []})
+                await sends({"type": "http.response.body", "body": b""})
+                return
+            self._check_key(scope["path"], headers.get("authorization"))
+            body = await self._body(scope, headers, receive)
+            await self.app(scope, _replayed(body, receive), sends)
+        except ApiError as error:
+            await error.response()(scope, receive, sends)
+        finally:
+            self._active -= 1
+            route = getattr(scope.get("route"), "path", None) or "other"
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.request_seconds.labels(route).observe(time.perf_counter() - began)
+
+    def _check_host(self, host: str | None) -> None:
+        name = urlsplit(f"//{host or ''}").hostname if host and not set(host) & set("/@?#\\ ") else None
+        if name is None or not (name == "localhost" or _is_address(name) or name in self._access.hosts):
+            raise ApiError(
+                403,
+                "this Host is not served here; start the server with --allow-host NAME to allow it",
+                code="bad_host",
+            )
+
+    def _check_origin(self, origin: str | None, host: str | None) -> None:
+        if origin is None or origin in self._access.origins:
+            return
+        if urlsplit(origin).netloc.lower() != (host or "").lower() or origin == "null":
+            raise ApiError(
+                403,
+                "pages of another origin may not ask here; start the server with --allow-origin ORIGIN to allow it",
+                code="bad_origin",
+            )
+
+    def _check_key(self, path: str, authorization: str | None) -> None:
+        if self._key is None or path in _OPEN or path.startswith(_STATIC):
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        if not (hmac.compare_digest(_digest(given.strip()), self._key) and scheme.lower() == "bearer"):
+            raise ApiError(
+                401,
+                "a valid key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
+        """Return the whole body, if it may be that large, of that type, and comes in time."""
+        length = headers.get("content-length", "")
+        has_body = length not in ("", "0") or "transfer-encoding" in headers
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            if has_body:
+                raise ApiError(
+                    400, f"{scope['method']} has no body here; leave it out", headers={"Connection": "close"}
+                )
+            return b""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_snapshot = kind == "application/octet-stream" and scope["path"] == "/v1/streams"
+        if kind != "application/json" and not is_snapshot:
+            raise ApiError(
+                415,
+                f"Content-Type is {kind[:80] or 'missing'}; expected application/json"
+                + (", or application/octet-stream for a snapshot" if scope["path"] == "/v1/streams" else ""),
+                headers={"Connection": "close"} if has_body else None,
+            )
+        limit = self._max_snapshot if is_snapshot else self._limits.max_body
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                more = True
+                while more and size <= _DRAINED * limit:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(499, "the client has left")
+                    more, part = message.get("more_body", False), message.get("body", b"")
+                    size += len(part)
+                    if size <= limit:
+                        parts.append(part)
+                    else:  # read and dropped, up to a point: a client that is still sending would not see the answer
+                        parts.clear()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not come within {self._limits.body_seconds:g} seconds",
+                headers={"Connection": "close"},
+            ) from None
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the body has more than {limit:,} bytes",
+                code="too_large",
+                headers={"Connection": "close"} if more else None,
+            )
+        return b"".join(parts)
+
+    def _added(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer has."""
+        added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+        if origin is not None and origin in self._access.origins:
+            added += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-allow-headers", b"authorization, content-type"),
+                (b"access-control-allow-methods", b"GET, POST, DELETE"),
+                (b"access-control-max-age", b"600"),
+                (b"vary", b"Origin"),
+            ]
+        return added
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body that was read, and then what comes next: that the client leaves."""
+    sent = False
+
+    async def received() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
+
+
+def _digest(text: str) -> bytes:
+    """Return a hash of a key, so that a comparison takes the same time for keys of all lengths."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def patient_protocol(limits: Limits) -> type[Any]:
+    """Return uvicorn's HTTP protocol that does not wait forever.
+
+    A connection is closed if no whole head of a request has come in time, and broken off if the client does not take
+    what is sent to it.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class PatientProtocol(H11Protocol):
+        _silent: asyncio.TimerHandle | None = None
+        _stuck: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop("_silent")
+            self._stop("_stuck")
+            super().connection_lost(exc)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop("_silent")
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle is None or self.cycle.response_complete:
+                self._expect_head()
+            if self.transport.get_write_buffer_size():  # a closed transport still waits until all of it is taken
+                self.pause_writing()
+
+        def pause_writing(self) -> None:
+            self.flow.pause_writing()
+            if self._stuck is None:
+                self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck)
+
+        def resume_writing(self) -> None:
+            self._stop("_stuck")
+            self.flow.resume_writing()
+
+        def _check_stuck(self) -> None:
+            self._stuck = None
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            else:
+                self.flow.resume_writing()
+
+        def _expect_head(self) -> None:
+            self._stop("_silent")
+            self._silent = self.loop.call_later(limits.body_seconds, self._close_silent)
+
+        def _close_silent(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+        def _stop(self, name: str) -> None:
+            timer = getattr(self, name)
+            if timer is not None:
+                timer.cancel()
+                setattr(self, name, None)
+
+    return PatientProtocol

@@ -1,0 +1,309 @@
+"""`/v1/streams`: texts that live on between requests, read and continued in constant memory."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import Response
+
+from txl.generation.text import StopStrings
+from txl.serving.completions import event_stream, finite, read_prompt, while_connected
+from txl.serving.kept import KeptStream, KeptStreams, Operation, new_id, restored, snapshot
+from txl.serving.requests import ApiError, Fields, fields_of, json_response
+from txl.serving.scheduler import DrawnEvent, EndEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
+from txl.serving.service import Service
+
+SNAPSHOT_TYPE = "application/octet-stream"
+_READ = ("logprobs", "attention", "stream")
+_CREATE = frozenset(("model", "text", "tokens", "seed", *_READ))
+_APPEND = frozenset(("text", "tokens", *_READ))
+_GENERATE = frozenset(("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", *_READ))
+_FORK = frozenset(("at", "token", "seed"))
+_LN2 = math.log(2)
+
+
+def describe(stream: KeptStream, kept: KeptStreams) -> dict[str, Any]:
+    """Return a stream as the API shows it."""
+    limits, totals, state = kept.service.limits, stream.totals, stream.state
+    idle = time.monotonic() - stream.used
+    return {
+        "id": stream.id,
+        "object": "stream",
+        "created": int(stream.created),
+        "model": kept.service.model_id,
+        "tokens": state.n_token,
+        "memory": state.keys[0].shape[1],
+        "memory_limit": kept.service.memory,
+        "bytes": stream.nbytes,
+        "seed": stream.seed,
+        "drawn": stream.drawn,
+        "scored": totals.scored,
+        "bits": totals.bits,
+        "characters": totals.characters,
+        "bits_per_token": totals.bits / totals.scored if totals.scored else None,
+        "bits_per_character": totals.bits / totals.characters if totals.characters else None,
+        "fork_from": stream.first,
+        "busy": stream.work is not None,
+        "idle_seconds": round(idle, 3),
+        "expires_in": None if stream.work is not None else round(max(0.0, limits.idle_seconds - idle), 3),
+    }
+
+
+class _Shown:
+    """Turns scored tokens into what the API shows, one by one."""
+
+    def __init__(self, kept: KeptStreams, stream: KeptStream, detailed: bool):
+        self._texts, self._detailed, self._position = kept.service.texts, detailed, stream.state.n_token
+
+    def tokens(self, scored: list[ScoredToken], source: str) -> list[dict[str, Any]] | None:
+        """Return the next tokens of the stream; None if they are not asked for."""
+        first, self._position = self._position, self._position + len(scored)
+        if not self._detailed:
+            return None
+        return [self._token(first + number, token, source) for number, token in enumerate(scored)]
+
+    def _token(self, position: int, token: ScoredToken, source: str) -> dict[str, Any]:
+        log_prob = token.log_prob
+        return {
+            "position": position,
+            **self._named(token.id),
+            "piece": token.piece,
+            "source": source,
+            "logprob": None if log_prob is None else finite(log_prob),
+            "surprisal": None if log_prob is None else -finite(log_prob) / _LN2,
+            "rank": token.rank,
+            "top": [{**self._named(each), "logprob": finite(value)} for each, value in token.top],
+            "attention": token.attention,
+        }
+
+    def _named(self, token: int) -> dict[str, Any]:
+        data = self._texts.bytes_of(token)
+        return {"id": token, "text": self._texts.shown(data), "bytes": list(data)}
+
+
+async def create(request: Request) -> Response:
+    """Answer `POST /v1/streams`: from nothing, a text, or a snapshot."""
+    kept: KeptStreams = request.app.state.kept
+    if request.headers.get("content-type", "").partition(";")[0].strip() == SNAPSHOT_TYPE:
+        kept.check_room()
+        data = await request.body()
+        stream = await asyncio.to_thread(restored, data, kept.service, new_id())
+        kept.check_room()
+        return json_response(describe(kept.add(stream), kept), 201)
+    fields = await fields_of(request, _CREATE)
+    kept.service.check_model(fields.text("model"))
+    seed = fields.seed() % 2**63
+    if "text" not in fields and "tokens" not in fields:
+        return json_response(describe(kept.new(seed), kept), 201)
+    kept.check_room()
+    prompt = await _to_read(fields, kept.service)
+    stream = kept.new(seed)
+    try:
+        return await _append(request, kept, stream, fields, prompt, 201)
+    except BaseException:
+        kept.delete(stream)
+        raise
+
+
+async def _to_read(fields: Fields, service: Service) -> torch.Tensor:
+    if ("text" in fields) == ("tokens" in fields):
+        raise ApiError(400, "expected either text or tokens", param="text")
+    name = "text" if "text" in fields else "tokens"
+    kind = str if name == "text" else list
+    if not isinstance(fields.raw(name), kind):
+        raise ApiError(400, f"{name} is not a {'string' if name == 'text' else 'list of token ids'}", param=name)
+    return (await read_prompt(fields.raw(name), service, name, False, False)).ids
+
+
+async def append(request: Request) -> Response:
+    """Answer `POST /v1/streams/ID/append`."""
+    kept: KeptStreams = request.app.state.kept
+    fields = await fields_of(request, _APPEND)
+    kept.free(request.path_params["id"])
+    ids = await _to_read(fields, kept.service)
+    return await _append(request, kept, kept.free(request.path_params["id"]), fields, ids, 200)
+
+
+async def _append(
+    request: Request, kept: KeptStreams, stream: KeptStream, fields: Fields, ids: torch.Tensor, status: int
+) -> Response:
+    service = kept.service
+    top = fields.whole("logprobs", None, 0, service.limits.max_logprobs)
+    progressive, attention = fields.flag("stream"), fields.flag("attention")
+    work = Work(
+        0,
+        ids,
+        [],
+        Outbox(progressive),
+        after=stream.state,
+        score=True,
+        top=0 if top is None and attention else top,
+        attention=attention,
+        keep=True,
+        segment=service.segment,
+    )
+    shown = _Shown(kept, stream, detailed=work.top is not None)
+    before = (stream.totals.scored, stream.totals.bits)
+    operation = Operation(stream, work, None)
+    operation.start(service)
+
+    def result(tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+        scored, bits = stream.totals.scored - before[0], stream.totals.bits - before[1]
+        value = {"object": "stream.append", "read": ids.numel(), "total": ids.numel(), "scored": scored, "bits": bits}
+        return value | {"tokens": tokens, "stream": describe(stream, kept)}
+
+    if progressive:
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            async for batch in operation.batches():
+                for event in batch:
+                    if isinstance(event, ReadEvent):
+                        tokens = shown.tokens(event.tokens, "read")
+                        yield {"object": "stream.progress", "read": event.read, "total": event.total, "tokens": tokens}
+            _check(operation)
+            yield result(None)
+
+        return event_stream(events(), [work], service)
+    batches = await while_connected(request, _all(operation), [work])
+    tokens: list[dict[str, Any]] = []
+    for event in batches:
+        if isinstance(event, ReadEvent):
+            tokens += shown.tokens(event.tokens, "read") or []
+    return json_response(result(tokens if work.top is not None else None), status)
+
+
+async def _all(operation: Operation) -> list[Event]:
+    events = [event async for batch in operation.batches() for event in batch]
+    _check(operation)
+    return events
+
+
+def _check(operation: Operation) -> None:
+    if operation.failure is not None:
+        raise ApiError(operation.failure.status, operation.failure.message)
+
+
+async def generate(request: Request) -> Response:
+    """Answer `POST /v1/streams/ID/generate`."""
+    kept: KeptStreams = request.app.state.kept
+    service, limits = kept.service, kept.service.limits
+    fields = await fields_of(request, _GENERATE)
+    max_tokens = fields.whole("max_tokens", 16, 1, limits.max_tokens)
+    top = fields.whole("logprobs", None, 0, limits.max_logprobs)
+    progressive, attention = fields.flag("stream"), fields.flag("attention")
+    sampling, stop = fields.sampling(), fields.strings("stop", 4)
+    stream = kept.free(request.path_params["id"])
+    if stream.state.n_token == 0:
+        raise ApiError(400, "the stream is empty; append some text first", code="empty_stream")
+    seed, drawn = (fields.seed() % 2**63, 0) if "seed" in fields else (stream.seed, stream.drawn)
+    decoder = service.texts.decoder_after(stream.tail)
+    lane = Lane(0, max_tokens, seed, sampling, decoder, StopStrings(stop), drawn, flush=False)
+    work = Work(
+        0,
+        torch.zeros(0, dtype=torch.int64),
+        [lane],
+        Outbox(progressive),
+        after=stream.state,
+        forbidden=service.texts.forbidden,
+        top=0 if top is None and attention else top,
+        attention=attention,
+        keep=True,
+    )
+    shown = _Shown(kept, stream, detailed=work.top is not None)
+    operation = Operation(stream, work, seed)
+    operation.start(service)
+    began = time.perf_counter()
+    made, reason = 0, ""
+
+    def taken(batch: list[Event]) -> tuple[str, list[dict[str, Any]] | None]:
+        nonlocal made, reason
+        text, scored = "", []
+        for event in batch:
+            if isinstance(event, DrawnEvent):
+                text += event.token.text
+                scored.append(event.token)
+            elif isinstance(event, EndEvent):
+                text += event.text
+                reason = event.reason
+        made += len(scored)
+        return text, shown.tokens(scored, "drawn")
+
+    def result(text: str | None, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+        return {
+            "object": "stream.generation",
+            "text": text,
+            "tokens": tokens,
+            "finish_reason": reason,
+            "seed": seed,
+            "usage": {"completion_tokens": made},
+            "tokens_per_second": made / max(time.perf_counter() - began, 1e-9),
+            "stream": describe(stream, kept),
+        }
+
+    if progressive:
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            async for batch in operation.batches():
+                text, tokens = taken(batch)
+                if text or tokens:
+                    yield {"object": "stream.tokens", "text": text, "tokens": tokens}
+            _check(operation)
+            yield result(None, None)
+
+        return event_stream(events(), [work], service)
+    text, tokens = taken(await while_connected(request, _all(operation), [work]))
+    return json_response(result(text, tokens))
+
+
+async def fork(request: Request) -> Response:
+    """Answer `POST /v1/streams/ID/fork`: a second stream, from here or from an earlier token."""
+    kept: KeptStreams = request.app.state.kept
+    fields = await fields_of(request, _FORK)
+    seed = fields.seed() % 2**63 if "seed" in fields else None
+    stream = kept.free(request.path_params["id"])
+    at = fields.whole("at", stream.state.n_token, 0, 2**62)
+    token = fields.whole("token", None, 0, len(kept.service.texts.vocabulary) - 1)
+    twin = kept.fork(stream, seed)
+    try:
+        again = kept.rewind(twin, at) + ([] if token is None else [token])
+        if again:
+            ids = torch.tensor(again, dtype=torch.int64)
+            work = Work(0, ids, [], Outbox(False), after=twin.state, score=True, keep=True)
+            operation = Operation(twin, work, None)
+            operation.start(kept.service)
+            await while_connected(request, _all(operation), [work])
+    except BaseException:
+        kept.delete(twin)
+        raise
+    return json_response(describe(twin, kept), 201)
+
+
+async def every(request: Request) -> Response:
+    """Answer `GET /v1/streams`."""
+    kept: KeptStreams = request.app.state.kept
+    return json_response({"object": "list", "data": [describe(stream, kept) for stream in kept]})
+
+
+async def one(request: Request) -> Response:
+    """Answer `GET` and `DELETE /v1/streams/ID`."""
+    kept: KeptStreams = request.app.state.kept
+    stream = kept.get(request.path_params["id"])
+    if request.method == "DELETE":
+        kept.delete(stream)
+        return json_response({"id": stream.id, "object": "stream.deleted", "deleted": True})
+    return json_response(describe(stream, kept))
+
+
+async def take_snapshot(request: Request) -> Response:
+    """Answer `GET /v1/streams/ID/snapshot`."""
+    kept: KeptStreams = request.app.state.kept
+    stream = kept.free(request.path_params["id"])
+    data = await asyncio.to_thread(snapshot, stream, kept.service)
+    headers = {"Content-Disposition": f'attachment; filename="{stream.id}.safetensors"'}
+    return Response(data, media_type=SNAPSHOT_TYPE, headers=headers)

@@ -1,0 +1,142 @@
+"""Between the texts of requests and token ids: encoding, and how single tokens are shown."""
+
+from __future__ import annotations
+
+import codecs
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl.data.decoders import Decoder
+from txl.data.located import located_tokens
+from txl.data.sources import BLOCK, Piece
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary
+from txl.errors import UserError
+from txl.generation.sampling import checked_tokens
+from txl.generation.text import undrawable
+
+_TAIL = 4
+"""Tokens from which a decoder knows where it is: no character has more bytes."""
+
+
+class Texts:
+    """A vocabulary as requests need it."""
+
+    def __init__(self, vocabulary: Vocabulary, name: str):
+        self.vocabulary, self.name = vocabulary, name
+        self.forbidden = undrawable(vocabulary)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [n]; empty for an empty text.
+
+        Raises:
+            UserError: for a text that the vocabulary has no tokens for.
+        """
+        return torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64) if text else torch.zeros(0).long()
+
+    def checked(self, ids: Sequence[int], what: str) -> Tensor:
+        """Return token ids of a request as int64 [n].
+
+        Raises:
+            UserError: for an empty list, or an id outside of the vocabulary.
+        """
+        return checked_tokens(ids, len(self.vocabulary), what)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for, without the space that may belong before a word."""
+        if isinstance(self.vocabulary, ByteVocabulary):
+            return bytes([self.vocabulary.values[token]])
+        if isinstance(self.vocabulary, BpeVocabulary):
+            return self.vocabulary.pieces[token]
+        return self.vocabulary.decoder().push(token).encode("utf-8", errors="surrogatepass")
+
+    def shown(self, data: bytes) -> str:
+        """Return bytes as text; where they are not whole characters, as the OpenAI API does: `bytes:\\xe2`."""
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+    def decoder_after(self, ids: Sequence[int]) -> Decoder:
+        """Return a decoder for what follows some tokens; it completes a character that they have left incomplete."""
+        decoder = self.vocabulary.decoder()
+        for token in ids[-_TAIL:]:
+            decoder.push(int(token))
+        return decoder
+
+    def located(self, text: str, ids: Tensor) -> list[tuple[bytes, int]]:
+        """Return each token's own part of a text and the character at which it begins.
+
+        Where the tokens do not spell the text, each begins where the one before it ends.
+        """
+        data = text.encode("utf-8", errors="surrogateescape")
+        piece = Piece(Path(self.name))
+        blocks = io.BytesIO(data)
+        try:
+            found = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
+        except UserError:
+            found = []
+        if [token.id for token in found] != ids.tolist():
+            return self.placed(ids.tolist())[1]
+        parts, at, characters = [], 0, 0
+        for token in found:
+            if token.start > at:
+                characters += n_characters(data[at : token.start])
+            # A byte in the middle of a character is where its character is.
+            inside = token.start < len(data) and data[token.start] & 0xC0 == 0x80
+            parts.append((token.text, characters - inside if inside else characters))
+            characters += n_characters(data[token.start : token.end])
+            at = max(at, token.end)
+        return parts
+
+    def placed(self, ids: Sequence[int]) -> tuple[str, list[tuple[bytes, int]]]:
+        """Return the text of tokens as far as its characters are complete, and as `located` for each."""
+        decoder, parts, pieces, at = self.vocabulary.decoder(), [], [], 0
+        for token in ids:
+            pieces.append(decoder.push(token))
+            parts.append(self.place(token, pieces[-1], at))
+            at += len(pieces[-1])
+        return "".join(pieces), parts
+
+    def place(self, token: int, piece: str, at: int) -> tuple[bytes, int]:
+        """Return a token's own bytes and the character where they begin, for a decoder's piece that begins at `at`."""
+        data = self.bytes_of(token)
+        if data and data[0] & 0xC0 == 0x80:  # within the character before it
+            return data, at
+        # Before its own characters, a piece may have a space, or U+FFFD for a character that was broken off.
+        own = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
+        return data, at + max(0, len(piece) - len(own))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/tokenizer_info` tells.
+
+        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>`
+        ends one: clients add it to the strings at which they stop.
+        """
+        end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
+        begin = "\n" if end is None and self._has("\n") else end
+        return {
+            "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
+            "kind": self.vocabulary.kind,
+            "vocab_size": len(self.vocabulary),
+            "bos_token": begin,
+            "eos_token": end,
+            "pad_token": end,
+            "unk_token": None if self.vocabulary.unk_id is None else "<unk>",
+            "chat_template": None,
+        }
+
+    def _has(self, text: str) -> bool:
+        try:
+            return self.vocabulary.lacking(text) == [] and len(self.vocabulary.encode(text)) > 0
+        except UserError:
+            return False
+
+
+def n_characters(data: bytes) -> int:
+    """Return the characters that begin in UTF-8 bytes."""
+    return sum(value & 0xC0 != 0x80 for value in data)

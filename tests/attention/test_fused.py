@@ -1,0 +1,239 @@
+"""The kernels for GPUs: the reference's numbers at odd sizes, in outputs and all gradients.
+
+On a CPU they run in Triton's interpreter (`make triton`), on a GPU as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.attention.test_backends import PLAIN
+from tests.models.test_contract import B, lively, nll_in_segments, stream
+from tests.native.test_training_attention import (
+    NAMES,
+    distance,
+    exact,
+    factors,
+    masked_reference,
+    operands,
+    with_gradients,
+)
+from torch import Tensor
+
+from txl.attention import BACKENDS, attention_backend, fused, reference_attention
+from txl.errors import UserError
+
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+WITHOUT_GPU = [pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not on here; make triton runs this")]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+DEVICES = [pytest.param("cpu", marks=WITHOUT_GPU), pytest.param("cuda", marks=GPU)]
+
+# B, T, M, H, D, window, filled. Tiles have 32 queries and keys in float32, 64 in bfloat16.
+SHAPES = {
+    "one query, one key": (1, 1, 0, 1, 3, None, None),
+    "no memory": (1, 33, 0, 1, 7, None, None),
+    "odd width, lanes of several lengths": (2, 34, 41, 2, 41, 37, (41, 7)),
+    "window shorter than a tile": (1, 37, 30, 1, 33, 7, None),
+    "window of one": (1, 20, 20, 1, 32, 1, None),
+    "several tiles": (1, 67, 35, 1, 64, None, None),
+    "all memory hidden": (1, 24, 70, 1, 16, None, (0,)),
+    "wide": (1, 37, 30, 1, 101, None, None),
+}
+LARGE = {
+    "enwik8": (2, 512, 512, 8, 64, None, None),
+    "wt103-base": (3, 150, 150, 10, 41, 151, (150, 0, 77)),
+    "wide and long": (1, 300, 1000, 4, 128, 1001, None),
+}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def right_bfloat16(monkeypatch):
+    """The interpreter multiplies bfloat16's bits as whole numbers, and cuts off where GPUs round."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def rounding(self: Any, source: Any, dtype: Any) -> Any:
+        if dtype.scalar != tl.bfloat16 or source.dtype.scalar != tl.float32:
+            return cast(self, source, dtype)
+        rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    def product(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        left, right = (
+            cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (left, right)
+        )
+        return dot(self, left, right, *others)
+
+    for name in ("cast_impl", "create_fp_trunc"):
+        monkeypatch.setattr(builder, name, rounding)
+    monkeypatch.setattr(builder, "create_dot", product)
+
+
+def on(device: str, numbers: list[Tensor]) -> list[Tensor]:
+    return [each.to(device) for each in numbers]
+
+
+def check(device: str, shape: tuple, dtype: torch.dtype) -> None:
+    numbers, scope, above = operands(shape, dtype)
+    expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), on(device, numbers), above.to(device))
+    found = with_gradients(
+        lambda leaves: fused.relative_attention(*leaves, scope=scope), on(device, numbers), above.to(device)
+    )
+    assert [each.dtype for each in found] == [dtype] * 5 + [torch.float32] * 2
+    for name, our, right in zip(NAMES, found, expected, strict=True):
+        assert our.shape == right.shape
+        assert distance(our, right) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_outputs_and_all_gradients_are_the_reference_s(shape, dtype, device):
+    check(device, shape, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", LARGE.values(), ids=list(LARGE))
+def test_large_ones_too(shape, dtype, device):
+    check(device, shape, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "dropout"), [(torch.float32, 0.1), (torch.bfloat16, 0.5)])
+def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, device, monkeypatch):
+    """Outputs and gradients of the reference under the mask that Philox gives for the seed, the CPU's too."""
+    numbers, scope, above = operands((2, 33, 36, 2, 9, None, (36, 5)), dtype)
+    n_lane, n_query, n_head, _ = numbers[0].shape
+    seed = 0x1234_5678_9ABC_DEF1
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor([seed], device=device))
+    mask = factors(seed, n_lane, n_head, n_query, numbers[1].shape[1], dropout).to(device)
+    numbers, above = on(device, numbers), above.to(device)
+    expected = exact(lambda leaves: masked_reference(leaves, scope, mask), numbers, above)
+    found = with_gradients(
+        lambda leaves: fused.relative_attention(*leaves, scope=scope, dropout=dropout), numbers, above
+    )
+    for name, our, right in zip(NAMES, found, expected, strict=True):
+        assert distance(our, right) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"clamp_len": 3, "window": 6, "untie_r": True}, {"encoding": "shaw", "max_distance": 5}],
+    ids=str,
+)
+def test_it_trains_the_same_model(changes, device, monkeypatch):
+    """Losses and all gradients, over segments behind a memory that grows, a lane of which was reset."""
+    if device == "cpu":
+        monkeypatch.setattr(fused, "why_not_fused", lambda *_: None)
+    tokens, targets = (each.to(device) for each in stream(20))
+    results = []
+    for attention in ("triton", "reference"):
+        dtype = torch.float64 if attention == "reference" else torch.float32
+        model = lively(dataclasses.replace(PLAIN, attention=attention, n_layer=1, **changes)).to(device, dtype).train()
+        _, state = model.nll(tokens[:, :12], targets[:, :12], model.init_state(B))
+        nll, _ = model.nll(tokens[:, 12:], targets[:, 12:], state.reset(torch.tensor([True, False, True])))
+        grads = torch.autograd.grad(nll.double().mean(), list(model.parameters()))
+        results.append([nll.double().flatten(), torch.cat([grad.double().flatten() for grad in grads])])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_left_by_others_is_not_read(device):
+    """A second call, into memory that the first one filled with what is not a number, gives the same bits."""
+    numbers, scope, above = operands((1, 19, 20, 1, 41, 17, (13,)), torch.float32)
+    numbers, above = on(device, numbers), above.to(device)
+
+    def ours(leaves: Any) -> Tensor:
+        return fused.relative_attention(*leaves, scope=scope)
+
+    before = with_gradients(ours, numbers, above)
+    poisoned = [torch.full_like(each, torch.nan) for each in numbers]
+    assert all(each.isnan().any() for each in with_gradients(ours, poisoned, above))
+    after = with_gradients(ours, numbers, above)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_traced_as_it_runs(device):
+    """Shapes, strides and dtypes that `torch.compile` and captured graphs are told are those that come out."""
+    (query, key, value, position, u, v), _, _ = operands((2, 5, 4, 1, 8, None, None), torch.bfloat16)
+    numbers = on(device, [query, key, value, position, u, v])
+    oldest, seed = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([7], device=device)
+    arguments = (*numbers, oldest, seed, 9, 0.1, False)
+    torch.library.opcheck(fused._attend, arguments, test_utils=("test_schema", "test_faketensor"))
+    out, lse = fused._attend(*arguments)
+    torch.library.opcheck(
+        fused._attend_backward, (out, out, lse, *arguments), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_it_trains_on_a_gpu_alone_but_is_read_everywhere():
+    config = dataclasses.replace(PLAIN, attention="triton")
+    with pytest.raises(UserError, match="triton cannot train on cpu, only on cuda, or use --model.attention shifted"):
+        attention_backend(config, "cpu")
+    ours, shifted = lively(config), lively(PLAIN)
+    tokens, targets = stream()
+    with torch.no_grad():
+        found, _ = nll_in_segments(ours, tokens, targets, 8)
+        assert torch.equal(found, nll_in_segments(shifted, tokens, targets, 8)[0])
+    with pytest.raises(UserError, match="cannot train on cpu"):
+        ours.train().training_loss(tokens, targets, ours.init_state(B))
+
+
+class _Device:
+    shared_memory_per_block_optin = 101_376
+
+
+@pytest.mark.parametrize(
+    ("d_head", "dtype", "capability", "reason"),
+    [
+        (64, torch.bfloat16, (9, 0), None),
+        (41, torch.float32, (8, 9), None),
+        (64, torch.float64, (9, 0), "cannot train in torch.float64"),
+        (64, torch.bfloat16, (7, 5), r"needs compute capability 8.0 or above \(this GPU has 7.5\)"),
+        (257, torch.bfloat16, (9, 0), "has no room for heads of 257 features in torch.bfloat16"),
+        (129, torch.float32, (9, 0), "has no room for heads of 129 features in torch.float32"),
+        (128, torch.float32, (8, 9), r"needs 102,400 bytes of shared memory .* \(cuda has 101,376\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability, reason, monkeypatch):
+    monkeypatch.setattr(fused, "_why_not_here", fused._why_not_here.__wrapped__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Device)
+    refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, d_head=d_head), "cuda", dtype)
+    if reason is None:
+        assert refusal is None
+    else:
+        assert refusal is not None
+        assert re.fullmatch(f"model.attention triton {reason}, or use --model.attention shifted", refusal)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_segments_without_gradients_go_through_it(device):
+    numbers, scope, _ = operands(LARGE["wt103-base"], torch.bfloat16)
+    expected = reference_attention(*(each.double() for each in numbers), scope=scope)
+    with torch.no_grad():
+        found = fused.fused_relative_attention(*on(device, numbers), scope=scope)
+    assert distance(found.cpu(), expected) < TOLERANCE[torch.bfloat16]

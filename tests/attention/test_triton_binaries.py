@@ -1,0 +1,92 @@
+"""Every supported configuration of the kernels for GPUs, compiled without one: what the binaries need must be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from txl.attention.fused import launch_options, padded_width, tiling
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton, and not its interpreter; make triton runs this", allow_module_level=True)
+
+import triton  # pyright: ignore[reportMissingImports]
+from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+from txl.attention import triton_kernels
+
+KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "position_gradient_kernel")
+CAPABILITIES = ((8, 0), (8, 9), (9, 0))
+OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "grad_key", "grad_value")
+FLOATS = ("lse", "delta", "grad_query_u", "grad_query_v", "grad_position")
+MOST_STACK = {torch.bfloat16: 448, torch.float32: 1536}
+"""Bytes a thread that may lie in memory because registers ran out; what was found when the tilings were chosen."""
+
+
+def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Any:
+    """A kernel with all that it can be asked for: dropout, and lanes whose memory is short."""
+    function = getattr(triton_kernels, kernel)
+    tiles = tiling(d_head, dtype, tf32, capability)
+    assert tiles is not None
+    constants = {
+        "THRESHOLD": 2**29,
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "WIDTH": padded_width(d_head),
+        "BLOCK": tiles.block,
+    }
+    types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {"scale": "fp32", "factor": "fp32", "oldest_of": "*i32", "seed_at": "*i64"}
+    types |= dict.fromkeys(OPERANDS, "*bf16" if dtype == torch.bfloat16 else "*fp32") | dict.fromkeys(FLOATS, "*fp32")
+    signature = {name: types[name] for name in function.arg_names}
+    # What a launch sees too: addresses are multiples of 16, and strides where the head's width is one.
+    plain = ("n_head", *triton_kernels.SIZES)
+    aligned = [
+        name
+        for name, kind in signature.items()
+        if kind.startswith("*") or (kind == "i32" and name not in plain and d_head % 16 == 0)
+    ]
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, signature, constants, attributes)
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    return triton.compile(source, target=target, options=launch_options(kernel, tiles))
+
+
+def usage(binary: bytes, folder: Path) -> dict[str, int]:
+    """Registers (REG) and bytes on the stack (STACK), where spilled registers lie, of a thread."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("d_head", "dtype", "tf32"),
+    [
+        *((d_head, torch.bfloat16, False) for d_head in (32, 41, 64, 128, 256)),
+        *((d_head, torch.float32, tf32) for d_head in (32, 41, 64, 128) for tf32 in (False, True)),
+    ],
+    ids=str,
+)
+def test_a_kernel_needs_no_more_than_its_tiling_says(
+    kernel, d_head, dtype, tf32, capability, tmp_path, record_property
+):
+    binary = compiled(kernel, d_head, dtype, tf32, capability)
+    tiles = tiling(d_head, dtype, tf32, capability)
+    assert tiles is not None
+    found = usage(binary.asm["cubin"], tmp_path)
+    print(f"{kernel} {capability} {dtype} {d_head} tf32 {tf32}: {found}, shared {binary.metadata.shared}")
+    record_property("shared", binary.metadata.shared)
+    assert binary.metadata.shared <= tiles.shared
+    assert found["REG"] * 32 * tiles.warps <= 65_536
+    assert found["STACK"] + found["LOCAL"] <= MOST_STACK[dtype]

@@ -1,0 +1,134 @@
+"""A server on a free port of this machine, in a thread of the test's process, so that tests see what is left in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+from txl.runs.directory import RunDirectory
+from txl.serving.app import address_of, bound_socket, build_app, serve
+from txl.serving.guard import Access
+from txl.serving.kept import KeptStreams
+from txl.serving.requests import Limits
+from txl.serving.service import Served, Service
+
+LENGTHS = {"mem_len": 16, "window": 16, "clamp_len": "none"}
+"""The test settings of the small run of `trained`."""
+OPEN = Access()
+
+
+class Running:
+    """A running server, as tests use it."""
+
+    def __init__(self, service: Service, app: Starlette, url: str):
+        self.service, self.app, self.url = service, app, url
+        self.kept: KeptStreams = app.state.kept
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, value: Any = None, **settings: Any) -> Any:
+        """Post JSON and return the answer's JSON; anything but success fails the test."""
+        answer = self.client.post(path, json=value or {}, **settings)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a route."""
+        answer = self.client.get(path)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def refused(
+        self, status: int, path: str, value: Any = None, method: str = "POST", **settings: Any
+    ) -> dict[str, Any]:
+        """Return the error of a request that has to be refused."""
+        given = settings if settings or value is None else {"json": value}
+        answer = self.client.request(method, path, **given)
+        assert answer.status_code == status, answer.text
+        return answer.json()["error"]
+
+    def is_empty(self) -> bool:
+        """Whether nothing is read, decoded or waited for."""
+        scheduler = self.service.scheduler
+        return not (self.service.engine.streams or scheduler.queued or scheduler._busy())
+
+
+@contextmanager
+def running(service: Service, access: Access = OPEN, folder: Path | None = None) -> Iterator[Running]:
+    listening = bound_socket("127.0.0.1", 0)
+    app = build_app(service, access, folder)
+    started, stops = threading.Event(), []
+
+    def ready(stop) -> None:
+        stops.append(stop)
+        started.set()
+
+    thread = threading.Thread(target=serve, args=(app, service, listening, ready), daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield Running(service, app.app, address_of(listening))
+    finally:
+        stops[0]()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not service.scheduler.is_alive()
+
+
+@pytest.fixture(scope="session")
+def served(trained) -> Served:
+    """The small run, as the command serves it."""
+    model, vocabulary = RunDirectory(trained).load()
+    assert vocabulary is not None
+    return Served(model, vocabulary, "small", max_streams=4, segment=8, **LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def server(served) -> Iterator[Running]:
+    """A server that the tests of a file share."""
+    with running(Service(served, Limits(max_kept=8))) as found:
+        yield found
+
+
+@pytest.fixture
+def server_with(served):
+    """Starts servers with settings of their own; they stop when the test ends."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def start(
+            limits: Limits | None = None,
+            access: Access = OPEN,
+            folder: Path | None = None,
+            grace: float = 5,
+            **changes: Any,
+        ) -> Running:
+            service = Service(replace(served, **changes), limits or Limits())
+            service.grace = grace
+            return stack.enter_context(running(service, access, folder))
+
+        yield start
+
+
+def events_of(answer: httpx.Response) -> list[str]:
+    """The data of server-sent events."""
+    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)

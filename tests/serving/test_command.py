@@ -1,0 +1,123 @@
+"""`txl serve`: the process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from txl.cli import main
+
+TEXT = "12. The river rose in the night — and by morning."
+
+
+@contextmanager
+def process(trained, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "txl", "serve", str(trained), "--port", "0", *words]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    ) as started:
+        try:
+            assert started.stderr is not None
+            said = ""
+            for line in started.stderr:
+                said += line
+                if match := re.search(r"at (http://\S+);", line):
+                    yield started, match[1]
+                    break
+            else:
+                pytest.fail(said)
+        finally:
+            started.kill()
+
+
+def ends(started: subprocess.Popen[str], by: int) -> str:
+    started.send_signal(by)
+    out, rest = started.communicate(timeout=30)
+    assert started.returncode == 0, rest
+    assert out == ""
+    return rest
+
+
+def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tmp_path):
+    folder = tmp_path / "streams"
+    key = {"authorization": "Bearer secret"}
+    with (
+        process(trained, "--streams", str(folder), "--max-streams", "3") as (first, here),
+        process(trained, "--name", "replica", TXL_API_KEY="secret") as (second, there),
+    ):
+        assert httpx.get(f"{there}/v1/models").status_code == 401
+        assert httpx.get(f"{there}/v1/models", headers=key).json()["data"][0]["id"] == "replica"
+        made = httpx.post(f"{here}/v1/streams", json={"text": TEXT, "seed": 3}, timeout=30).json()["stream"]
+        url = f"{here}/v1/streams/{made['id']}"
+        httpx.post(f"{url}/generate", json={"max_tokens": 20}, timeout=30)
+        data = httpx.get(f"{url}/snapshot").content
+        octets = {"content-type": "application/octet-stream"}
+        moved = httpx.post(f"{there}/v1/streams", content=data, headers=key | octets).json()
+        asked = {"max_tokens": 40, "logprobs": 2}
+        ours = httpx.post(f"{url}/generate", json=asked, timeout=30).json()
+        theirs = httpx.post(f"{there}/v1/streams/{moved['id']}/generate", json=asked, headers=key, timeout=30).json()
+        assert ours["tokens"] == theirs["tokens"]
+        ends(second, signal.SIGINT)
+        assert "stopped" in ends(first, signal.SIGTERM)
+    assert (folder / f"{made['id']}.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--port", "70000"], "0 to 65535"),
+        (["--host", "no.such.host.invalid"], "--host"),
+        (["--host", "203.0.113.7"], "cannot listen"),
+        (["--max-streams", "0"], "--max-streams"),
+        (["--max-queue", "-1"], "--max-queue"),
+        (["--idle", "0"], "--idle"),
+        (["--api-key", ""], "--api-key"),
+        (["--mem-len", "-5"], "mem_len"),
+        (["--checkpoint", "9999"], "checkpoint"),
+        (["--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_mistakes_are_one_line(trained, words, reason, capsys):
+    assert main(["serve", str(trained), "--port", "0", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+def test_what_is_not_there_or_taken(trained, tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "nothing")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(trained), "--port", str(port)]) == 2
+    assert f"port {port}" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    assert main(["serve", str(trained), "--port", "0", "--streams", str(file)]) == 2
+    assert "--streams" in capsys.readouterr().err
+
+
+def test_without_the_extra(trained, monkeypatch, capsys):
+    monkeypatch.setattr("txl.commands.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    assert main(["serve", str(trained)]) == 2
+    assert "pip install 'transformer-xl[serve]'" in capsys.readouterr().err
+
+
+def test_a_model_of_another_family(story, data_dir, tmp_path, capsys):
+    from tests.conftest import small_run
+    from txl.training.trainer import Trainer
+
+    options = {"model.family": "vanilla", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
+    run = small_run(str(story), **options, **{"model.max_segment": "8", "train.steps": "1"})
+    Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
+    capsys.readouterr()
+    assert main(["serve", str(tmp_path / "run"), "--port", "0", "--mem-len", "0"]) == 2
+    assert "Transformer-XL" in capsys.readouterr().err

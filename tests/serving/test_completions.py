@@ -1,0 +1,297 @@
+"""`/v1/completions`: what clients expect, and the numbers of `txl generate` and `txl score`."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+import txl
+from tests.serving.conftest import LENGTHS, events_of, wait_for
+from txl.cli import main
+from txl.evaluation.surprisal import surprisals
+
+PROMPT = "12. The river rose — “how long?”"
+
+
+def generated(served, prompt: str, seed: int, max_tokens: int = 40, **settings) -> str:
+    pieces = txl.generate(
+        served.model, served.vocabulary, prompt, max_tokens=max_tokens, seed=seed, **LENGTHS, **settings
+    )
+    return "".join(pieces)
+
+
+def test_the_text_of_txl_generate(server, served, trained, capsys):
+    found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "seed": 3})
+    assert found["choices"][0] == {
+        "text": generated(served, PROMPT, 3),
+        "index": 0,
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    n_prompt = len(PROMPT.encode())
+    assert found["usage"] == {"prompt_tokens": n_prompt, "completion_tokens": 40, "total_tokens": n_prompt + 40}
+    words = ["generate", str(trained), "--prompt", PROMPT, "--seed", "3", "--max-tokens", "40", "--json"]
+    assert main(words) == 0
+    assert found["choices"][0]["text"] == json.loads(capsys.readouterr().out)["samples"][0]
+
+
+def test_sampling_settings_are_those_of_txl_generate(server, served):
+    given = {"temperature": 0.7, "top_p": 0.8}
+    found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "seed": 4, "top_k": 12, **given})
+    assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, top_k=12, **given)
+    for value in (0, -1):
+        found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "seed": 4, "top_k": value})
+        assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, top_k=None)
+    found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "temperature": 0})
+    assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, temperature=0.0)
+
+
+def test_the_same_text_alone_and_among_32_others(server, served):
+    prompts = [f"{number}. " + PROMPT * (1 + number % 9) for number in range(33)]
+
+    def ask(number: int) -> str:
+        value = {"prompt": prompts[number], "max_tokens": 20 + number, "seed": number, "logprobs": number % 3 or None}
+        return server.post("/v1/completions", value)["choices"][0]["text"]
+
+    with ThreadPoolExecutor(33) as pool:
+        together = list(pool.map(ask, range(33)))
+    assert together == [generated(served, prompt, number, 20 + number) for number, prompt in enumerate(prompts)]
+    assert server.is_empty()
+
+
+def test_choices_of_one_prompt_and_of_several(server, served):
+    ids = list(PROMPT.encode())
+    for prompts in ([PROMPT, "Nobody"], [ids, list(b"Nobody")]):
+        found = server.post("/v1/completions", {"prompt": prompts, "max_tokens": 12, "seed": 7, "n": 3})
+        assert [choice["index"] for choice in found["choices"]] == list(range(6))
+        expected = [generated(served, each, 7 + sample, 12) for each in (PROMPT, "Nobody") for sample in range(3)]
+        assert [choice["text"] for choice in found["choices"]] == expected
+        assert found["usage"]["prompt_tokens"] == len(ids) + 6
+        assert found["usage"]["completion_tokens"] == 72
+    found = server.post("/v1/completions", {"prompt": ids, "max_tokens": 12, "seed": 7})
+    assert found["choices"][0]["text"] == generated(served, PROMPT, 7, 12)
+
+
+def test_scores_are_those_of_txl_score(server, served):
+    text = "".join(f"{number}. {PROMPT}\n" for number in range(12))  # longer than memory and segments
+    expected = [row.surprisal for row in surprisals(served.model, served.vocabulary, text, segment=8, **LENGTHS)]
+    for max_tokens in (0, 1):
+        value = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+        [choice] = server.post("/v1/completions", value)["choices"]
+        found = choice["logprobs"]
+        n = len(text.encode())
+        assert len(found["tokens"]) == len(found["text_offset"]) == len(found["top_logprobs"]) == n + max_tokens
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        bits = [-each / math.log(2) for each in found["token_logprobs"][1:n]]
+        assert bits == pytest.approx(expected[1:], abs=1e-5)
+        assert bytes(value for each in found["bytes"][:n] for value in each) == text.encode()
+        assert choice["text"].startswith(text)
+        for log_prob, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
+            assert log_prob in top.values()  # the very same number, which the harness compares
+            assert 2 <= len(top) <= 3
+        if max_tokens:
+            assert found["token_logprobs"][-1] == max(found["top_logprobs"][-1].values())
+
+
+def test_what_the_harness_reads(server):
+    context, continuation = list(b"The river"), list(b" rose")
+    value = {
+        "prompt": [context + continuation],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1,
+        "echo": True,
+    }
+    [choice] = server.post("/v1/completions", value)["choices"]
+    log_probs = choice["logprobs"]["token_logprobs"][len(context) : -1]
+    assert len(log_probs) == len(continuation)
+    assert choice["logprobs"]["token_ids"][len(context) : -1] == continuation
+    alone = server.post("/v1/completions", value | {"prompt": [context, context + continuation]})["choices"][1]
+    assert alone["logprobs"]["token_logprobs"][:-1] == choice["logprobs"]["token_logprobs"][:-1]
+
+
+def test_offsets_are_those_of_characters(server):
+    [choice] = server.post(
+        "/v1/completions", {"prompt": "a — b", "echo": True, "logprobs": 0, "max_tokens": 30, "seed": 5}
+    )["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"][:7] == ["a", " ", "bytes:\\xe2", "bytes:\\x80", "bytes:\\x94", " ", "b"]
+    assert found["text_offset"][:7] == [0, 1, 2, 2, 2, 3, 4]
+    for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][at : at + len(token)] == token
+    data = bytes(value for each in found["bytes"] for value in each)
+    assert choice["text"] == data.decode("utf-8", errors="replace")
+
+
+def test_a_character_is_never_cut(server, served):
+    """Prompts that end inside of a character, and texts that are drawn byte by byte."""
+    data = "“how long?” — she asked".encode()
+    for end in range(1, 4):
+        value = {"prompt": list(data[:end]), "max_tokens": 50, "seed": end, "logprobs": 0, "stream": True}
+        answer = server.client.post("/v1/completions", json=value)
+        chunks = [json.loads(each) for each in events_of(answer)[:-1]]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        text = "".join(choice["text"] for choice in choices)
+        drawn = bytes(value for choice in choices for each in choice["logprobs"]["bytes"] for value in each)
+        whole = (data[:end] + drawn).decode("utf-8", errors="replace")
+        assert whole.endswith(text)
+        if end == 3:
+            assert text == drawn.decode("utf-8", errors="replace")
+
+
+def test_stop_strings(server, served):
+    value = {"prompt": PROMPT, "max_tokens": 60, "seed": 9}
+    text = server.post("/v1/completions", value)["choices"][0]["text"]
+    stop = text[20:23]
+    expected = text[: text.index(stop)]
+    for stops in (stop, ["\x00\x01", stop]):
+        for logprobs in (None, 0):
+            given = value | {"stop": stops, "logprobs": logprobs}
+            [choice] = server.post("/v1/completions", given)["choices"]
+            assert choice["text"] == expected == generated(served, PROMPT, 9, 60, stop=[stop])
+            assert choice["finish_reason"] == "stop"
+            if logprobs == 0:
+                assert all(at < len(expected) for at in choice["logprobs"]["text_offset"])
+            answer = server.client.post("/v1/completions", json=given | {"stream": True})
+            chunks = [json.loads(each)["choices"][0] for each in events_of(answer)[:-1]]
+            assert "".join(chunk["text"] for chunk in chunks) == expected
+            assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["stop"]
+
+
+def test_streamed_is_what_is_not_streamed(server):
+    value = {"prompt": [PROMPT, "Nobody"], "n": 2, "max_tokens": 25, "seed": 2, "echo": True, "logprobs": 1}
+    whole = server.post("/v1/completions", value)
+    answer = server.client.post(
+        "/v1/completions", json=value | {"stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer)
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(each) for each in events]
+    assert chunks.pop()["usage"] == whole["usage"]
+    for expected in whole["choices"]:
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        for name, values in expected["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][name]] == values
+        assert [part["finish_reason"] for part in parts][-1] == "length"
+
+
+def test_the_openai_client(server, served):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["small"]
+    found = client.completions.create(model="small", prompt=PROMPT, max_tokens=30, seed=1, logprobs=2, echo=True)
+    assert found.choices[0].text == PROMPT + generated(served, PROMPT, 1, 30)
+    assert found.choices[0].logprobs is not None
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 30
+    pieces = client.completions.create(model="small", prompt=PROMPT, max_tokens=30, seed=1, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == generated(served, PROMPT, 1, 30)
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model="small", prompt=PROMPT, max_tokens=-1)
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.completions.create(model="other", prompt=PROMPT)
+    with pytest.raises(openai.NotFoundError, match="/v1/completions"):
+        client.chat.completions.create(model="small", messages=[{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"prompt": "a", "max_token": 3}, "max_token"),
+        ({"prompt": "a", "best_of": 4}, "best_of"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "3"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": ["a"] * 100, "n": 2}, "100 prompts"),
+        ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "logprobs": 101}, "logprobs"),
+        ({"prompt": "a", "echo": "yes"}, "echo"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "usage"),
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt"),
+        ({"prompt": [256]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": "a", "seed": "x"}, "seed"),
+    ],
+)
+def test_what_is_not_supported_is_named(server, value, named):
+    error = server.refused(400, "/v1/completions", value)
+    assert named in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert server.is_empty()
+
+
+def test_values_that_ask_for_nothing_are_fine(server):
+    value = {
+        "prompt": "a",
+        "max_tokens": 2,
+        "best_of": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "user": "me",
+    }
+    server.post("/v1/completions", value | {"logit_bias": {}, "suffix": None, "stop": None, "stream": False})
+
+
+def test_other_routes(server, served):
+    assert server.get("/health") == {"status": "ok"}
+    [model] = server.get("/v1/models")["data"]
+    assert model["txl"]["memory"] == 15
+    assert server.get("/v1/models/small") == model
+    tokens = server.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})["tokens"]
+    assert tokens == list(PROMPT.encode())
+    assert server.post("/detokenize", {"tokens": tokens}) == {"prompt": PROMPT}
+    assert server.post("/tokenize", {"prompt": ""})["tokens"] == []
+    about = server.get("/tokenizer_info")
+    assert about["bos_token"] == "\n"
+    assert about["eos_token"] is None
+    assert about["vocab_size"] == 256
+    for path in ("/v1/chat/completions", "/v1/completion", "/v2"):
+        error = server.refused(404, path, {})
+        assert error["message"]
+    assert "/v1/completions" in server.refused(404, "/v1/chat/completions", {})["message"]
+    server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3})
+    lines = server.client.get("/metrics").text.splitlines()
+    assert any(line.startswith('txl_requests_total{route="/v1/completions",status="200"}') for line in lines)
+    page = server.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_a_prompt_that_is_read_holds_nobody_up(server):
+    """While a prompt of many segments is read, short requests are answered; who leaves is read for no longer."""
+    before = server.service.metrics.tokens_read._value.get()
+    url = httpx.URL(server.url)
+    body = json.dumps({"prompt": "x" * 1_000_000, "max_tokens": 1}).encode()
+    with socket.create_connection((url.host, url.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_for(lambda: server.service.scheduler._reading)
+        server.post("/v1/completions", {"prompt": "short", "max_tokens": 5})
+        assert server.service.scheduler._reading
+    wait_for(server.is_empty)
+    assert server.service.metrics.tokens_read._value.get() - before < 1_000_000

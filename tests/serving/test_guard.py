@@ -1,0 +1,234 @@
+"""Who may ask, and how; clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from tests.serving.conftest import wait_for
+from txl.serving.guard import Access
+from txl.serving.requests import Limits
+
+KEY = "a key that nobody knows"
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/small"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/streams"),
+    ("POST", "/v1/streams"),
+    ("GET", "/v1/streams/stream-1"),
+    ("DELETE", "/v1/streams/stream-1"),
+    ("POST", "/v1/streams/stream-1/append"),
+    ("POST", "/v1/streams/stream-1/generate"),
+    ("POST", "/v1/streams/stream-1/fork"),
+    ("GET", "/v1/streams/stream-1/snapshot"),
+    ("GET", "/no/such/route"),
+    ("GET", "/health/more"),
+    ("GET", "//health"),
+    ("GET", "/static/../v1/models"),
+    ("OPTIONS", "/v1/completions"),
+]
+
+
+@pytest.fixture(scope="module")
+def locked(served):
+    from tests.serving.conftest import running
+    from txl.serving.service import Service
+
+    access = Access(KEY, hosts=("served.example",), origins=("https://friend.example",))
+    with running(Service(served, Limits(max_body=2000, body_seconds=0.7, write_seconds=0.7)), access) as found:
+        yield found
+
+
+def test_the_table_of_routes_is_whole(server):
+    paths = {route.path for route in server.app.routes}
+    named = {path.replace("stream-1", "{id}").replace("small", "{id:path}") for _, path in ROUTES}
+    assert paths - {"/", "/static", "/health"} <= named
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_wants_the_key(locked, method, path):
+    for given in (
+        None,
+        "Bearer",
+        "Bearer wrong",
+        f"Basic {KEY}",
+        KEY,
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+    ):
+        headers = {} if given is None else {"authorization": given}
+        url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
+        answer = locked.client.request(method, url, headers=headers, json={} if method == "POST" else None)
+        assert answer.status_code == 401, (given, answer.text)
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    answer = locked.client.request(
+        method, path, headers={"authorization": f"Bearer {KEY}"}, json={} if method == "POST" else None
+    )
+    assert answer.status_code not in (401, 403, 500)
+
+
+def test_health_and_the_page_need_no_key(locked):
+    assert locked.client.get("/health").status_code == 200
+    assert locked.client.get("/").status_code == 200
+    assert locked.client.get("/static/index.html").status_code == 200
+    assert locked.client.get("/static/nothing.js").status_code == 404
+
+
+def test_files_outside_of_the_page_s_cannot_be_had(server):
+    url = httpx.URL(server.url)
+    for path in (b"/static/../app.py", b"/static/%2e%2e/app.py", b"/static/..%2fapp.py", b"/static//etc/passwd"):
+        assert server.client.get(url.copy_with(raw_path=path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("127.0.0.1:80", 200), ("[::1]:8000", 200), ("192.168.1.5", 200), ("served.example", 200),
+        ("SERVED.EXAMPLE:8000", 200), ("evil.example", 403), ("localhost.evil.example", 403), ("", 403),
+        ("127.0.0.1.evil.example", 403), ("localhost@evil.example", 403), ("evil.example/localhost", 403),
+    ],
+)  # fmt: skip
+def test_hosts(locked, host, status):
+    assert locked.client.get("/health", headers={"host": host}).status_code == status
+
+
+def test_origins(locked):
+    key = {"authorization": f"Bearer {KEY}"}
+    own = locked.url
+    for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403), ("file://", 403), ("x", 403)):
+        answer = locked.client.get("/v1/models", headers=key | {"origin": origin})
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
+    assert (
+        locked.client.post("/v1/streams", headers=key | {"origin": "http://evil.example"}, json={}).status_code == 403
+    )
+    friend = {"origin": "https://friend.example"}
+    asked = locked.client.options("/v1/completions", headers=friend | {"access-control-request-method": "POST"})
+    assert asked.status_code == 204
+    for answer in (asked, locked.client.get("/v1/models", headers=key | friend)):
+        assert answer.headers["access-control-allow-origin"] == "https://friend.example"
+    assert locked.client.get("/v1/models", headers=friend).status_code == 401
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "json"])
+def test_post_takes_json_alone(server, kind):
+    headers = {"content-type": kind} if kind else {}
+    for path in ("/v1/completions", "/v1/streams", "/tokenize"):
+        server.refused(415, path, content=b'{"prompt": "a"}', headers=headers)
+    server.refused(415, "/v1/completions", content=b"{}", headers={"content-type": "application/octet-stream"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b"3", b'"text"', b"null", b'{"prompt": "a"', b'{"prompt": NaN}', b'{"temperature": Infinity}', b"\xff\xfe",
+     b'{"prompt": "\xe2\x80"}', b'{"prompt": "\\ud800"}', b'{"prompt": ["a", "\\udc80"]}', b'{"stop": "\\ud800", "prompt": "a"}',
+     b'{"\\ud800": 1}', b'{"user": "\\ud800", "prompt": "a"}', b"[" * 100_000, b'{"a":' * 50_000, b"\x00", b'{"seed": 1e999}'],
+)  # fmt: skip
+def test_bodies_that_are_no_requests(server, body):
+    error = server.refused(400, "/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 500
+
+
+def test_wrong_methods(server):
+    for method, path in (
+        ("GET", "/v1/completions"),
+        ("PUT", "/v1/completions"),
+        ("DELETE", "/v1/models"),
+        ("POST", "/health"),
+    ):
+        error = server.refused(405, path, {} if method in ("POST", "PUT") else None, method=method)
+        assert method in error["message"]
+    server.refused(400, "/v1/models", method="GET", content=b"{}")
+    assert server.client.head("/health").status_code == 200
+
+
+def test_large_bodies(locked, server):
+    key = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    body = json.dumps({"prompt": "a" * 3000, "max_tokens": 1}).encode()
+    locked.refused(413, "/v1/completions", content=body, headers=key)
+
+    def parts():
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    locked.refused(413, "/v1/completions", content=parts(), headers=key)
+    ten = json.dumps({"prompt": "a" * 10_000_000}).encode()
+    server.refused(413, "/v1/completions", content=ten, headers={"content-type": "application/json"})
+    server.refused(400, "/v1/completions", {"prompt": "a" * (1 << 20) + "a"})
+    assert server.is_empty()
+
+
+def raw(server) -> socket.socket:
+    url = httpx.URL(server.url)
+    found = socket.create_connection((url.host, url.port))
+    found.settimeout(10)
+    return found
+
+
+def ends(connection: socket.socket) -> float:
+    """Seconds until the server closes a connection."""
+    began = time.monotonic()
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return time.monotonic() - began
+
+
+def test_connections_that_say_nothing_are_closed(locked):
+    for said in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
+        with raw(locked) as connection:
+            connection.sendall(said)
+            assert ends(connection) < 5
+    with raw(locked) as connection:  # after an answer, too
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /")
+        assert ends(connection) < 5
+
+
+def test_bodies_that_do_not_come(locked):
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    for rest in ("Content-Length: 100\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
+        with raw(locked) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n{rest}".encode())
+            answer = connection.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert ends(connection) < 5
+
+
+def test_who_does_not_take_the_answer_is_cut_off(locked):
+    body = json.dumps({"prompt": "a", "max_tokens": 60000, "stream": True, "logprobs": 100}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    url = httpx.URL(locked.url)
+    connection.connect((url.host, url.port))
+    with connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: locked.service.engine.streams)
+        wait_for(locked.is_empty)
+    assert locked.service.metrics.tokens_generated._value.get() < 60000
+
+
+def test_nonsense_instead_of_http(server):
+    for said in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"\r\n" * 50, b"A" * 100_000):
+        with raw(server) as connection:
+            try:
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                ends(connection)
+            except ConnectionError:
+                pass
+    assert server.get("/health") == {"status": "ok"}

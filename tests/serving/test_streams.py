@@ -1,0 +1,433 @@
+"""Streams that live between requests: exact, constant in memory, moved by snapshots."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import txl
+from tests.serving.conftest import LENGTHS, events_of, wait_for
+from txl.evaluation.surprisal import surprisals
+from txl.serving.requests import Limits
+
+TEXT = "12. The river rose in the night — and by morning “the lower fields” were under water.\n"
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request):
+    """Every test leaves the shared server without streams and work."""
+    yield
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        for stream in server.get("/v1/streams")["data"]:
+            server.client.delete(f"/v1/streams/{stream['id']}")
+        wait_for(server.is_empty)
+
+
+def new(server, text: str = TEXT, **settings: Any) -> str:
+    return server.post("/v1/streams", {"text": text, **settings})["stream"]["id"]
+
+
+def generate(server, stream: str, n: int = 20, **settings: Any) -> Any:
+    return server.post(f"/v1/streams/{stream}/generate", {"max_tokens": n, **settings})
+
+
+def snapshot(server, stream: str) -> bytes:
+    answer = server.client.get(f"/v1/streams/{stream}/snapshot")
+    assert answer.status_code == 200
+    return answer.content
+
+
+def restore(server, data: bytes) -> Any:
+    answer = server.client.post("/v1/streams", content=data, headers=OCTETS)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def test_from_a_text_the_text_of_txl_generate(server, served):
+    stream = new(server, seed=5)
+    expected = "".join(txl.generate(served.model, served.vocabulary, TEXT, max_tokens=60, seed=5, **LENGTHS))
+    found = "".join(generate(server, stream, n)["text"] for n in (1, 2, 3, 4, 10, 40))  # characters are never cut
+    assert expected.startswith(found)
+    assert len(found) >= len(expected) - 1
+    again = generate(server, new(server), 60, seed=5)
+    assert again["seed"] == 5
+    assert expected.startswith(again["text"])
+    assert again["tokens_per_second"] > 0
+
+
+def test_appended_text_is_scored_as_txl_score_does(server, served):
+    rows = list(surprisals(served.model, served.vocabulary, TEXT * 5, segment=8, **LENGTHS))
+    made = server.post("/v1/streams", {"text": TEXT[:30], "logprobs": 3})
+    stream, tokens = made["stream"]["id"], made["tokens"]
+    rest = TEXT[30:] + TEXT * 4
+    tokens += server.post(f"/v1/streams/{stream}/append", {"text": rest[:1], "logprobs": 3})["tokens"]
+    found = server.post(f"/v1/streams/{stream}/append", {"text": rest[1:], "logprobs": 3, "attention": True})
+    tokens += found["tokens"]
+    assert [token["position"] for token in tokens] == list(range(len(rows)))
+    assert bytes(value for token in tokens for value in token["bytes"]) == (TEXT * 5).encode()
+    assert "".join(token["piece"] for token in tokens) == TEXT * 5
+    assert tokens[0]["surprisal"] is None
+    expected = [row.surprisal for row in rows[1:]]
+    assert [token["surprisal"] for token in tokens[1:]] == pytest.approx(expected, abs=1e-5)
+    for token in tokens[1:]:
+        assert [each["logprob"] for each in token["top"]] == sorted(
+            (each["logprob"] for each in token["top"]), reverse=True
+        )
+        assert token["rank"] == 1 or token["logprob"] <= token["top"][0]["logprob"]
+    about = found["stream"]
+    assert about["bits"] == pytest.approx(sum(each for each in expected if each is not None), abs=1e-3)
+    assert about["characters"] == 5 * len(TEXT) - 1
+    assert about["bits_per_character"] == pytest.approx(about["bits"] / about["characters"])
+    assert about["memory"] == about["memory_limit"] == 15
+
+
+def test_how_far_back_attention_reached(server, served):
+    """Against the weights of the model's own attention, for text that is read and for tokens that are drawn."""
+    made = server.post("/v1/streams", {"text": TEXT, "attention": True, "logprobs": 0})
+    tokens = made["tokens"] + generate(server, made["stream"]["id"], 6, attention=True)["tokens"]
+    assert tokens[0]["attention"] is None
+    for position, token in enumerate(tokens[1:], start=1):
+        found = token["attention"]
+        seen = min(position, 16)  # keys in the window
+        assert sum(found["histogram"]) == pytest.approx(1, abs=1e-3)
+        assert 0 <= found["mean"] <= seen - 1
+        assert 0 <= found["reach"] <= seen - 1
+    ids = torch.tensor([[token["id"] for token in tokens]])
+    from txl.analysis.observation import observed
+    from txl.models.structure import evaluation_view
+
+    view, weights = evaluation_view(served.model), []
+    with torch.no_grad(), observed(view, lambda layer, inputs: weights.append(inputs.weights().mean(0))):
+        view.hidden_states(ids[:, :-1], view.init_state(1, **LENGTHS))
+    mean = torch.stack(weights).mean(0)
+    for query, token in enumerate(tokens[1:]):
+        distances = query - torch.arange(mean.shape[1])
+        assert token["attention"]["mean"] == pytest.approx(float((mean[query] * distances).sum()), abs=0.02)
+        assert token["attention"]["histogram"][0] == pytest.approx(float(mean[query, query]), abs=1e-3)
+
+
+def test_progress_of_a_long_text_is_reported(server):
+    stream = new(server)
+    answer = server.client.post(f"/v1/streams/{stream}/append", json={"text": TEXT * 20, "stream": True, "logprobs": 0})
+    events = events_of(answer)
+    assert events.pop() == "[DONE]"
+    *progress, last = [json.loads(each) for each in events]
+    total = len((TEXT * 20).encode())
+    assert [each["read"] for each in progress] == sorted(each["read"] for each in progress)
+    assert progress[-1]["read"] == progress[-1]["total"] == last["read"] == total
+    assert len(progress) == math.ceil(total / 8)
+    assert sum(len(each["tokens"]) for each in progress) == total
+    assert last["scored"] == total
+
+
+def test_streamed_generation(server):
+    first, second = new(server, seed=8), new(server, seed=8)
+    whole = generate(server, first, 40, logprobs=2, stop=["zzzz"])
+    answer = server.client.post(
+        f"/v1/streams/{second}/generate", json={"max_tokens": 40, "logprobs": 2, "stop": ["zzzz"], "stream": True}
+    )
+    *parts, last = [json.loads(each) for each in events_of(answer)[:-1]]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert last["finish_reason"] == whole["finish_reason"]
+    assert {**last["stream"], "id": 0, "idle_seconds": 0, "expires_in": 0, "created": 0} == {
+        **whole["stream"], "id": 0, "idle_seconds": 0, "expires_in": 0, "created": 0,
+    }  # fmt: skip
+
+
+def test_a_restored_stream_goes_on_bit_for_bit(server, server_with):
+    other = server_with(max_streams=2)  # another engine of another size
+    stream = new(server, TEXT * 3, seed=11)
+    generate(server, stream, 25)
+    data = snapshot(server, stream)
+    moved = restore(other, data)
+    here = server.get(f"/v1/streams/{stream}")
+    for name in ("tokens", "memory", "seed", "drawn", "scored", "bits", "characters"):
+        assert moved[name] == here[name]
+    for _ in range(3):
+        ours, theirs = (generate(each, name, 30, logprobs=4) for each, name in ((server, stream), (other, moved["id"])))
+        assert ours["tokens"] == theirs["tokens"]
+        ours, theirs = (
+            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 1})["tokens"]
+            for each, name in ((server, stream), (other, moved["id"]))
+        )
+        assert ours == theirs
+    assert snapshot(server, stream)[-2000:] == snapshot(other, moved["id"])[-2000:]
+
+
+def test_an_interrupted_stream_is_one_that_was_not(server):
+    """Ten pieces of ten tokens, each from a snapshot of the one before, are one of a hundred."""
+    stream = new(server, seed=3)
+    whole = generate(server, new(server, seed=3), 100, logprobs=0)["tokens"]
+    pieces = []
+    for _ in range(10):
+        pieces += generate(server, stream, 10, logprobs=0)["tokens"]
+        data = snapshot(server, stream)
+        server.client.delete(f"/v1/streams/{stream}")
+        stream = restore(server, data)["id"]
+    assert pieces == whole
+
+
+def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, served):
+    data = snapshot(server, new(server))
+    text = "another"
+    torch.manual_seed(0)
+    other_model = txl.build_model(served.model.config, served.vocabulary)
+    for changes, reason in (
+        ({"model": other_model}, "another model"),
+        ({"mem_len": 32, "window": 32}, "mem_len"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+    ):
+        other = server_with(**changes)
+        error = other.refused(409, "/v1/streams", content=data, headers=OCTETS)
+        assert reason in error["message"], text
+        assert other.get("/v1/streams")["data"] == []
+    flipped = bytearray(data)
+    flipped[-5] ^= 1
+    for damaged in (bytes(flipped), data[:-100], data[:50], b"", b"\xff" * 100, TEXT.encode()):
+        server.refused(400, "/v1/streams", content=damaged, headers=OCTETS)
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    for name, value in (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1)):
+        about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
+        forged = json.dumps(header | {"__metadata__": {"txl_stream": json.dumps(about)}}).encode()
+        content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]
+        server.refused(400, "/v1/streams", content=content, headers=OCTETS)
+    server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
+
+
+def test_forks(server):
+    stream = new(server, TEXT * 30, seed=6)
+    drawn = generate(server, stream, 700, logprobs=0)["tokens"]
+    about = server.get(f"/v1/streams/{stream}")
+    assert about["tokens"] - about["fork_from"] >= 512
+    twin = server.post(f"/v1/streams/{stream}/fork")
+    assert generate(server, twin["id"], 20)["text"] == generate(server, stream, 20)["text"]
+    other = server.post(f"/v1/streams/{stream}/fork", {"seed": 99})
+    assert other["seed"] == 99
+    at = drawn[-100]["position"]
+    # Back to a token that was drawn, with the same tokens read again, and with another one.
+    back = server.post(f"/v1/streams/{stream}/fork", {"at": at})
+    assert back["tokens"] == at
+    again = server.post(
+        f"/v1/streams/{back['id']}/append", {"tokens": [token["id"] for token in drawn[-100:]], "logprobs": 0}
+    )
+    expected = [token["logprob"] for token in drawn[-100:]]
+    assert [token["logprob"] for token in again["tokens"]] == pytest.approx(expected, abs=1e-5)
+    assert again["stream"]["bits"] == pytest.approx(about["bits"], abs=1e-2)
+    assert again["stream"]["characters"] == pytest.approx(about["characters"], abs=2)
+    instead = server.post(f"/v1/streams/{stream}/fork", {"at": at, "token": 65})
+    assert instead["tokens"] == at + 1
+    assert (
+        server.post(f"/v1/streams/{instead['id']}/append", {"text": "b", "logprobs": 0})["tokens"][0]["position"]
+        == at + 1
+    )
+    server.refused(400, f"/v1/streams/{stream}/fork", {"at": about["fork_from"] - 1})
+    server.refused(400, f"/v1/streams/{stream}/fork", {"at": about["tokens"] + 21})
+    server.refused(400, f"/v1/streams/{stream}/fork", {"token": 256})
+    assert server.get(f"/v1/streams/{stream}")["tokens"] == about["tokens"] + 20
+
+
+def test_forks_at_every_token_of_a_short_stream(server):
+    ids = list(TEXT[:20].encode())
+    stream = new(server, TEXT[:20])
+    for at in range(0, len(ids) + 1, 4):
+        twin = server.post(f"/v1/streams/{stream}/fork", {"at": at, "token": 66})
+        fresh = server.post("/v1/streams", {"tokens": [*ids[:at], 66]})["stream"]
+        found, expected = (
+            server.post(f"/v1/streams/{name}/append", {"tokens": [1], "logprobs": 0})["tokens"][0]["logprob"]
+            for name in (twin["id"], fresh["id"])
+        )
+        assert found == pytest.approx(expected, abs=1e-5)
+        for name in (twin["id"], fresh["id"]):
+            server.client.delete(f"/v1/streams/{name}")
+
+
+def test_memory_does_not_grow(server):
+    """Of a stream of many times its memory, read and drawn in all sizes; ten million tokens take the same."""
+    stream = new(server, TEXT)
+    kept = server.kept.get(stream)
+    sizes = set()
+    for number in range(3):
+        server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 12})
+        for n in (1, 7, 300 + number):
+            generate(server, stream, n)
+        assert len(kept.recent) <= 2 * 512 + 700
+        assert len(kept.earlier) <= 2
+        sizes.add(kept.nbytes)
+        assert snapshot(server, stream)
+    about = server.get(f"/v1/streams/{stream}")
+    assert about["tokens"] > 4000
+    assert len(sizes) == 1
+    one = sum(each.nbytes for each in (*kept.state.keys, *kept.state.values))
+    assert kept.nbytes <= 3 * one
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in (*kept.state.keys, *kept.state.values))
+
+
+def test_empty_streams(server):
+    about = server.post("/v1/streams")
+    assert about["tokens"] == 0
+    assert about["bits_per_token"] is None
+    assert "empty" in server.refused(400, f"/v1/streams/{about['id']}/generate", {})["message"]
+    moved = restore(server, snapshot(server, about["id"]))
+    for stream in (about, moved):
+        found = server.post(f"/v1/streams/{stream['id']}/append", {"text": TEXT, "logprobs": 0})
+        assert found["tokens"][0]["logprob"] is None
+        assert found["scored"] == len(TEXT.encode()) - 1
+
+
+def test_limits(server_with):
+    server = server_with(Limits(max_kept=2, idle_seconds=0.6))
+    stream = [new(server) for _ in range(2)][-1]
+    answer = server.client.post("/v1/streams", json={"text": "a"})
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    server.refused(429, f"/v1/streams/{stream}/fork", {})
+    server.refused(429, "/v1/streams", content=b"", headers=OCTETS)
+    assert server.client.delete(f"/v1/streams/{stream}").json()["deleted"]
+    server.refused(404, f"/v1/streams/{stream}", method="GET")
+    new(server)
+    wait_for(lambda: not len(server.kept))  # both were idle for too long
+    assert "idle" in str(server.client.get("/v1/streams").text) or not server.get("/v1/streams")["data"]
+
+
+def test_one_request_at_a_time(server):
+    stream = new(server)
+    with server.client.stream(
+        "POST", f"/v1/streams/{stream}/generate", json={"max_tokens": 60000, "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()  # held: when it is gone, so is the connection
+        next(lines)
+        for path, value in (("generate", {}), ("append", {"text": "a"}), ("fork", {})):
+            answer_now = server.client.post(f"/v1/streams/{stream}/{path}", json=value)
+            assert answer_now.status_code == 409
+            assert answer_now.headers["retry-after"]
+        server.refused(409, f"/v1/streams/{stream}/snapshot", method="GET")
+        assert server.get(f"/v1/streams/{stream}")["busy"]
+    wait_for(server.is_empty)  # the client has left: it ends, and keeps what it has drawn
+    wait_for(lambda: not server.get(f"/v1/streams/{stream}")["busy"])
+    about = server.get(f"/v1/streams/{stream}")
+    assert len(TEXT.encode()) < about["tokens"] < 60000
+    assert about["drawn"] == about["tokens"] - len(TEXT.encode())
+    assert generate(server, stream, 5)["usage"]["completion_tokens"] == 5
+
+
+def test_who_leaves_while_it_reads(server):
+    stream = new(server)
+    body = {"text": TEXT * 5000, "stream": True}
+    with server.client.stream("POST", f"/v1/streams/{stream}/append", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+    wait_for(server.is_empty)
+    wait_for(lambda: not server.get(f"/v1/streams/{stream}")["busy"])
+    about = server.get(f"/v1/streams/{stream}")
+    assert len(TEXT.encode()) < about["tokens"] < len(TEXT.encode()) * 5001
+    assert about["scored"] == about["tokens"] - 1
+    generate(server, stream, 5)
+
+
+def test_deleting_ends_what_runs(server):
+    stream = new(server)
+    with server.client.stream(
+        "POST", f"/v1/streams/{stream}/generate", json={"max_tokens": 60000, "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert server.client.delete(f"/v1/streams/{stream}").status_code == 200
+        wait_for(server.is_empty)
+    server.refused(404, f"/v1/streams/{stream}", method="GET")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("", {"text": "a", "tokens": [1]}, "either"),
+        ("", {"text": ""}, "text"),
+        ("", {"text": 3}, "text"),
+        ("", {"prompt": "a"}, "prompt"),
+        ("/append", {}, "either"),
+        ("/append", {"tokens": "a"}, "tokens"),
+        ("/append", {"tokens": [999]}, "tokens"),
+        ("/append", {"text": "a", "seed": 3}, "seed"),
+        ("/generate", {"max_tokens": 0}, "max_tokens"),
+        ("/generate", {"echo": True}, "echo"),
+        ("/fork", {"at": -1}, "at"),
+        ("/fork", {"position": 3}, "position"),
+    ],
+)
+def test_mistakes_are_named(server, path, value, named):
+    stream = f"/{new(server)}" if path else ""
+    assert named in server.refused(400, f"/v1/streams{stream}{path}", value)["message"]
+    assert len(server.kept) == (1 if path else 0)
+
+
+def test_kept_over_a_restart(server_with, tmp_path, served):
+    from tests.serving.conftest import running
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    with running(Service(served), folder=folder) as first:
+        stream = new(first, seed=4)
+        gone = new(first)
+        text = generate(first, stream, 20)["text"]
+        first.client.delete(f"/v1/streams/{gone}")
+        with pytest.raises(txl.errors.UserError, match="another server"), running(Service(served), folder=folder):
+            pass
+    assert [each.name for each in folder.glob("*.safetensors")] == [f"{stream}.safetensors"]
+    (folder / f"stream-{'0' * 32}.safetensors").write_bytes(b"damaged")
+    with running(Service(served), folder=folder) as second:
+        assert [each["id"] for each in second.get("/v1/streams")["data"]] == [stream]
+        more = generate(second, stream, 20)["text"]
+    with running(Service(dataclasses.replace(served))) as third:
+        assert generate(third, new(third, seed=4), 40)["text"].startswith(text + more)
+    assert (folder / f"stream-{'0' * 32}.safetensors").read_bytes() == b"damaged"
+
+
+def test_times_are_told(server):
+    stream = new(server)
+    before = server.get(f"/v1/streams/{stream}")
+    assert before["expires_in"] == pytest.approx(3600, abs=5)
+    assert before["created"] == pytest.approx(time.time(), abs=60)
+
+
+def test_the_example_that_follows_a_log(server, tmp_path):
+    """A line of another kind among lines that the model was trained on; and the server forgets the stream."""
+    log = tmp_path / "log"
+    odd = "\x7fELF@@@@ ~~~~ \u00fe\u00ff\n"
+    lines = [f"{number}. The river rose in the night\n" for number in range(6)]
+    log.write_text("".join([*lines[:3], odd, *lines[3:]]), encoding="utf-8")
+    example = Path(__file__).parents[2] / "examples" / "follow_log.py"
+    first = server.post("/v1/streams", {"text": lines[0]})["stream"]["id"]
+    usual = server.post(f"/v1/streams/{first}/append", {"text": lines[1]})
+    bits = usual["bits"] / len(lines[1]) + 0.8
+    command = [
+        sys.executable,
+        str(example),
+        str(log),
+        "--url",
+        server.url,
+        "--bits",
+        str(bits),
+        "--from-start",
+        "--once",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert odd.strip() in done.stdout
+    assert "river" not in done.stdout
+    gone = subprocess.run(
+        [*command[:4], "http://127.0.0.1:9", *command[5:]], capture_output=True, text=True, timeout=60
+    )
+    assert gone.returncode == 1
+    assert "is txl serve running there?" in gone.stderr
