@@ -37,7 +37,7 @@ class TrainedModel:
         self.model, self.processes = model, processes
         self.is_sharded = processes.count > 1 and engine == "fsdp"
         self.saving_group: torch.distributed.ProcessGroup | None = None
-        self._sharded: list[Any] = []
+        self._sharded: list[FSDPModule] = []
         self._ddp: DistributedDataParallel | None = None
         if self.is_sharded:
             # Imported here: a second of time, for those alone who need it.
@@ -51,7 +51,7 @@ class TrainedModel:
             # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
             for layer in (*model.layers, model):
                 fully_shard(layer, mesh=self.mesh)
-                self._sharded.append(layer)
+                self._sharded.append(layer)  # pyright: ignore[reportArgumentType] (`fully_shard` has made it one)
             register_fsdp_forward_method(model, "training_terms")
         elif processes.count > 1:
             # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient;
