@@ -21,7 +21,7 @@ from txl.models.language_model import EVERY_TARGET, Objective, State
 from txl.processes import Processes
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed.fsdp import FSDPModule
 
 
 class TrainedModel:
