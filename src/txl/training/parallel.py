@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
 from txl.models.family import FamilyModel
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
+from txl.models.language_model import EVERY_TARGET, Objective, State
 from txl.processes import Processes
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class TrainedModel:
 class _Terms(nn.Module):
     """The model as DDP calls it: by `forward`."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: FamilyModel):
         super().__init__()
         self.model = model
 
