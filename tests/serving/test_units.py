@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.serving.conftest import Running, events_of, running
 
 import txl
+from tests.serving.conftest import Running, events_of, running
 from txl.config import TransformerXLConfig
 from txl.data.vocabulary import BpeVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.evaluation.surprisal import surprisals
