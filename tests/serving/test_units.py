@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from txl.evaluation.surprisal import surprisals
 from txl.models import build_model
 from txl.serving.service import Served, Service
 
-LENGTHS = {"mem_len": 12, "window": 12}
+LENGTHS: dict[str, Any] = {"mem_len": 12, "window": 12}
 TEXT = "The river rose — “how long?”\nNobody knew, and so they waited."
 WORDS = ["<eos>", "<unk>", "The", "river", "rose", "—", "“how", "long?”", "Nobody", "knew,", "and", "so", "they"]
 VOCABULARIES = {
