@@ -82,7 +82,7 @@ def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) 
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """No memory, training's, and the run's test memory."""
+    """Return no memory, training's, and the run's test memory."""
     return sorted({0, config.model.mem_len, config.eval.mem_len})
 
 

@@ -267,7 +267,7 @@ class CharVocabulary(Vocabulary):
         return int(lengths[ids - (self.unk_id is not None)].sum())
 
     def spell(self, ids: np.ndarray) -> bytes | None:
-        """In UTF-8; None if a character is unknown."""
+        """See `Vocabulary.spell`; in UTF-8, None if a character is unknown."""
         if self.unk_id is not None and (ids == self.unk_id).any():
             return None
         first = self.unk_id is not None

@@ -353,7 +353,7 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
-    """Result with and without memory; what compressors need for the same bytes; size and speed; where the report is.
+    """Tell the result with and without memory, what compressors need for the same bytes, size, speed, and the report.
 
     Args:
         events: of a run's log.
@@ -393,7 +393,7 @@ def _result_line(found: Findings) -> str:
 
 
 def _compressor_lines(found: Findings) -> list[str]:
-    """Bits per byte of compressors, and what the model has seen that they have not."""
+    """Tell the compressors' bits per byte, and that the model has seen what they have not."""
     sizes, result = found.compression, found.result
     if sizes is None or result is None or result.get("bits_per_byte") is None:
         return []

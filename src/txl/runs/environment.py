@@ -61,7 +61,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_fields() -> dict[str, str]:
-    """What Linux says of a processor; nothing on another system."""
+    """Read what Linux says of a processor; nothing on another system."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
