@@ -52,7 +52,7 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """The authors' first, whose loss the others have to reach."""
+    """Return the authors' first, whose loss the others have to reach."""
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
     authors |= {"train.beta2": "0.999", "model.attention": "shifted"}
@@ -64,7 +64,7 @@ def recipes() -> list[Recipe]:
 
 
 def tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig]]:
-    """The texts, each with its small shape; those whose text was not given are left out."""
+    """Yield the texts that were given, each with its small shape."""
     yield "stdlib", txl.preset("stdlib-bpe")
     if arguments.enwik8:
         yield "enwik8", with_options(txl.preset("stdlib-tiny"), {"data.corpus": arguments.enwik8})
@@ -85,7 +85,7 @@ class Measurement:
         self.step_seconds: dict[str, float] = json.loads(self.timed.read_text()) if self.timed.exists() else {}
 
     def configured(self, recipe: Recipe, rate: float, steps: int) -> RunConfig:
-        """One run: evaluated twenty times on the way."""
+        """Configure one run, which is evaluated twenty times on the way."""
         options = {
             "train.steps": str(steps),
             "train.learning_rate": str(rate),
@@ -99,7 +99,7 @@ class Measurement:
         return with_options(self.base, recipe.options | options)
 
     def seconds_of_step(self, recipe: Recipe) -> float:
-        """Measured once for each recipe; the authors' code takes `peer_ratio` times as long as ours."""
+        """Measure a recipe's step once; the authors' code takes `peer_ratio` times as long as ours."""
         if recipe.name not in self.step_seconds:
             run = self.configured(recipe, recipe.rates[0], 100)
             seconds = bench_training(run, len(self.corpus.vocabulary), TIMED_STEPS, "cpu").step_seconds
@@ -133,14 +133,14 @@ class Measurement:
         return described | {"points": rows}
 
     def tuned(self, recipe: Recipe) -> tuple[float, list[dict[str, Any]]]:
-        """The best of the recipe's rates, and the short runs that tell."""
+        """Find the best of the recipe's rates; returned with the short runs that tell."""
         if len(recipe.rates) == 1:
             return recipe.rates[0], []
         runs = [self.curve(recipe, rate, self.given.tuning) for rate in recipe.rates]
         return min(runs, key=lambda run: run["best_nll"])["rate"], runs
 
     def all(self) -> dict[str, Any]:
-        """All curves, and what each needs to come to the authors' best loss."""
+        """Measure all curves, and what each needs to come to the authors' best loss."""
         authors, *ours = recipes()
         rate, tuning = self.tuned(authors)
         first = self.curve(authors, rate, 1.0)
@@ -162,7 +162,7 @@ class Measurement:
 
 
 def main() -> None:
-    """Every text in turn, and the record if a file is named."""
+    """Measure every text in turn, and write the record if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", help="where the record goes, results/quality.json")
     parser.add_argument("--work", required=True, help="folder of the runs")

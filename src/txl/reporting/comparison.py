@@ -61,7 +61,7 @@ def measure_compression(
 
 
 def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None:
-    """What lzma needs for the first bytes of a split behind the training text; None where no one kept that text."""
+    """Measure lzma on the first bytes of a split behind the training text; None where that text is not to be had."""
     with suppress(UserError):
         text = b"".join(corpus.text_bytes(split))[:n_bytes]
         return lzma_after(corpus.text_bytes("train"), text)

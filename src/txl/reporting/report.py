@@ -382,7 +382,7 @@ def _result_line(found: Findings) -> str:
 
 
 def _compressor_lines(found: Findings) -> list[str]:
-    """Bits per byte of compressors, and what the model has seen that they have not."""
+    """Tell the compressors' bits per byte, and that the model has seen what they have not."""
     sizes, result = found.compression, found.result
     if sizes is None or result is None or result.get("bits_per_byte") is None:
         return []
