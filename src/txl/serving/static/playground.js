@@ -392,7 +392,7 @@ async function fork(position, token) {
   closeDetails(true);
   await stop();
   await run(async (signal) => {
-    const label = token ? `“${visible(token.text)}” at ${position}` : `again at ${position}`;
+    const label = token ? `“${nameOf(token)}” at ${position}` : `again at ${position}`;
     const twin = from.until(position, label);
     twin.stream = await streamAt(from, position, seedWanted() ?? anySeed(), signal);
     twin.from = from;
@@ -916,7 +916,7 @@ function drawBits(points, at, colour) {
     context.fillText(String(bits), left - 5, Math.min(height - 5, Math.max(6, y(bits))));
     if (bits) context.strokeRect(left, Math.round(y(bits)) + 0.5, width - left, 0);
   }
-  const scaled = (line) => line.map(([x, bits]) => [x, y(bits)]);
+  const scaled = (line) => line.filter(([, bits]) => bits <= most).map(([x, bits]) => [x, y(bits)]);
   strokeLine(context, scaled(local), colour("--faint"), 1);
   strokeLine(context, scaled(overall), colour("--accent"), 2);
   mark(context, at, left, step, height, colour);
