@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface bench-peers lint bench build clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval bench-peers lint bench build clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,17 @@ huggingface: .venv-huggingface/.installed
 		torch transformers safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping zstandard pooch matplotlib
 	@touch $@
 
+# lm-evaluation-harness, as it is, against `txl serve`.
+lm-eval: .venv-lm-eval/.installed
+	PYTHONPATH=src .venv-lm-eval/bin/python -m pytest tests/lm_eval
+
+.venv-lm-eval/.installed: constraints-lm-eval.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lm-eval.txt \
+		torch 'lm_eval[api]' starlette uvicorn prometheus_client sse-starlette httpx safetensors tokenizers numpy pytest rich \
+		platformdirs lazy_loader portalocker jaxtyping zstandard pooch matplotlib huggingface_hub
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +89,4 @@ build: $(STAMP)
 	$(BIN)/python -m build --no-isolation --wheel
 
 clean:
-	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval build dist

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the pat
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 
-PATIENCE = 20_000
+PATIENCE = 60_000
 """Milliseconds that anything may take on a busy machine."""
 PROMPT = "12. The river rose"
 LEVELS = (1, 2, 4, 6, 9)

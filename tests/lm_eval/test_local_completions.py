@@ -13,9 +13,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; see `make lm-eval`")
 
-from lm_eval.tasks import TaskManager
-from tests.serving.conftest import LENGTHS, running
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
+from tests.serving.conftest import LENGTHS, running
 from txl.evaluation.surprisal import surprisals
 from txl.runs.directory import RunDirectory
 from txl.serving.service import Served, Service

@@ -113,7 +113,6 @@ def test_without_the_extra(trained, monkeypatch, capsys):
 
 def test_a_model_of_another_family(story, data_dir, tmp_path, capsys):
     from tests.conftest import small_run
-
     from txl.training.trainer import Trainer
 
     options = {"model.family": "vanilla", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from tests.serving.conftest import LENGTHS, events_of, wait_for
 
 import txl
+from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.cli import main
 from txl.evaluation.surprisal import surprisals
 

@@ -8,8 +8,8 @@ import time
 
 import httpx
 import pytest
-from tests.serving.conftest import wait_for
 
+from tests.serving.conftest import wait_for
 from txl.serving.guard import Access
 from txl.serving.requests import Limits
 
@@ -209,7 +209,7 @@ def test_bodies_that_do_not_come(locked):
 
 
 def test_who_does_not_take_the_answer_is_cut_off(locked):
-    body = json.dumps({"prompt": "a", "max_tokens": 60000, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps({"prompt": "a", "max_tokens": 60000, "stream": True, "logprobs": 100}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

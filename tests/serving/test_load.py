@@ -10,8 +10,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-from tests.serving.conftest import wait_for
 
+from tests.serving.conftest import wait_for
 from txl.generation.engine import StreamState
 from txl.serving.requests import Limits
 
@@ -61,7 +61,7 @@ def test_clients_that_disconnect_at_random(server_with):
     server.client.close()
     wait_for(lambda: not server.service.scheduler._busy())
     gc.collect()
-    left = [each for each in gc.get_objects() if isinstance(each, StreamState) and each is not server.service.empty]
+    left = [each for each in gc.get_objects() if type(each) is StreamState and each is not server.service.empty]
     assert not left
     assert len(server.service.engine._free) == server.service.engine.max_streams
 
@@ -81,7 +81,7 @@ def test_beyond_what_it_can_carry_it_says_so_at_once(server_with):
         list(pool.map(ask, range(24)))
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429}
-    assert 3 <= statuses.count(200)
+    assert statuses.count(200) >= 3
     for answer in answers:
         if answer.status_code == 429:
             assert int(answer.headers["retry-after"]) >= 1

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.serving.conftest import LENGTHS, events_of, wait_for
 
 import txl
+from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.evaluation.surprisal import surprisals
 from txl.serving.requests import Limits
 
@@ -107,7 +110,7 @@ def test_how_far_back_attention_reached(server, served):
     view, weights = evaluation_view(served.model), []
     with torch.no_grad(), observed(view, lambda layer, inputs: weights.append(inputs.weights().mean(0))):
         view.hidden_states(ids[:, :-1], view.init_state(1, **LENGTHS))
-    mean = sum(weights) / len(weights)
+    mean = torch.stack(weights).mean(0)
     for query, token in enumerate(tokens[1:]):
         distances = query - torch.arange(mean.shape[1])
         assert token["attention"]["mean"] == pytest.approx(float((mean[query] * distances).sum()), abs=0.02)
@@ -286,8 +289,7 @@ def test_empty_streams(server):
 
 def test_limits(server_with):
     server = server_with(Limits(max_kept=2, idle_seconds=0.6))
-    for _ in range(2):
-        stream = new(server)
+    stream = [new(server) for _ in range(2)][-1]
     answer = server.client.post("/v1/streams", json={"text": "a"})
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
@@ -397,3 +399,35 @@ def test_times_are_told(server):
     before = server.get(f"/v1/streams/{stream}")
     assert before["expires_in"] == pytest.approx(3600, abs=5)
     assert before["created"] == pytest.approx(time.time(), abs=60)
+
+
+def test_the_example_that_follows_a_log(server, tmp_path):
+    """A line of another kind among lines that the model was trained on; and the server forgets the stream."""
+    log = tmp_path / "log"
+    odd = "\x7fELF@@@@ ~~~~ \u00fe\u00ff\n"
+    lines = [f"{number}. The river rose in the night\n" for number in range(6)]
+    log.write_text("".join([*lines[:3], odd, *lines[3:]]), encoding="utf-8")
+    example = Path(__file__).parents[2] / "examples" / "follow_log.py"
+    first = server.post("/v1/streams", {"text": lines[0]})["stream"]["id"]
+    usual = server.post(f"/v1/streams/{first}/append", {"text": lines[1]})
+    bits = usual["bits"] / len(lines[1]) + 0.8
+    command = [
+        sys.executable,
+        str(example),
+        str(log),
+        "--url",
+        server.url,
+        "--bits",
+        str(bits),
+        "--from-start",
+        "--once",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert odd.strip() in done.stdout
+    assert "river" not in done.stdout
+    gone = subprocess.run(
+        [*command[:4], "http://127.0.0.1:9", *command[5:]], capture_output=True, text=True, timeout=60
+    )
+    assert gone.returncode == 1
+    assert "is txl serve running there?" in gone.stderr

@@ -34,10 +34,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="port; 0: a free one (default: 8000)")
     parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: the directory's name)")
     parser.add_argument(
-        "--max-streams", type=int, default=8, metavar="N", help="texts that are decoded at the same time (default: 8)"
+        "--max-streams",
+        type=int,
+        metavar="N",
+        help="texts decoded at the same time, and streams kept if --max-kept does not say (default: 8 and 64)",
     )
     parser.add_argument("--max-queue", type=int, metavar="N", help="texts that may wait for that (default: 128)")
-    parser.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests (default: 64)")
+    parser.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests")
     parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default: 8388608)")
     parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="of one text (default: 1048576)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="generated for one text (default: 65536)")
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
             model,
             vocabulary,
             arguments.name or served_name(run_directory.path),
-            arguments.max_streams,
+            arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
             **lengths,
@@ -101,14 +104,14 @@ def run(arguments: argparse.Namespace) -> None:
         app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
         if key is None and arguments.host not in _LOCAL:
             say(
-                f"note: anyone who reaches {arguments.host} may use this server; --api-key (or {KEY_VARIABLE}) sets a key"
+                f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
             )
 
         def ready(stop: Callable[[], None]) -> None:
             about = service.describe()["txl"]
             say(
                 f"serving {service.model_id} ({about['parameters']:,} parameters, {checkpoint.name}, {about['dtype']}, "
-                f"memory {service.memory}, up to {arguments.max_streams} texts at once) at {address_of(listening)}; "
+                f"memory {service.memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
 
@@ -135,4 +138,6 @@ def _limits(arguments: argparse.Namespace) -> Any:
 
     names = ("max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.max_streams is not None:
+        given.setdefault("max_kept", arguments.max_streams)
     return Limits(**given, **({} if arguments.idle is None else {"idle_seconds": arguments.idle}))

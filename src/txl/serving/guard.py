@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
 
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
@@ -41,9 +42,9 @@ class Access:
 
 
 class Guard:
-    """An ASGI application that lets through to another one what may pass."""
+    """An ASGI application in front of another one, which lets through what may pass."""
 
-    def __init__(self, app: ASGIApp, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
+    def __init__(self, app: Starlette, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
         self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
         self._max_snapshot = max_snapshot
         self._key = None if access.api_key is None else _digest(access.api_key)
@@ -62,7 +63,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), *self._added(origin)]}
+                message = {**message, "headers": [*message.get("headers", ()), *self._added(origin)]}
             await send(message)
 
         self._active += 1

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -29,6 +30,8 @@ from txl.serving.metrics import Metrics
 
 CHECKPOINT_EVERY = 512
 """Tokens between two saved states of a kept stream, to which a fork can go back."""
+PACE = 0.01
+"""Seconds between two events of a stream: each costs as much as a token of a small model."""
 _SCORED_AT_ONCE = 1 << 22
 """Log-probabilities computed at once while text is scored: rows times vocabulary."""
 _logger = logging.getLogger(__name__)
@@ -112,46 +115,54 @@ class Outbox:
     """Events on their way from the engine's thread to the event loop that is running now.
 
     Args:
-        progressive: wake the reader for every event; else only when nothing more comes from a work.
+        progressive: pass events on as they come, at most a hundred times a second; else only when nothing more comes
+            from a work.
         n_work: works that put events here.
     """
 
     def __init__(self, progressive: bool, n_work: int = 1):
         self._loop, self._progressive, self._open = asyncio.get_running_loop(), progressive, n_work
         self._events: deque[Event] = deque()
-        self._there = asyncio.Event()
-        self._waking = False
+        self._there, self._ended = asyncio.Event(), asyncio.Event()
+        self._waits = self._waking = False
 
     def put(self, event: Event) -> None:
         """Hand an event over; called by the engine's thread."""
+        last = isinstance(event, FailedEvent | DoneEvent)
         self._events.append(event)
-        if (self._progressive or isinstance(event, FailedEvent | DoneEvent)) and not self._waking:
+        if last or (self._progressive and self._waits and not self._waking):
             self._waking = True
             try:
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self._wake, last)
             except RuntimeError:  # the loop has ended, and nobody is there to read
                 self._events.clear()
 
-    def _wake(self) -> None:
+    def _wake(self, last: bool) -> None:
         self._waking = False
         self._there.set()
+        if last:
+            self._ended.set()
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yield what has come, until nothing more comes from any work, or one has failed."""
         while self._open > 0:
-            batch = await self.take()
+            batch = await self._take()
             self._open -= sum(isinstance(event, DoneEvent) for event in batch)
             if any(isinstance(event, FailedEvent) for event in batch):
                 self._open = 0
             yield batch
+            if self._open > 0 and self._progressive:
+                self._ended.clear()
+                with suppress(TimeoutError):  # tokens that come meanwhile go together
+                    await asyncio.wait_for(self._ended.wait(), PACE)
 
-    async def take(self) -> list[Event]:
+    async def _take(self) -> list[Event]:
         """Return what has come since, at least one event."""
+        self._waits = True  # before looking: what is put after it wakes this
         while not self._events:
             self._there.clear()
-            if not self._events:
-                await self._there.wait()
-        self._there.clear()
+            await self._there.wait()
+        self._waits = False
         return [self._events.popleft() for _ in range(len(self._events))]
 
 

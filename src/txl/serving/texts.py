@@ -80,6 +80,7 @@ class Texts:
             found = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
         except UserError:
             found = []
+        found = found[: ids.numel()]  # a file's last line ends, where a prompt of words goes on
         if [token.id for token in found] != ids.tolist():
             return self.placed(ids.tolist())[1]
         parts, at, characters = [], 0, 0
@@ -114,7 +115,7 @@ class Texts:
     def describe(self) -> dict[str, Any]:
         """Return what `/tokenizer_info` tells.
 
-        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only the former
+        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>`
         ends one: clients add it to the strings at which they stop.
         """
         end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)

@@ -1,0 +1,236 @@
+"""What serving costs: the server beside `txl generate` and the engine alone, in the same run, with weights at random.
+
+    python -m benchmarks.serving results/serving.json
+    python -m benchmarks.serving --quick          # that it works, in a few seconds
+
+For each shape: one text through the server beside `txl.generate`, in turns; 1, 8 and 32 texts together beside the
+engine's own steps; latency of the first token and of the pieces that follow, with half and all of 8 places taken; and
+the time to save and restore a stream whose memory is full. The server has a process of its own, as it always has; the
+client's share of the machine counts against it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from benchmarks.record import write_if_asked
+
+import txl
+from txl.data.vocabulary import ByteVocabulary
+from txl.models.language_model import LanguageModel
+
+PRESETS = {"enwik8-12L": (200, 5), "stdlib-tiny": (1000, 7)}
+"""Tokens of a text, and rounds, for each shape."""
+QUICK = {"stdlib-tiny": (40, 2)}
+PROMPT = "The river rose in the night, and by morning the lower fields were under water. " * 4
+TOGETHER = (1, 8, 32)
+PLACES = 8
+
+
+def made(preset: str) -> tuple[LanguageModel[Any], ByteVocabulary, dict[str, Any]]:
+    """A model of a preset's shape, and its test settings."""
+    run, vocabulary = txl.preset(preset), ByteVocabulary()
+    torch.manual_seed(0)
+    model = txl.build_model(run.model, vocabulary).eval()
+    lengths = {
+        "mem_len": run.eval.mem_len,
+        "window": run.eval.window or "none",
+        "clamp_len": run.eval.clamp_len or "none",
+    }
+    return model, vocabulary, lengths
+
+
+def child(preset: str, places: int, tell: Any) -> None:
+    """The server's process."""
+    from txl.serving.app import address_of, bound_socket, build_app, serve
+    from txl.serving.service import Served, Service
+
+    model, vocabulary, lengths = made(preset)
+    service = Service(Served(model, vocabulary, preset, max_streams=places, **lengths))
+    listening = bound_socket("127.0.0.1", 0)
+    serve(build_app(service), service, listening, lambda stop: tell.send(address_of(listening)))
+
+
+@contextmanager
+def served(preset: str, places: int) -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=child, args=(preset, places, theirs))
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.terminate()
+        process.join()
+
+
+def post(url: str, path: str, value: Any, kind: str = "application/json") -> http.client.HTTPResponse:
+    """An answer of which only the head was read."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    connection.request("POST", path, body, {"Content-Type": kind})
+    answer = connection.getresponse()
+    assert answer.status in (200, 201), answer.read()
+    return answer
+
+
+def arrivals(url: str, n_token: int, seed: int) -> list[float]:
+    """When a text was asked for, and when each of its pieces came."""
+    times = [time.perf_counter()]
+    value = {"prompt": PROMPT, "max_tokens": n_token, "seed": seed, "stream": True}
+    for line in post(url, "/v1/completions", value):
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+    return times
+
+
+def text_rate(url: str, n_token: int) -> float:
+    """Tokens a second of one streamed text, from its first to its last."""
+    times = arrivals(url, n_token, 1)
+    return (n_token - 1) / (times[-1] - times[1])
+
+
+def generate_rate(preset: str, n_token: int) -> float:
+    """The same of `txl.generate`, whose settings are those of `txl generate`."""
+    model, vocabulary, lengths = made(preset)
+    times = []
+    for _ in txl.generate(model, vocabulary, PROMPT, max_tokens=n_token, seed=1, **lengths):
+        times.append(time.perf_counter())
+    return (n_token - 1) / (times[-1] - times[0])
+
+
+def engine_rate(preset: str, n_stream: int, n_token: int) -> float:
+    """Tokens a second of the engine alone."""
+    model, vocabulary, lengths = made(preset)
+    engine = txl.DecodeEngine(model, max_streams=n_stream, **lengths)
+    for seed in range(n_stream):
+        engine.join(torch.as_tensor(vocabulary.encode(PROMPT)), seed=seed)
+    engine.step()
+    began = time.perf_counter()
+    for _ in range(n_token):
+        engine.step()
+    return n_stream * n_token / (time.perf_counter() - began)
+
+
+def together_rate(url: str, n_stream: int, n_token: int) -> float:
+    """Tokens a second of so many texts at once, between the first and the last step that all of them take part in."""
+    rates: list[tuple[float, float]] = []
+    gate = threading.Barrier(n_stream)
+
+    def ask(seed: int) -> None:
+        gate.wait()
+        times = arrivals(url, n_token, seed)
+        rates.append((times[1], times[-1]))
+
+    with ThreadPoolExecutor(n_stream) as pool:
+        list(pool.map(ask, range(n_stream)))
+    return n_stream * (n_token - 1) / (max(end for _, end in rates) - min(first for first, _ in rates))
+
+
+def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, float]:
+    """Milliseconds to the first token and between pieces, of clients that ask again when they have an answer."""
+    firsts: list[float] = []
+    gaps: list[float] = []
+
+    def ask(client: int) -> None:
+        for number in range(n_request):
+            times = arrivals(url, n_token, 100 * client + number)
+            firsts.append(times[1] - times[0])
+            gaps.extend(after - before for before, after in pairwise(times[1:]))
+
+    with ThreadPoolExecutor(n_client) as pool:
+        list(pool.map(ask, range(n_client)))
+
+    def at(values: list[float], part: float) -> float:
+        return round(1000 * sorted(values)[min(len(values) - 1, int(part * len(values)))], 3)
+
+    return {
+        "clients": n_client,
+        "first_token_ms_median": at(firsts, 0.5),
+        "first_token_ms_p95": at(firsts, 0.95),
+        "piece_ms_median": at(gaps, 0.5),
+        "piece_ms_p95": at(gaps, 0.95),
+    }
+
+
+def snapshots(url: str, rounds: int) -> dict[str, float]:
+    """Milliseconds to save a stream whose memory is full, and to restore it."""
+    about = json.loads(post(url, "/v1/streams", {}).read())
+    n_byte = about["memory_limit"] + 1000
+    text = (PROMPT * (n_byte // len(PROMPT) + 1))[:n_byte]
+    json.loads(post(url, f"/v1/streams/{about['id']}/append", {"text": text}).read())
+    saving, restoring, data = [], [], b""
+    for _ in range(rounds):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
+        began = time.perf_counter()
+        connection.request("GET", f"/v1/streams/{about['id']}/snapshot")
+        data = connection.getresponse().read()
+        saving.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        back = json.loads(post(url, "/v1/streams", data, "application/octet-stream").read())
+        restoring.append(time.perf_counter() - began)
+        connection.request("DELETE", f"/v1/streams/{back['id']}")
+        connection.getresponse().read()
+    return {
+        "bytes": len(data),
+        "save_ms": round(1000 * statistics.median(saving), 2),
+        "restore_ms": round(1000 * statistics.median(restoring), 2),
+    }
+
+
+def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
+    """All that is said of one shape."""
+    found: dict[str, Any] = {"tokens": n_token, "rounds": rounds, "threads": torch.get_num_threads()}
+    with served(preset, max(TOGETHER)) as url:
+        arrivals(url, 8, 1)
+        pairs = [(generate_rate(preset, n_token), text_rate(url, n_token)) for _ in range(rounds)]
+        found["one_text"] = {
+            "generate_tokens_per_second": round(statistics.median(ours for ours, _ in pairs), 2),
+            "server_tokens_per_second": round(statistics.median(theirs for _, theirs in pairs), 2),
+            "server_over_generate": round(statistics.median(theirs / ours for ours, theirs in pairs), 4),
+            "each_round": [round(theirs / ours, 4) for ours, theirs in pairs],
+        }
+        found["together"] = []
+        for n_stream in TOGETHER:
+            both = [
+                (engine_rate(preset, n_stream, n_token), together_rate(url, n_stream, n_token))
+                for _ in range(max(2, rounds // 2))
+            ]
+            found["together"].append(
+                {
+                    "texts": n_stream,
+                    "engine_tokens_per_second": round(statistics.median(each for each, _ in both), 2),
+                    "server_tokens_per_second": round(statistics.median(each for _, each in both), 2),
+                    "server_over_engine": round(statistics.median(theirs / ours for ours, theirs in both), 4),
+                }
+            )
+        found["snapshot"] = snapshots(url, rounds)
+    with served(preset, PLACES) as url:
+        arrivals(url, 8, 1)
+        found["latency"] = {
+            name: latency(url, clients, max(20, n_token // 4), rounds)
+            for name, clients in (("half_load", PLACES // 2), ("full_load", PLACES))
+        }
+    return found
+
+
+if __name__ == "__main__":
+    quick = "--quick" in sys.argv
+    if quick:
+        sys.argv.remove("--quick")
+    output = {preset: measure(preset, *sizes) for preset, sizes in (QUICK if quick else PRESETS).items()}
+    print(json.dumps(output, indent=1))
+    write_if_asked("serving", output)

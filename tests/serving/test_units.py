@@ -1,0 +1,100 @@
+"""Models of characters, words and byte pairs behind the same routes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.serving.conftest import Running, events_of, running
+
+import txl
+from txl.config import TransformerXLConfig
+from txl.data.vocabulary import BpeVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.evaluation.surprisal import surprisals
+from txl.models import build_model
+from txl.serving.service import Served, Service
+
+LENGTHS = {"mem_len": 12, "window": 12}
+TEXT = "The river rose — “how long?”\nNobody knew, and so they waited."
+WORDS = ["<eos>", "<unk>", "The", "river", "rose", "—", "“how", "long?”", "Nobody", "knew,", "and", "so", "they"]
+VOCABULARIES = {
+    "char": lambda: CharVocabulary(sorted(set(TEXT) - {"w"})),
+    "closed": lambda: CharVocabulary("abcdefghijklmnopqrstuvwxyz ", unknown=False),
+    "word": lambda: WordVocabulary(WORDS),
+    "punctuation": lambda: WordVocabulary([*WORDS, "\u2060,", "knew", "\u2060?", "long"], rule="punctuation"),
+    "bpe": lambda: BpeVocabulary.train([TEXT * 20], 270),
+}
+
+
+@pytest.fixture(scope="module", params=list(VOCABULARIES))
+def server(request) -> Iterator[Running]:
+    vocabulary: Vocabulary = VOCABULARIES[request.param]()
+    config = TransformerXLConfig(
+        n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=12, window=12, dropout=0.0
+    )
+    torch.manual_seed(1)
+    model = build_model(config, len(vocabulary)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    with running(Service(Served(model, vocabulary, request.param, max_streams=3, **LENGTHS))) as found:
+        yield found
+
+
+def prompt(server: Running) -> str:
+    return "the river rose in the night" if server.service.model_id == "closed" else TEXT
+
+
+def test_the_text_of_txl_generate(server):
+    served, text = server.service.served, prompt(server)
+    expected = "".join(txl.generate(served.model, served.vocabulary, text, max_tokens=40, seed=2, **LENGTHS))
+    value = {"prompt": text, "max_tokens": 40, "seed": 2}
+    assert server.post("/v1/completions", value)["choices"][0]["text"] == expected
+    answer = server.client.post("/v1/completions", json=value | {"stream": True})
+    assert "".join(json.loads(each)["choices"][0]["text"] for each in events_of(answer)[:-1]) == expected
+
+
+def test_tokens_stand_where_their_text_does(server):
+    served, text = server.service.served, prompt(server)
+    value = {"prompt": text, "max_tokens": 20, "seed": 4, "echo": True, "logprobs": 3}
+    [choice] = server.post("/v1/completions", value)["choices"]
+    assert choice["text"].startswith(text)
+    found = choice["logprobs"]
+    for token, at, data in zip(found["tokens"], found["text_offset"], found["bytes"], strict=True):
+        if not token.startswith("bytes:"):
+            assert choice["text"][at : at + len(token)] == token  # as it stands there, `<unk>` or not
+            assert bytes(data).decode() == token
+    n_prompt = len(server.post("/tokenize", {"prompt": text})["tokens"])
+    rows = list(surprisals(served.model, served.vocabulary, text, **LENGTHS))[:n_prompt]
+    bits = [-each / math.log(2) for each in found["token_logprobs"][1 : len(rows)]]
+    assert bits == pytest.approx([row.surprisal for row in rows[1:]], abs=1e-5)
+
+
+def test_streams_and_token_ids(server):
+    text = prompt(server)
+    ids = server.post("/tokenize", {"prompt": text})["tokens"]
+    [by_text] = server.post("/v1/completions", {"prompt": text, "max_tokens": 9, "seed": 3, "logprobs": 0})["choices"]
+    [by_ids] = server.post("/v1/completions", {"prompt": ids, "max_tokens": 9, "seed": 3, "logprobs": 0})["choices"]
+    assert by_text["logprobs"]["token_ids"] == by_ids["logprobs"]["token_ids"]
+    made = server.post("/v1/streams", {"tokens": ids, "seed": 3, "logprobs": 1})
+    stream = made["stream"]["id"]
+    assert [token["id"] for token in made["tokens"]] == ids
+    drawn = server.post(f"/v1/streams/{stream}/generate", {"max_tokens": 9, "logprobs": 2})
+    assert [token["id"] for token in drawn["tokens"]] == by_text["logprobs"]["token_ids"]
+    assert "".join(token["piece"] for token in drawn["tokens"]) == drawn["text"]
+    assert by_text["text"].startswith(drawn["text"])
+    server.client.delete(f"/v1/streams/{stream}")
+
+
+def test_what_the_vocabulary_lacks(server):
+    answer = server.client.post(
+        "/v1/completions", json={"prompt": "the \u4e2d", "max_tokens": 1, "echo": True, "logprobs": 0}
+    )
+    if server.service.model_id == "closed":
+        assert answer.status_code == 400
+        assert "U+4E2D" in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"].startswith("the \u4e2d")
