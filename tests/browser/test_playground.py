@@ -304,6 +304,22 @@ def test_stop_works_at_once_and_nothing_goes_on(server, tab):
     assert count + 10 in [each["tokens"] for each in server.streams()]
 
 
+def test_stop_needs_no_second_stream(trained, tab_at):
+    with serving(trained, "--max-kept", "1") as server:
+        tab = tab_at(server.url).ready()
+        tab.settings(60_000)
+        tab.draft.fill(PROMPT)
+        tab.button("Continue").click()
+        expect(tab.tokens.nth(len(PROMPT) + 20)).to_be_attached()
+        tab.button("Stop").click()
+        expect(tab.status).to_have_text("Stopped")
+        count = tab.tokens.count()
+        tab.go_on("", 10)
+        assert tab.tokens.count() == count + 10
+        assert [each["tokens"] for each in server.streams()] == [count + 10]
+        tab.errors = [each for each in tab.errors if "429" not in each]  # only if the server was ahead of the page
+
+
 def test_escape_stops_too(tab):
     tab.settings(60_000)
     tab.draft.fill(PROMPT)
