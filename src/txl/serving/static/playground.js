@@ -172,11 +172,11 @@ const pathOf = (branch) => `v1/streams/${branch.stream.id}`;
 const seedWanted = () => (find("seed").value === "" ? null : Number(find("seed").value));
 
 /** Forgets a branch's stream at the server. */
-function release(branch, keepalive = false) {
+async function release(branch, keepalive = false) {
   if (!branch.stream) return;
-  const key = sessionStorage.getItem(KEY);
-  fetch(pathOf(branch), { method: "DELETE", keepalive, headers: key ? { Authorization: `Bearer ${key}` } : {} }).catch(() => {});
+  const path = pathOf(branch), key = sessionStorage.getItem(KEY);
   branch.stream = null;
+  await fetch(path, { method: "DELETE", keepalive, headers: key ? { Authorization: `Bearer ${key}` } : {} }).catch(() => {});
 }
 
 /** Makes sure that a branch has a stream that has read exactly its tokens. */
@@ -184,8 +184,15 @@ async function settle(branch, signal) {
   const old = { stream: branch.stream };
   await look(branch, signal);
   if (branch.stream?.tokens === branch.ids.length) return;
-  branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
-  release(old);
+  try {
+    branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
+    release(old);
+  } catch (error) {
+    if (error.code !== "too_many_streams" || !branch.stream) throw error;
+    const { seed } = branch.stream;
+    await release(branch); // no room for two: the one goes first
+    branch.stream = await streamOf(branch.ids, seed, signal);
+  }
 }
 
 /** Brings what is known of a branch's stream up to date, once what was stopped there has ended. */
@@ -392,7 +399,7 @@ async function fork(position, token) {
   closeDetails(true);
   await stop();
   await run(async (signal) => {
-    const label = token ? `“${visible(token.text)}” at ${position}` : `again at ${position}`;
+    const label = token ? `“${nameOf(token)}” at ${position}` : `again at ${position}`;
     const twin = from.until(position, label);
     twin.stream = await streamAt(from, position, seedWanted() ?? anySeed(), signal);
     twin.from = from;
@@ -916,7 +923,7 @@ function drawBits(points, at, colour) {
     context.fillText(String(bits), left - 5, Math.min(height - 5, Math.max(6, y(bits))));
     if (bits) context.strokeRect(left, Math.round(y(bits)) + 0.5, width - left, 0);
   }
-  const scaled = (line) => line.map(([x, bits]) => [x, y(bits)]);
+  const scaled = (line) => line.filter(([, bits]) => bits <= most).map(([x, bits]) => [x, y(bits)]);
   strokeLine(context, scaled(local), colour("--faint"), 1);
   strokeLine(context, scaled(overall), colour("--accent"), 2);
   mark(context, at, left, step, height, colour);
