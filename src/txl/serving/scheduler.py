@@ -441,37 +441,37 @@ class Scheduler(threading.Thread):
         return found
 
     def _enter_lanes(self) -> None:
-        """Give places to lanes whose prompt is read; works without lanes are done."""
-        for _ in range(len(self._ready)):
+        """Give places to lanes whose prompt is read, a work after the other in turn; works without lanes are done."""
+        for work in [each for each in self._ready if not each.waiting_lanes]:
+            self._ready.remove(work)
+            self._finish(work)
+        while self._ready and len(self.engine.streams) < self.engine.max_streams:
             work = self._ready.popleft()
-            while work.waiting_lanes and len(self.engine.streams) < self.engine.max_streams:
-                lane = work.waiting_lanes.popleft()
-                self._leave_queue(1)
-                if lane.max_tokens == 0:
-                    work.outbox.put(EndEvent(lane.number, "length", ""))
-                    continue
-                assert work.read is not None
-                try:
-                    lane.stream = self.engine.enter(
-                        work.read,
-                        seed=lane.seed,
-                        drawn=lane.drawn,
-                        sampling=lane.sampling,
-                        forbidden=work.forbidden,
-                    )
-                except UserError as error:
-                    self._leave_queue(len(work.waiting_lanes))
-                    work.waiting_lanes.clear()
-                    work.cancelled = True
-                    work.outbox.put(FailedEvent(str(error), 400))
-                    break
-                work.running += 1
-                self._running.append((work, lane))
+            self._enter(work, work.waiting_lanes.popleft())
             if work.waiting_lanes:
-                self._ready.appendleft(work)
-                return
-            if work.running == 0:
+                self._ready.append(work)
+            elif work.running == 0:
                 self._finish(work)
+
+    def _enter(self, work: Work, lane: Lane) -> None:
+        """Give a lane a place in the engine; if that cannot be, the work has failed."""
+        self._leave_queue(1)
+        if lane.max_tokens == 0:
+            work.outbox.put(EndEvent(lane.number, "length", ""))
+            return
+        assert work.read is not None
+        try:
+            lane.stream = self.engine.enter(
+                work.read, seed=lane.seed, drawn=lane.drawn, sampling=lane.sampling, forbidden=work.forbidden
+            )
+        except Exception as error:
+            self._leave_queue(len(work.waiting_lanes))
+            work.waiting_lanes.clear()
+            work.cancelled = True
+            work.outbox.put(_failure(error))
+            return
+        work.running += 1
+        self._running.append((work, lane))
 
     def _decode(self) -> None:
         """Draw a token for every lane."""
