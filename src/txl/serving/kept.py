@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass
 class Totals:
-    """What a stream's tokens cost, over its whole life."""
+    """Bits that a stream's tokens have cost over its whole life."""
 
     scored: int = 0
     bits: float = 0.0
@@ -100,9 +100,9 @@ class KeptStream:
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     changed: bool = True
-    """Whether its file, if streams are kept in a folder, is not up to date."""
+    """True if its file, where streams are kept in a folder, is not up to date."""
     work: Work | None = None
-    """What is being done with it now."""
+    """The work that is being done with it now."""
 
     @property
     def first(self) -> int:

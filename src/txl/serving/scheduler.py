@@ -1,4 +1,4 @@
-"""The thread that owns the decode engine: works join and leave the running batch between two steps.
+"""Thread that owns the decode engine: works join and leave the running batch between two steps.
 
 Everything else talks to it through `Scheduler.submit` and the events that it puts into a work's `Outbox`. A prompt is
 read a segment at a time between the steps of the streams that are decoded, so that nobody waits for a long one.
@@ -52,7 +52,7 @@ class ScoredToken:
     piece: str = ""
     """Characters that it completes; empty for tokens that were read."""
     text: str = ""
-    """What can be shown now that it was drawn; less than `piece` where that may begin a stop string."""
+    """Text that can be shown now that it was drawn: less than `piece` where that may begin a stop string."""
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class Lane:
     drawn: int = 0
     """Tokens drawn with this seed before."""
     flush: bool = True
-    """Whether a character that is incomplete at the end is shown as U+FFFD; else the next piece completes it."""
+    """True: a character that is incomplete at the end is shown as U+FFFD; False: the next piece completes it."""
     stream: Stream | None = None
     made: int = 0
 
@@ -203,7 +203,7 @@ class Work:
     top: int | None = None
     """Alternatives reported for each token; None: log-probabilities are not reported."""
     attention: bool = False
-    """Report how far back attention reached, a token."""
+    """Report how far back attention reached, for each token."""
     keep: bool = False
     """Save states on the way and at the end."""
     segment: int = PROMPT_SEGMENT
@@ -230,7 +230,7 @@ class Busy(Exception):
 
 
 class Scheduler(threading.Thread):
-    """Steps an engine for all works that were submitted, until it is stopped.
+    """Thread that steps an engine for all works that were submitted, until it is stopped.
 
     Args:
         engine: nobody else touches it.
@@ -288,7 +288,7 @@ class Scheduler(threading.Thread):
         self._ending = True
 
     def run(self) -> None:
-        """The thread's body."""
+        """Take, read and decode works until the scheduler is stopped."""
         try:
             while self._take():
                 self._drop_cancelled()
@@ -427,7 +427,7 @@ class Scheduler(threading.Thread):
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
-        """What the model makes of each target: final hidden states [1,T,E], int64 [T]."""
+        """Return the targets with their log-probabilities: final hidden states [1,T,E], int64 [T]."""
         model = self.engine.model
         with torch.inference_mode():
             if work.top is None:
@@ -550,7 +550,7 @@ class Scheduler(threading.Thread):
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
-        """The state of a kept stream when its work ends, unless a lane has saved it."""
+        """Save the state of a kept stream when its work ends, unless a lane has saved it."""
         lane = work.lanes[0] if work.lanes else None
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:
