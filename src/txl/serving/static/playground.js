@@ -837,7 +837,9 @@ function draw() {
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
   const at = active ? active.token.position - points[0].position : -1;
   const chosen = points[at] ?? points.at(-1);
-  drawMemory(points, at, colour);
+  const watched = points.some((point) => point.attention);
+  find("memory").parentNode.hidden = !watched;
+  if (watched) drawMemory(points, at, colour);
   drawBits(points, at, colour);
   const ratio = chosen.characters ? chosen.bits / chosen.characters : null;
   find("bits").textContent = ratio === null ? "" : `${number(ratio, 2)} over ${number(chosen.characters)} characters`;
@@ -866,7 +868,7 @@ function columnsOf(canvas, n) {
 
 function drawMemory(points, at, colour) {
   const canvas = find("memory");
-  const { context, width, height, left, step, columns } = columnsOf(canvas, points.length);
+  const { context, height, left, step, columns } = columnsOf(canvas, points.length);
   const rows = 1 + Math.ceil(Math.log2((model?.memory ?? 1) + 1));
   const top = 3, row = (height - top) / rows;
   const heightOf = (distance) => height - row * Math.log2(distance + 1) - row / 2;
@@ -897,7 +899,6 @@ function drawMemory(points, at, colour) {
   strokeLine(context, line, colour("--trace"), 1.5);
   mark(context, at, left, step, height, colour);
   canvas.setAttribute("aria-label", `Attention by distance for ${points.length} tokens; ${find("reach").textContent}`);
-  context.clearRect(width, 0, 1, height);
 }
 
 function drawBits(points, at, colour) {
