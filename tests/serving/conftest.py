@@ -14,8 +14,6 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-
 from txl.runs.directory import RunDirectory
 from txl.serving.app import address_of, bound_socket, build_app, serve
 from txl.serving.guard import Access

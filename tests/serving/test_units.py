@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from tests.serving.conftest import Running, events_of, running
 
 import txl
+from tests.serving.conftest import Running, events_of, running
 from txl.config import TransformerXLConfig
 from txl.data.vocabulary import BpeVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.evaluation.surprisal import surprisals
 from txl.models import build_model
 from txl.serving.service import Served, Service
 
-LENGTHS = {"mem_len": 12, "window": 12}
+LENGTHS: dict[str, Any] = {"mem_len": 12, "window": 12}
 TEXT = "The river rose — “how long?”\nNobody knew, and so they waited."
 WORDS = ["<eos>", "<unk>", "The", "river", "rose", "—", "“how", "long?”", "Nobody", "knew,", "and", "so", "they"]
 VOCABULARIES = {

@@ -31,8 +31,8 @@ _NEUTRAL = {
 }
 """Fields that are not supported, with the values by which they ask for nothing."""
 KNOWN = frozenset(("model", "prompt", "user", "stream", "stream_options", *_CONTROLS, *_NEUTRAL))
-_IN_THREAD = 1 << 15
-"""Characters from which a text is encoded beside the event loop."""
+_IN_THREAD = 1 << 14
+"""Characters or tokens from which a text is encoded, or an answer written, beside the event loop."""
 _LEAST = -9999.0
 """What stands for the logarithm of 0, which JSON has no number for."""
 T = TypeVar("T")
@@ -214,7 +214,11 @@ async def completions(request: Request) -> Response:
             take_in(batch)
 
     await while_connected(request, all_of_it(), works)
-    return json_response(head | {"choices": [choice.take(top) for choice in choices], "usage": usage()})
+
+    def whole() -> Response:
+        return json_response(head | {"choices": [choice.take(top) for choice in choices], "usage": usage()})
+
+    return await beside(usage()["total_tokens"] if top is not None else 0, whole)
 
 
 def _include_usage(fields: Fields, progressive: bool) -> bool:

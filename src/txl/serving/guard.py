@@ -26,6 +26,8 @@ from txl.serving.requests import ApiError, Limits
 _logger = logging.getLogger(__name__)
 _OPEN = ("/", "/health")
 _STATIC = "/static/"
+_LEAST_TAKEN = 1 << 16
+"""Bytes of an answer that a client has to take in the time that it has."""
 _DRAINED = 4
 """Times its limit that a body may have before the connection is closed."""
 
@@ -138,9 +140,10 @@ class Guard:
                 headers={"Connection": "close"} if has_body else None,
             )
         limit = self._max_snapshot if is_snapshot else self._limits.max_body
+        seconds = self._limits.body_seconds * max(1, round(limit / self._limits.max_body))
         parts, size = [], 0
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(seconds):
                 more = True
                 while more and size <= _DRAINED * limit:
                     message = await receive()
@@ -155,7 +158,7 @@ class Guard:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body did not come within {self._limits.body_seconds:g} seconds",
+                f"the body did not come within {seconds:g} seconds",
                 headers={"Connection": "close"},
             ) from None
         if size > limit:
@@ -244,18 +247,25 @@ def patient_protocol(limits: Limits) -> type[Any]:
         def pause_writing(self) -> None:
             self.flow.pause_writing()
             if self._stuck is None:
-                self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck)
+                self._watch_writing()
 
         def resume_writing(self) -> None:
             self._stop("_stuck")
             self.flow.resume_writing()
 
-        def _check_stuck(self) -> None:
+        def _watch_writing(self) -> None:
+            left = self.transport.get_write_buffer_size()
+            self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck, left)
+
+        def _check_stuck(self, before: int) -> None:
             self._stuck = None
-            if self.transport.get_write_buffer_size():
+            left = self.transport.get_write_buffer_size()
+            if not left:
+                self.flow.resume_writing()
+            elif before - left < _LEAST_TAKEN:
                 self.transport.abort()
             else:
-                self.flow.resume_writing()
+                self._watch_writing()
 
         def _expect_head(self) -> None:
             self._stop("_silent")

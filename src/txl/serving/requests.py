@@ -55,9 +55,9 @@ class Limits:
     idle_seconds: float = 3600.0
     """Time after which a stream that nobody has used is deleted."""
     body_seconds: float = 30.0
-    """Time in which a request has to arrive."""
+    """Time in which a request has to arrive; a snapshot that is larger than `max_body` has more."""
     write_seconds: float = 30.0
-    """Time in which a client has to take what was sent."""
+    """Time in which a client has to take what was sent, or at least 64 KiB of it."""
 
 
 class ApiError(Exception):

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from txl.generation.text import StopStrings
-from txl.serving.completions import event_stream, finite, read_prompt, while_connected
+from txl.serving.completions import beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.kept import KeptStream, KeptStreams, Operation, new_id, restored, snapshot
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
 from txl.serving.scheduler import DrawnEvent, EndEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
@@ -171,11 +171,15 @@ async def _append(
 
         return event_stream(events(), [work], service)
     batches = await while_connected(request, _all(operation), [work])
-    tokens: list[dict[str, Any]] = []
-    for event in batches:
-        if isinstance(event, ReadEvent):
-            tokens += shown.tokens(event.tokens, "read") or []
-    return json_response(result(tokens if work.top is not None else None), status)
+
+    def whole() -> Response:
+        tokens: list[dict[str, Any]] = []
+        for event in batches:
+            if isinstance(event, ReadEvent):
+                tokens += shown.tokens(event.tokens, "read") or []
+        return json_response(result(tokens if work.top is not None else None), status)
+
+    return await beside(ids.numel() if work.top is not None else 0, whole)
 
 
 async def _all(operation: Operation) -> list[Event]:
