@@ -181,9 +181,9 @@ async function release(branch, keepalive = false) {
 
 /** Makes sure that a branch has a stream that has read exactly its tokens. */
 async function settle(branch, signal) {
-  const old = { stream: branch.stream };
   await look(branch, signal);
   if (branch.stream?.tokens === branch.ids.length) return;
+  const old = { stream: branch.stream };
   try {
     branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
     release(old);
@@ -258,17 +258,16 @@ function boundary(text, from) {
 
 /** Asks something of a branch's stream, and yields what comes; the branch is unsure until the last of it. */
 async function* follow(branch, route, body, signal) {
-  await settle(branch, signal);
-  let answer;
-  try {
-    answer = await ask(`${pathOf(branch)}/${route}`, body, { signal });
-  } catch (error) {
+  const send = async () => {
+    await settle(branch, signal);
+    branch.unsure = true;
+    return ask(`${pathOf(branch)}/${route}`, body, { signal });
+  };
+  const answer = await send().catch((error) => {
     if (error.status !== 404) throw error;
     branch.stream = null; // it was idle for too long, or the server is a new one
-    await settle(branch, signal);
-    answer = await ask(`${pathOf(branch)}/${route}`, body, { signal });
-  }
-  branch.unsure = true;
+    return send();
+  });
   for await (const event of eventsOf(answer, signal)) {
     if (event.stream) {
       branch.stream = event.stream;
