@@ -181,9 +181,9 @@ async function release(branch, keepalive = false) {
 
 /** Makes sure that a branch has a stream that has read exactly its tokens. */
 async function settle(branch, signal) {
-  const old = { stream: branch.stream };
   await look(branch, signal);
   if (branch.stream?.tokens === branch.ids.length) return;
+  const old = { stream: branch.stream };
   try {
     branch.stream = await streamAt(branch, branch.ids.length, undefined, signal);
     release(old);
@@ -258,17 +258,16 @@ function boundary(text, from) {
 
 /** Asks something of a branch's stream, and yields what comes; the branch is unsure until the last of it. */
 async function* follow(branch, route, body, signal) {
-  await settle(branch, signal);
-  let answer;
-  try {
-    answer = await ask(`${pathOf(branch)}/${route}`, body, { signal });
-  } catch (error) {
+  const send = async () => {
+    await settle(branch, signal);
+    branch.unsure = true;
+    return ask(`${pathOf(branch)}/${route}`, body, { signal });
+  };
+  const answer = await send().catch((error) => {
     if (error.status !== 404) throw error;
     branch.stream = null; // it was idle for too long, or the server is a new one
-    await settle(branch, signal);
-    answer = await ask(`${pathOf(branch)}/${route}`, body, { signal });
-  }
-  branch.unsure = true;
+    return send();
+  });
   for await (const event of eventsOf(answer, signal)) {
     if (event.stream) {
       branch.stream = event.stream;
@@ -837,7 +836,9 @@ function draw() {
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
   const at = active ? active.token.position - points[0].position : -1;
   const chosen = points[at] ?? points.at(-1);
-  drawMemory(points, at, colour);
+  const watched = points.some((point) => point.attention);
+  find("memory").parentNode.hidden = !watched;
+  if (watched) drawMemory(points, at, colour);
   drawBits(points, at, colour);
   const ratio = chosen.characters ? chosen.bits / chosen.characters : null;
   find("bits").textContent = ratio === null ? "" : `${number(ratio, 2)} over ${number(chosen.characters)} characters`;
@@ -866,7 +867,7 @@ function columnsOf(canvas, n) {
 
 function drawMemory(points, at, colour) {
   const canvas = find("memory");
-  const { context, width, height, left, step, columns } = columnsOf(canvas, points.length);
+  const { context, height, left, step, columns } = columnsOf(canvas, points.length);
   const rows = 1 + Math.ceil(Math.log2((model?.memory ?? 1) + 1));
   const top = 3, row = (height - top) / rows;
   const heightOf = (distance) => height - row * Math.log2(distance + 1) - row / 2;
@@ -897,7 +898,6 @@ function drawMemory(points, at, colour) {
   strokeLine(context, line, colour("--trace"), 1.5);
   mark(context, at, left, step, height, colour);
   canvas.setAttribute("aria-label", `Attention by distance for ${points.length} tokens; ${find("reach").textContent}`);
-  context.clearRect(width, 0, 1, height);
 }
 
 function drawBits(points, at, colour) {
