@@ -59,7 +59,7 @@ def usage(binary: bytes, folder: Path) -> dict[str, int]:
     """Registers (REG) and bytes on the stack (STACK), where spilled registers lie, of a thread."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
 
