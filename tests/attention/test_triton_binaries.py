@@ -27,7 +27,7 @@ KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "po
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "grad_key", "grad_value")
 FLOATS = ("lse", "delta", "grad_query_u", "grad_query_v", "grad_position")
-MOST_STACK = {torch.bfloat16: 448, torch.float32: 1536}
+MOST_STACK = {torch.bfloat16: 448, torch.float32: 1792}
 """Bytes a thread that may lie in memory because registers ran out; what was found when the tilings were chosen."""
 
 
