@@ -27,7 +27,7 @@ KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "po
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "grad_key", "grad_value")
 FLOATS = ("lse", "delta", "grad_query_u", "grad_query_v", "grad_position")
-MOST_STACK = {torch.bfloat16: 448, torch.float32: 1536}
+MOST_STACK = {torch.bfloat16: 448, torch.float32: 1792}
 """Bytes a thread that may lie in memory because registers ran out; what was found when the tilings were chosen."""
 
 
@@ -59,8 +59,7 @@ def usage(binary: bytes, folder: Path) -> dict[str, int]:
     """Registers (REG) and bytes on the stack (STACK), where spilled registers lie, of a thread."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
-    assert triton.__file__ is not None
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
 
