@@ -1,4 +1,4 @@
-"""What serving costs: the server beside `txl generate` and the engine alone, in the same run, with weights at random.
+"""Measure what serving costs: the server beside `txl generate` and the engine alone, in one run, with random weights.
 
     python -m benchmarks.serving results/serving.json
     python -m benchmarks.serving --quick          # that it works, in a few seconds

@@ -431,3 +431,17 @@ def test_the_example_that_follows_a_log(server, tmp_path):
     )
     assert gone.returncode == 1
     assert "is txl serve running there?" in gone.stderr
+
+
+def test_bfloat16_streams_move_too(server_with):
+    first, second = server_with(dtype=torch.bfloat16), server_with(dtype=torch.bfloat16, max_streams=2)
+    stream = new(first, seed=12)
+    generate(first, stream, 30)
+    moved = restore(second, snapshot(first, stream))["id"]
+    for _ in range(2):
+        assert generate(first, stream, 30, logprobs=1)["tokens"] == generate(second, moved, 30, logprobs=1)["tokens"]
+        ours, theirs = (
+            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 0})["tokens"]
+            for each, name in ((first, stream), (second, moved))
+        )
+        assert ours == theirs

@@ -49,7 +49,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class StreamState:
-    """What a stream has read, as a value: `DecodeEngine.save` makes it, `resume` and `Reading` go on from it.
+    """The keys, values and waiting token of a stream, as a value that `enter` and `Reading` go on from.
 
     Shapes: H heads, M positions held, D width of a head.
     """
@@ -449,7 +449,7 @@ class Reading:
 
     @property
     def done(self) -> bool:
-        """Whether everything is read."""
+        """True when everything is read."""
         return self._at >= self._ids.shape[0] - 1
 
     @property

@@ -1,4 +1,4 @@
-"""How far back a token's attention reached, over all layers and heads.
+"""Measure how far back a token's attention reached, over all layers and heads.
 
 Shapes: T queries of a segment, S keys, H heads, C distances.
 """

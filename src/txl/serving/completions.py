@@ -34,7 +34,7 @@ KNOWN = frozenset(("model", "prompt", "user", "stream", "stream_options", *_CONT
 _IN_THREAD = 1 << 14
 """Characters or tokens from which a text is encoded, or an answer written, beside the event loop."""
 _LEAST = -9999.0
-"""What stands for the logarithm of 0, which JSON has no number for."""
+"""Stands for the logarithm of 0, which JSON has no number for."""
 T = TypeVar("T")
 
 
@@ -46,7 +46,7 @@ class Prompt:
     text: str | None
     """None for token ids."""
     shown: str = ""
-    """What `echo` shows."""
+    """The text that `echo` shows."""
     parts: list[tuple[bytes, int]] = field(default_factory=list)
     """Each token's bytes, and the character at which it begins."""
     scored: list[ScoredToken] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Who may ask, and how: key, Host, Origin, content type and size of every request, before a route sees it.
+"""Checks of every request before a route sees it: key, Host, Origin, content type and size.
 
 A page of another site that is open in the user's browser can send requests to localhost. It cannot forge `Host` or
 `Origin`, so both are checked; and a POST has to be JSON, which no page may send across origins without being asked for
@@ -34,7 +34,7 @@ _DRAINED = 4
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask."""
+    """Key, names and origins of those who may use the server."""
 
     api_key: str | None = None
     hosts: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass
 class Totals:
-    """What a stream's tokens cost, over its whole life."""
+    """Bits that a stream's tokens have cost over its whole life."""
 
     scored: int = 0
     bits: float = 0.0
@@ -100,9 +100,9 @@ class KeptStream:
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     changed: bool = True
-    """Whether its file, if streams are kept in a folder, is not up to date."""
+    """True if its file, where streams are kept in a folder, is not up to date."""
     work: Work | None = None
-    """What is being done with it now."""
+    """The work that is being done with it now."""
 
     @property
     def first(self) -> int:
@@ -336,8 +336,7 @@ class KeptStreams:
         if stream.work is not None:
             stream.work.cancelled = True
         self._streams.pop(stream.id, None)
-        if self._folder is not None:
-            self._path(stream).unlink(missing_ok=True)
+        self._remove(stream)
         self._count()
 
     def start(self) -> None:
@@ -369,7 +368,7 @@ class KeptStreams:
                     data, stream.changed = snapshot(stream, self.service), False
                     await asyncio.to_thread(self._write, stream, data)
                     if stream.id not in self._streams:
-                        self._path(stream).unlink(missing_ok=True)
+                        self._remove(stream)
                 written = time.monotonic()
 
     def _count(self) -> None:
@@ -379,6 +378,15 @@ class KeptStreams:
     def _path(self, stream: KeptStream) -> Path:
         assert self._folder is not None
         return self._folder / f"{stream.id}.safetensors"  # an id of ours: a request only names one that there is
+
+    def _remove(self, stream: KeptStream) -> None:
+        """Remove a stream's file, if it has one."""
+        if self._folder is None:
+            return
+        try:
+            self._path(stream).unlink(missing_ok=True)
+        except OSError as error:
+            _logger.error("%s: the file could not be removed (%s)", self._path(stream), error.strerror)
 
     def _write_changed(self) -> None:
         if self._folder is None:

@@ -1,4 +1,4 @@
-"""What a server counts, in a registry of its own, for Prometheus."""
+"""Counters of a server for Prometheus, in a registry of their own."""
 
 from __future__ import annotations
 

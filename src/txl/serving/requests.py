@@ -1,4 +1,4 @@
-"""What requests may hold: their fields, checked one by one, and errors in the format of the OpenAI API."""
+"""Fields of requests, checked one by one; limits; and errors in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client, or all together, may ask for."""
+    """Limits on one request, and on all together."""
 
     max_body: int = 8 << 20
     """Bytes of a request's body."""

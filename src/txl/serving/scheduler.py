@@ -1,4 +1,4 @@
-"""The thread that owns the decode engine: works join and leave the running batch between two steps.
+"""Thread that owns the decode engine: works join and leave the running batch between two steps.
 
 Everything else talks to it through `Scheduler.submit` and the events that it puts into a work's `Outbox`. A prompt is
 read a segment at a time between the steps of the streams that are decoded, so that nobody waits for a long one.
@@ -52,7 +52,7 @@ class ScoredToken:
     piece: str = ""
     """Characters that it completes; empty for tokens that were read."""
     text: str = ""
-    """What can be shown now that it was drawn; less than `piece` where that may begin a stop string."""
+    """Text that can be shown now that it was drawn: less than `piece` where that may begin a stop string."""
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class Lane:
     drawn: int = 0
     """Tokens drawn with this seed before."""
     flush: bool = True
-    """Whether a character that is incomplete at the end is shown as U+FFFD; else the next piece completes it."""
+    """True: a character that is incomplete at the end is shown as U+FFFD; False: the next piece completes it."""
     stream: Stream | None = None
     made: int = 0
 
@@ -203,7 +203,7 @@ class Work:
     top: int | None = None
     """Alternatives reported for each token; None: log-probabilities are not reported."""
     attention: bool = False
-    """Report how far back attention reached, a token."""
+    """Report how far back attention reached, for each token."""
     keep: bool = False
     """Save states on the way and at the end."""
     segment: int = PROMPT_SEGMENT
@@ -230,7 +230,7 @@ class Busy(Exception):
 
 
 class Scheduler(threading.Thread):
-    """Steps an engine for all works that were submitted, until it is stopped.
+    """Thread that steps an engine for all works that were submitted, until it is stopped.
 
     Args:
         engine: nobody else touches it.
@@ -288,7 +288,7 @@ class Scheduler(threading.Thread):
         self._ending = True
 
     def run(self) -> None:
-        """The thread's body."""
+        """Take, read and decode works until the scheduler is stopped."""
         try:
             while self._take():
                 self._drop_cancelled()
@@ -427,7 +427,7 @@ class Scheduler(threading.Thread):
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
-        """What the model makes of each target: final hidden states [1,T,E], int64 [T]."""
+        """Return the targets with their log-probabilities: final hidden states [1,T,E], int64 [T]."""
         model = self.engine.model
         with torch.inference_mode():
             if work.top is None:
@@ -441,37 +441,37 @@ class Scheduler(threading.Thread):
         return found
 
     def _enter_lanes(self) -> None:
-        """Give places to lanes whose prompt is read; works without lanes are done."""
-        for _ in range(len(self._ready)):
+        """Give places to lanes whose prompt is read, a work after the other in turn; works without lanes are done."""
+        for work in [each for each in self._ready if not each.waiting_lanes]:
+            self._ready.remove(work)
+            self._finish(work)
+        while self._ready and len(self.engine.streams) < self.engine.max_streams:
             work = self._ready.popleft()
-            while work.waiting_lanes and len(self.engine.streams) < self.engine.max_streams:
-                lane = work.waiting_lanes.popleft()
-                self._leave_queue(1)
-                if lane.max_tokens == 0:
-                    work.outbox.put(EndEvent(lane.number, "length", ""))
-                    continue
-                assert work.read is not None
-                try:
-                    lane.stream = self.engine.enter(
-                        work.read,
-                        seed=lane.seed,
-                        drawn=lane.drawn,
-                        sampling=lane.sampling,
-                        forbidden=work.forbidden,
-                    )
-                except UserError as error:
-                    self._leave_queue(len(work.waiting_lanes))
-                    work.waiting_lanes.clear()
-                    work.cancelled = True
-                    work.outbox.put(FailedEvent(str(error), 400))
-                    break
-                work.running += 1
-                self._running.append((work, lane))
+            self._enter(work, work.waiting_lanes.popleft())
             if work.waiting_lanes:
-                self._ready.appendleft(work)
-                return
-            if work.running == 0:
+                self._ready.append(work)
+            elif work.running == 0:
                 self._finish(work)
+
+    def _enter(self, work: Work, lane: Lane) -> None:
+        """Give a lane a place in the engine; if that cannot be, the work has failed."""
+        self._leave_queue(1)
+        if lane.max_tokens == 0:
+            work.outbox.put(EndEvent(lane.number, "length", ""))
+            return
+        assert work.read is not None
+        try:
+            lane.stream = self.engine.enter(
+                work.read, seed=lane.seed, drawn=lane.drawn, sampling=lane.sampling, forbidden=work.forbidden
+            )
+        except Exception as error:
+            self._leave_queue(len(work.waiting_lanes))
+            work.waiting_lanes.clear()
+            work.cancelled = True
+            work.outbox.put(_failure(error))
+            return
+        work.running += 1
+        self._running.append((work, lane))
 
     def _decode(self) -> None:
         """Draw a token for every lane."""
@@ -550,7 +550,7 @@ class Scheduler(threading.Thread):
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
-        """The state of a kept stream when its work ends, unless a lane has saved it."""
+        """Save the state of a kept stream when its work ends, unless a lane has saved it."""
         lane = work.lanes[0] if work.lanes else None
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:

@@ -27,12 +27,12 @@ from txl.serving.texts import Texts
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and how."""
+    """A model to be served, and its settings."""
 
     model: LanguageModel[Any]
     vocabulary: Vocabulary
     name: str
-    """What clients call the model."""
+    """The name by which clients ask for the model."""
     max_streams: int = 8
     """Texts that are decoded at the same time."""
     dtype: torch.dtype | None = None
@@ -42,7 +42,7 @@ class Served:
     segment: int = 128
     """Tokens scored at once; with an exact window it changes no result."""
     model_hash: str = ""
-    """What tells the weights from others; empty: computed."""
+    """Hash of the weights; empty: computed."""
 
 
 class Service:
@@ -70,9 +70,9 @@ class Service:
             "window": state.window,
             "clamp_len": state.clamp_len,
         }
-        """What a saved stream has to agree with."""
+        """Model and settings that a saved stream has to have in common with this service."""
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"
-        """What numbers depend on to the last bit, besides."""
+        """Step and library that the last bits of numbers depend on as well."""
         self.memory = state.capacity
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
         self.scheduler = Scheduler(self.engine, self.metrics, limits.max_queue)
