@@ -96,8 +96,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def dumps(value: Any) -> str:
-    """Return JSON in one line, for an event."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Return JSON in one line, for an event; in ASCII, for clients that end lines at U+0085 or U+2028 too."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def parsed(body: bytes) -> dict[str, Any]:
