@@ -220,6 +220,12 @@ def test_forks(server):
     # Back to a token that was drawn, with the same tokens read again, and with another one.
     back = server.post(f"/v1/streams/{stream}/fork", {"at": at})
     assert back["tokens"] == at
+    # A fork draws the same text again, and so does a fork of that fork from before.
+    older = server.post(f"/v1/streams/{back['id']}/fork", {"at": at - 20})
+    redrawn = [generate(server, server.post(f"/v1/streams/{stream}/fork", {"at": at})["id"], 40, logprobs=0)["tokens"]]
+    redrawn.append(generate(server, older["id"], 60, logprobs=0)["tokens"][20:])
+    for tokens in redrawn:
+        assert [token["id"] for token in tokens] == [token["id"] for token in drawn[-100:-60]]
     again = server.post(
         f"/v1/streams/{back['id']}/append", {"tokens": [token["id"] for token in drawn[-100:]], "logprobs": 0}
     )

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class Entry:
     id: int
     bits: float | None
     characters: int
+    drawn: tuple[int, int] | None = None
+    """Where it was drawn: the seed, and how many tokens were drawn with it before."""
 
 
 @dataclass
@@ -137,10 +139,12 @@ class Operation:
         stream: nobody else works with it meanwhile.
         work: what is done; it has `keep` set.
         seed: of the tokens that are drawn; None: nothing is drawn.
+        again: tokens that the work reads first and that the stream had before.
     """
 
-    def __init__(self, stream: KeptStream, work: Work, seed: int | None):
-        self.stream, self.work, self._seed = stream, work, seed
+    def __init__(self, stream: KeptStream, work: Work, seed: int | None, again: Sequence[Entry] = ()):
+        self.stream, self.work, self._seed, self._again = stream, work, seed, deque(again)
+        self._n_drawn = work.lanes[0].drawn if work.lanes else 0
         self.failure: FailedEvent | None = None
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self._listens = True
@@ -187,9 +191,10 @@ class Operation:
         if isinstance(event, ReadEvent):
             for token in event.tokens:
                 token.piece = self._decoder.push(token.id)
-                self._entries.append(_entry(token))
+                self._entries.append(_entry(token, self._again.popleft().drawn if self._again else None))
         elif isinstance(event, DrawnEvent):
-            self._entries.append(_entry(event.token))
+            self._entries.append(_entry(event.token, None if self._seed is None else (self._seed, self._n_drawn)))
+            self._n_drawn += 1
         elif isinstance(event, SavedEvent):
             n_new = event.state.n_token - self.stream.state.n_token
             self.stream.go_on(self._entries[:n_new], event.state)
@@ -200,8 +205,8 @@ class Operation:
             self.failure = event
 
 
-def _entry(token: ScoredToken) -> Entry:
-    return Entry(token.id, None if token.log_prob is None else -token.log_prob / _LN2, len(token.piece))
+def _entry(token: ScoredToken, drawn: tuple[int, int] | None) -> Entry:
+    return Entry(token.id, None if token.log_prob is None else -token.log_prob / _LN2, len(token.piece), drawn)
 
 
 class KeptStreams:
@@ -286,7 +291,7 @@ class KeptStreams:
         empty = self.service.empty
         return self.add(KeptStream(new_id(), empty, seed, earlier=deque([empty])))
 
-    def fork(self, stream: KeptStream, seed: int | None) -> KeptStream:
+    def fork(self, stream: KeptStream) -> KeptStream:
         """Keep and return a second stream that has read the same.
 
         Raises:
@@ -297,8 +302,8 @@ class KeptStreams:
             KeptStream(
                 new_id(),
                 stream.state,
-                stream.seed if seed is None else seed,
-                stream.drawn if seed is None else 0,
+                stream.seed,
+                stream.drawn,
                 Totals(stream.totals.scored, stream.totals.bits, stream.totals.characters),
                 deque(stream.earlier),
                 deque(stream.recent),
@@ -306,8 +311,10 @@ class KeptStreams:
             )
         )
 
-    def rewind(self, stream: KeptStream, n_token: int) -> list[int]:
+    def rewind(self, stream: KeptStream, n_token: int) -> list[Entry]:
         """Take a stream back to a saved state at or before `n_token` tokens.
+
+        Its seed and count of drawn tokens are then those of `n_token`, so that the same text would be drawn again.
 
         Returns:
             The tokens that it has to read again from there.
@@ -323,7 +330,10 @@ class KeptStreams:
         if n_token == now:
             return []
         state = max((each for each in stream.earlier if each.n_token <= n_token), key=lambda each: each.n_token)
-        again = [entry.id for entry in list(stream.recent)[state.n_token - stream.first : n_token - stream.first]]
+        recent = list(stream.recent)
+        again = recent[state.n_token - stream.first : n_token - stream.first]
+        lost = (entry.drawn for entry in recent[n_token - stream.first :] if entry.drawn is not None)
+        stream.seed, stream.drawn = next(lost, (stream.seed, stream.drawn))
         while stream.state.n_token > state.n_token and len(stream.recent) > state.n_token - stream.first:
             stream.totals.add(stream.recent.pop(), -1)
         stream.state = state

@@ -273,13 +273,15 @@ async def fork(request: Request) -> Response:
     stream = kept.free(request.path_params["id"])
     at = fields.whole("at", stream.state.n_token, 0, 2**62)
     token = fields.whole("token", None, 0, len(kept.service.texts.vocabulary) - 1)
-    twin = kept.fork(stream, seed)
+    twin = kept.fork(stream)
     try:
-        again = kept.rewind(twin, at) + ([] if token is None else [token])
-        if again:
-            ids = torch.tensor(again, dtype=torch.int64)
+        again = kept.rewind(twin, at)
+        if seed is not None:
+            twin.seed, twin.drawn = seed, 0
+        if again or token is not None:
+            ids = torch.tensor([entry.id for entry in again] + ([] if token is None else [token]))
             work = Work(0, ids, [], Outbox(False), after=twin.state, score=True, keep=True)
-            operation = Operation(twin, work, None)
+            operation = Operation(twin, work, None, again)
             operation.start(kept.service)
             await while_connected(request, _all(operation), [work])
     except BaseException:
