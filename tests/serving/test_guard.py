@@ -81,7 +81,8 @@ def test_every_route_wants_the_key(locked, method, path):
 def test_health_and_the_page_need_no_key(locked):
     assert locked.client.get("/health").status_code == 200
     assert locked.client.get("/").status_code == 200
-    assert locked.client.get("/static/index.html").status_code == 200
+    page = locked.client.get("/static/index.html")
+    assert (page.status_code, page.headers["cache-control"]) == (200, "no-cache")
     assert locked.client.get("/static/nothing.js").status_code == 404
 
 

@@ -58,7 +58,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     app = Starlette(
         routes=[
             Route("/", _page),
-            Mount("/static", StaticFiles(directory=_STATIC)),
+            Mount("/static", _Static(directory=_STATIC)),
             Route("/health", _health),
             Route("/metrics", _metrics),
             Route("/v1/models", _models),
@@ -86,9 +86,20 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     return Guard(app, access, service.limits, full + (1 << 20), service.metrics)
 
 
+class _Static(StaticFiles):
+    """Files that browsers ask for again each time, since they may have changed with the program."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
 async def _page(request: Request) -> Response:
     page = (_STATIC / "index.html").read_bytes()
-    return Response(page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT})
+    return Response(
+        page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT, "Cache-Control": "no-cache"}
+    )
 
 
 async def _health(request: Request) -> Response:
