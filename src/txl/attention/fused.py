@@ -55,11 +55,8 @@ def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, i
             128: Tiling(32, 4, 1, shared=36864),
             256: Tiling(32, 8, 1, shared=69632),
         }.get(width)
-    return {
-        32: Tiling(32, 4 if tf32 else 8, 1, shared=28672),
-        64: Tiling(32, 4 if tf32 else 8, 1, shared=53248),
-        128: Tiling(32, 4 if tf32 else 8, 1, shared=102400),
-    }.get(width)
+    shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}
+    return Tiling(32, 4 if tf32 else 8, 1, shared[width]) if width in shared else None
 
 
 def launch_options(kernel: str, tiling: Tiling) -> dict[str, Any]:
