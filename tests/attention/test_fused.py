@@ -178,12 +178,26 @@ def test_it_is_traced_as_it_runs(device):
     (query, key, value, position, u, v), _, _ = operands((2, 5, 4, 1, 8, None, None), torch.bfloat16)
     numbers = on(device, [query, key, value, position, u, v])
     oldest, seed = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([7], device=device)
-    arguments = (*numbers, oldest, seed, 9, 0.1, False)
+    arguments = (*numbers, oldest, seed, 9, 0.1)
     torch.library.opcheck(fused._attend, arguments, test_utils=("test_schema", "test_faketensor"))
     out, lse = fused._attend(*arguments)
     torch.library.opcheck(
         fused._attend_backward, (out, out, lse, *arguments), test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_compiled_without_a_break(device, monkeypatch):
+    monkeypatch.setattr(fused, "why_not_fused", lambda *_: None)
+    numbers, scope, above = operands((2, 5, 4, 1, 8, None, (4, 2)), torch.float32)
+    numbers, above = on(device, numbers), above.to(device)
+
+    def ours(leaves: Any) -> Tensor:
+        return fused.fused_relative_attention(*leaves, scope=scope)
+
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for one, other in zip(with_gradients(ours, numbers, above), with_gradients(compiled, numbers, above), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_it_trains_on_a_gpu_alone_but_is_read_everywhere():

@@ -55,11 +55,8 @@ def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, i
             128: Tiling(32, 4, 1, shared=36864),
             256: Tiling(32, 8, 1, shared=69632),
         }.get(width)
-    return {
-        32: Tiling(32, 4 if tf32 else 8, 1, shared=28672),
-        64: Tiling(32, 4 if tf32 else 8, 1, shared=53248),
-        128: Tiling(32, 4 if tf32 else 8, 1, shared=102400),
-    }.get(width)
+    shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}
+    return Tiling(32, 4 if tf32 else 8, 1, shared[width]) if width in shared else None
 
 
 def launch_options(kernel: str, tiling: Tiling) -> dict[str, Any]:
@@ -165,10 +162,11 @@ def relative_attention(
     oldest = None
     if scope.filled is not None:
         oldest = torch.tensor([scope.memory - n for n in scope.filled], dtype=torch.int32)
-        if device.type == "cuda":
-            oldest = oldest.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            oldest = oldest.pin_memory()  # a copy that nobody waits for
+        oldest = oldest.to(device, non_blocking=True)
     window = key.shape[1] if scope.window is None else scope.window
-    return _attend(query, key, value, position, u, v, oldest, seed, window, dropout, _tf32())[0]
+    return _attend(query, key, value, position, u, v, oldest, seed, window, dropout)[0]
 
 
 @torch.library.custom_op("txl::relative_attention", mutates_args=())
@@ -183,10 +181,9 @@ def _attend(
     seed: Tensor | None,
     window: int,
     dropout: float,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B,T,H,D] and log-sum-exps, float32 [B,H,T]."""
-    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout, tf32)
+    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
     n_lane, n_query, n_head, _ = query.shape
     out = query.new_empty(query.shape)
     lse = query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
@@ -209,10 +206,9 @@ def _attend_backward(
     seed: Tensor | None,
     window: int,
     dropout: float,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, position, u and v."""
-    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout, tf32)
+    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
     block, n_query_block = call.tiling.block, call.n_query_block
     n_lane, n_query, n_head, d_head = query.shape
     n_key = key.shape[1]
@@ -273,11 +269,11 @@ class _Call:
         seed: Tensor | None,
         window: int,
         dropout: float,
-        tf32: bool,
     ):
         _, n_query, n_head, d_head = query.shape
         self.device = query.device
         capability = torch.cuda.get_device_capability(self.device) if query.is_cuda else (9, 0)
+        tf32 = _tf32()
         tiles = tiling(d_head, query.dtype, tf32, capability)
         assert tiles is not None, "why_not_fused was not asked"
         self.tiling = tiles
@@ -350,7 +346,6 @@ def _(
     seed: Tensor | None,
     window: int,
     dropout: float,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor]:
     n_lane, n_query, n_head, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
@@ -371,20 +366,19 @@ def _(
     seed: Tensor | None,
     window: int,
     dropout: float,
-    tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, position, u, v = (each.new_empty(each.shape) for each in (query, key, value, position, u, v))
     return query, key, value, position, u, v
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.dropout, ctx.tf32 = inputs
+    *tensors, ctx.window, ctx.dropout = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _gradients(ctx: Any, above: Tensor, _above_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _attend_backward(above, *ctx.saved_tensors, ctx.window, ctx.dropout, ctx.tf32)
-    return (*grads, None, None, None, None, None)
+    grads = _attend_backward(above, *ctx.saved_tensors, ctx.window, ctx.dropout)
+    return (*grads, None, None, None, None)
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)
