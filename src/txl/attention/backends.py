@@ -210,6 +210,7 @@ BACKENDS = {
             "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
             fused_relative_attention,
             reads_on="cuda",
+            compiled_step=True,
             devices=("cuda",),
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=why_not_fused,
