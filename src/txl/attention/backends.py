@@ -108,11 +108,11 @@ class Backend:
     name: str
     what: str
     train: RelativeAttention
-    """Computes segments with gradients or dropout (from projected positions; see `kernel`)."""
+    """Computes segments with gradients or dropout; not used in training where `kernel` is set."""
     read: RelativeAttention = attention_without_gradients
     """Computes segments without gradients."""
-    reads_on: str | None = None
-    """Kind of device on which `train` computes segments without gradients too."""
+    train_reads_on: str | None = None
+    """Kind of device on which `train` also computes segments without gradients, in place of `read`."""
     kernel: Callable[[], FusedKernel] | None = None
     """Makes the fused attention of the factorised form, which then computes training segments in place of `train`."""
     compiled_step: bool = False
@@ -143,8 +143,8 @@ class Backend:
         dropout: float = 0.0,
     ) -> Float[Tensor, "B T H D"]:
         """Return what every query of a segment attends to: the switch between the ways to compute it."""
-        trains = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.reads_on
-        attend = self.train if trains else self.read
+        by_train = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.train_reads_on
+        attend = self.train if by_train else self.read
         return attend(query, key, value, position, u, v, scope, dropout)
 
     def refusal(
@@ -209,7 +209,7 @@ BACKENDS = {
             "triton",
             "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
             fused_relative_attention,
-            reads_on="cuda",
+            train_reads_on="cuda",
             compiled_step=True,
             devices=("cuda",),
             dtypes=(torch.float32, torch.bfloat16),

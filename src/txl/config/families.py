@@ -51,7 +51,8 @@ def model_with(model: ModelConfig, given: dict[str, Any], drop: bool = False) ->
     Args:
         model: stays as it is.
         given: values by name.
-        drop: settings of `model` that the other family lacks are left out rather than refused, but for a memory's.
+        drop: leave out settings of `model` that the other family lacks, rather than refuse them; the lengths of a
+            memory are refused in either case.
     """
     family = chosen_family(given, model)
     result = as_family(model, family)

@@ -28,7 +28,7 @@ LENGTHS = ("mem_len", "window", "clamp_len")
 rate = functools.partial(setting, at_least=0, below=1)
 """A field that is a rate of dropout."""
 shaping = functools.partial(setting, changes_weights=True)
-"""A field without which the weights mean something else."""
+"""A field on whose value the meaning of the weights depends."""
 
 
 def family_name(name: str) -> Any:
@@ -182,7 +182,7 @@ class ModelConfig(ABC):
         return "normal"
 
     def weight_settings(self) -> dict[str, Any]:
-        """Return the settings without which the weights mean something else; lengths and dropout are not among them."""
+        """Return the settings on which the meaning of the weights depends; lengths and dropout are not among them."""
         names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
         return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
 
@@ -291,7 +291,8 @@ class ModelConfig(ABC):
 
         Args:
             values: fields of other families, by name.
-            carried: whether they were not asked for now, but stood in a configuration. Some do nothing there.
+            carried: they stood in a configuration and were not asked for now; then those that make no difference
+                (`lacking=ANYTHING`) are passed over.
         """
         for name, value in values.items():
             of = model_fields().get(name)

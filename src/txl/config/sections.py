@@ -158,7 +158,9 @@ class TrainConfig:
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
-        "cosine", "shape after the warm-up; linear: constant, then falling linearly"
+        "cosine",
+        "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then a line to it over "
+        "the last decay_share; inverse_sqrt: falls with the root of the step; constant; steps: a tenth at decay_at",
     )
     decay_share: float = setting(
         0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1

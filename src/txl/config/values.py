@@ -26,7 +26,7 @@ _IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
 
 
 ANYTHING = object()
-"""`lacking` of a setting that never makes a difference where a family lacks it."""
+"""`lacking` of a setting that a family without it may ignore, whatever its value."""
 
 
 def setting(

@@ -22,7 +22,7 @@ from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
 from txl.models import build_model
-from txl.runs.checkpoints import Contents, belongs_to, write_checkpoint
+from txl.runs.checkpoints import Contents, weights_identity, write_checkpoint
 from txl.runs.directory import RunDirectory, load_weights
 from txl.runs.events import EventName
 
@@ -129,7 +129,7 @@ def _write(
             raise UserError(f"--out {directory.path}: {error.strerror}; give a directory that can be written") from None
         if vocabulary is not None:
             directory.write_vocabulary(vocabulary)
-        belongs = belongs_to(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
+        belongs = weights_identity(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
         contents = Contents(weights, {}, {"imported_from": source.kind}, belongs)
         written = write_checkpoint(directory.checkpoints, 0, contents)
         directory.set_pointer("latest", written.name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from txl.attention.backends import Backend
 from txl.config import TransformerXLConfig
-from txl.models.memory import FrozenSegment, Memory, Projections
+from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 from txl.native.build import library
 
@@ -262,7 +262,7 @@ def read_token(
     kept = (hidden, state.hidden[0], held.keys[0], held.positions[0])
     if weights is None or any(each.dtype != weights.dtype for each in kept):
         return None
-    segment = FrozenSegment(state.hidden, held, 1)
+    segment = ProjectedSegment(state.hidden, held, 1)
     segment.reserve()
     segment.buffers.compiled = weights
     n_lane, entries, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
@@ -276,4 +276,4 @@ def read_token(
         caches_of(keys, values, entries, held.positions),
         places_of(keys[0], entries[0], held.positions[0], state.lengths.clamp_len, torch.arange(n_lane), at, seen),
     )
-    return through.to(hidden.dtype)[:, None], state.extended_by(segment)
+    return through.to(hidden.dtype)[:, None], state.after_projected(segment)

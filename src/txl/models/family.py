@@ -32,7 +32,7 @@ class FamilyModel(LanguageModel[StateT]):
     config_class: ClassVar[type[ModelConfig]]
     """The configuration of its family."""
     attention_name: str
-    """The attention that it trains with, as logs have it."""
+    """Name of the attention that it trains with, for logs; "no" for a model without attention."""
     attention_note: str | None = None
     """One line about the choice of attention, for the user who begins to train; None: nothing to say."""
     layers: nn.ModuleList

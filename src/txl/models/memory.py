@@ -71,8 +71,8 @@ class Projections:
         return replace(self, keys=keys, values=values)
 
 
-class FrozenSegment:
-    """A segment that is read without gradients, layer by layer, behind a memory whose keys and values are projected."""
+class ProjectedSegment:
+    """A segment read with fixed weights, layer by layer: it collects its keys and values behind those of memory."""
 
     def __init__(self, hidden: tuple[Tensor, ...], held: Projections, n_new: int):
         self.hidden, self.held, self.n_new = hidden, held, n_new
@@ -194,8 +194,8 @@ class Memory:
         """Return the rule of which keys the queries of the next segment see."""
         return KeyScope(self.length, self.lengths.window, self.filled)
 
-    def extended(self, layer_inputs: list[Float[Tensor, "B T E"]]) -> Memory:
-        """Return the memory after a segment, from the hidden states that entered each layer (Section 3.2)."""
+    def after_hidden(self, layer_inputs: list[Float[Tensor, "B T E"]]) -> Memory:
+        """Return the memory after a segment of training, from the states that entered each layer (Section 3.2)."""
         n_new = layer_inputs[0].shape[1]
         keep = min(self.capacity, self.length + n_new)
         hidden = tuple(_newest(old, new.detach(), keep) for old, new in zip(self.hidden, layer_inputs, strict=True))
@@ -208,8 +208,8 @@ class Memory:
             filled = tuple(min(keep, count + n_new) for count in filled)
         return replace(self, hidden=hidden, filled=_none_if_full(filled, keep), projections=projections)
 
-    def extended_by(self, segment: FrozenSegment) -> Memory:
-        """Return the memory after a segment that was read without gradients."""
+    def after_projected(self, segment: ProjectedSegment) -> Memory:
+        """Return the memory after a segment that was read with fixed weights."""
         keep = min(self.capacity, self.length + segment.n_new)
         return self._followed_by(segment.n_new, *segment.finish(keep))
 

@@ -29,7 +29,7 @@ from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.family import FamilyModel
 from txl.models.layers import Linear, LockedDropout, PositionwiseFeedForward, make_dropout
-from txl.models.memory import FrozenSegment, Memory, Projections
+from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 
 Biases = tuple[Tensor, Tensor]
@@ -100,7 +100,7 @@ class RelativeMultiHeadAttention(nn.Module):
     def read(
         self,
         hidden: Float[Tensor, "B T E"],
-        segment: FrozenSegment,
+        segment: ProjectedSegment,
         layer: int,
         position: Float[Tensor, "S H D"],
         shared_biases: Biases | None,
@@ -185,7 +185,7 @@ class TransformerXLLayer(nn.Module):
     def read(
         self,
         hidden: Float[Tensor, "B T E"],
-        segment: FrozenSegment,
+        segment: ProjectedSegment,
         layer: int,
         position: Float[Tensor, "S H D"],
         shared_biases: Biases | None,
@@ -243,8 +243,12 @@ class TransformerXL(FamilyModel[Memory]):
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: Memory) -> tuple[Float[Tensor, "B T E"], Memory]:
         """Return h^N and the memory for the next segment; see `LanguageModel.hidden_states`.
 
-        There are three ways: from the hidden states of memory (training, gradients, modules of others); else from keys,
-        values and positions that are projected once, and of those one token at a time in the compiled library.
+        There are three ways:
+
+        - `_from_hidden`: keys and values of memory are projected again from its hidden states. For training, for
+          gradients, and where a module has a hook or is of another class.
+        - `read_token`: one token through all layers in the compiled library.
+        - `_from_projections`: everything else with fixed weights; keys, values and positions are projected once.
         """
         if (
             not isinstance(state, Memory)
@@ -268,7 +272,7 @@ class TransformerXL(FamilyModel[Memory]):
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             hidden = layer(hidden, memory, r, shared_biases, scope)
-        return hidden, state.extended(layer_inputs)
+        return hidden, state.after_hidden(layer_inputs)
 
     def _encoded(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """Return R [S,E], or the distances [S] themselves where vectors are learned."""
@@ -294,14 +298,14 @@ class TransformerXL(FamilyModel[Memory]):
     def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
         """Read a segment behind memory whose keys and values are projected already: from h^0 [B,T,E]."""
         n_new = hidden.shape[1]
-        segment = FrozenSegment(state.hidden, held, n_new)
+        segment = ProjectedSegment(state.hidden, held, n_new)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope, n_key = state.scope(), state.length + n_new
         for number, layer in enumerate(self.layers):
             position = held.positions[number]
             position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
-        return hidden, state.extended_by(segment)
+        return hidden, state.after_projected(segment)
 
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor

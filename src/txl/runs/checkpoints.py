@@ -48,7 +48,7 @@ class Contents:
     tensors: dict[str, Tensor]
     numbers: JsonObject
     belongs: JsonObject = field(default_factory=dict)
-    """Configuration and vocabulary hash that the weights belong to (`belongs_to`)."""
+    """Configuration and vocabulary hash that the weights belong to (`weights_identity`)."""
     write_shards: Callable[[Path], None] | None = None
     """Writes the tensors that all processes hold together into a folder, and returns when all have."""
     give_up: Callable[[], None] | None = None
@@ -71,7 +71,7 @@ def checkpoint_step(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def belongs_to(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
+def weights_identity(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
     """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
     try:
         sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
@@ -204,7 +204,7 @@ def read_state(checkpoint: Path) -> JsonObject:
 
 def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
     """Compare what the weights belong to with what is there now."""
-    manifest, now = read_manifest(checkpoint), belongs_to(model, vocabulary)
+    manifest, now = read_manifest(checkpoint), weights_identity(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
     if known is not None and known != now["vocabulary_sha256"]:
         raise UserError(
@@ -213,7 +213,7 @@ def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> Non
         )
     written = manifest.get("model") or {}
     for name, value in now["model"].items():
-        # The backend computes the same numbers, whichever it is.
+        # Weights are the same for every backend, which differ by rounding alone.
         if name != "attention" and name in written and written[name] != value:
             raise UserError(
                 f"{checkpoint.parent.parent / 'config.json'}: model.{name} is {value}, but {checkpoint.name} was "

@@ -123,9 +123,9 @@ def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSa
 
 
 def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver) -> bool:
-    """Put back weights, optimiser and random generators of the last checkpoint that was due.
+    """Put back weights, averages, optimiser, counters and random generators of the last checkpoint that was due.
 
-    The text goes on behind the spike: going through the same text again would lead to the same spike.
+    The text goes on after the spike, with an empty memory: the same text again would lead to the same spike.
 
     Returns:
         False if the checkpoint cannot be used; the state is then as it was.

@@ -41,7 +41,7 @@ class CheckpointSaver:
         self._setup, self._directory = setup, setup.directory
         self._writes = setup.trained.processes.is_first
         self.belongs: JsonObject = {}
-        """Configuration and vocabulary that the weights belong to (`checkpoints.belongs_to`)."""
+        """Configuration and vocabulary that the weights belong to (`checkpoints.weights_identity`)."""
         self.saved_step: int | None = None
         """The step whose state the last checkpoint holds; None if the next one has to be written in any case."""
         self._thread: threading.Thread | None = None

@@ -86,7 +86,7 @@ class Counters:
     """Updates skipped because the loss or the gradient was not finite."""
     skipped_in_a_row: int = 0
     scheduled_step: int | None = None
-    """Step of the last checkpoint that was due; those of an interruption do not count."""
+    """Step of the newest checkpoint that was written because it was due; those of an interruption do not count."""
     scheduled_best: int | None = None
     """The best step when that checkpoint was due: a run that goes back to it has that best again."""
     rollbacks: int = 0

@@ -24,7 +24,7 @@ from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
-from txl.runs.checkpoints import belongs_to, read_state, remove_partial
+from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
 from txl.runs.events import EventName
@@ -282,7 +282,7 @@ class Trainer:
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
-        loop.saver.belongs = belongs_to(asdict(self.run.model), vocabulary, self.directory.run_id())
+        loop.saver.belongs = weights_identity(asdict(self.run.model), vocabulary, self.directory.run_id())
 
     def _announce(self, loop: TrainingLoop, event: EventName) -> None:
         """Show and log what is trained on what, if this is the process that writes."""
