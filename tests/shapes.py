@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from inspect import isclass
 from typing import Any, TypeVar, get_args, get_origin
@@ -15,6 +16,7 @@ import jaxtyping
 from beartype import beartype
 
 PACKAGES = ("txl.attention", "txl.models", "txl.generation", "txl.evaluation")
+_SHAPE = re.compile(r"\[Tensor, ['\"]")
 _jaxtyped = jaxtyping.jaxtyped
 
 
@@ -26,7 +28,8 @@ def install() -> None:
 
 def _where_shapes_are_said(*, typechecker: Any) -> Callable[[Any], Any]:
     def decorated(given: Any) -> Any:
-        if not any("[Tensor," in str(hint) for hint in vars(given).get("__annotations__", {}).values()):
+        said = vars(given).get("__annotations__", {}) if isclass(given) else given.__annotations__
+        if not any(_SHAPE.search(str(hint)) for hint in said.values()):
             return given
         known = _jaxtyped(given, typechecker=typechecker)
         return known if isclass(given) else _unless_compiling(given, known)
