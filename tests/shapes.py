@@ -59,8 +59,12 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checkable(hint: Any) -> Any:
     """Return the hint with anything in the place of a state, which may be of any class."""
     if get_origin(hint) is tuple:
-        return tuple[tuple(object if isinstance(each, TypeVar) else each for each in get_args(hint))]
+        return tuple[tuple(object if _is_state(each) else each for each in get_args(hint))]
     return hint
+
+
+def _is_state(hint: Any) -> bool:
+    return isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False)
 
 
 def _has_shape(hint: Any) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Num
 from torch import Tensor
 
 
@@ -27,7 +27,7 @@ def distances_farthest_first(
     return distances if clamp_len is None else distances.clamp(max=min(clamp_len, n_key))
 
 
-def sinusoid(distances: Int64[Tensor, " S"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "S E"]:
+def sinusoid(distances: Num[Tensor, " S"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "S E"]:
     """Compute the rows R_d = [sin(d w_0), ..., sin(d w_{E/2-1}), cos(d w_0), ..., cos(d w_{E/2-1})].
 
     w_k = 10000^(-2k/E). All sines come first, then all cosines, as in the authors' code. Computed in float32 for a
@@ -112,13 +112,13 @@ def score_terms(
 def reference_attention(
     query: Float[Tensor, "B T H D"],
     key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H Dv"],
     position: Float[Tensor, "S H D"],
     u: Float[Tensor, "H D"],
     v: Float[Tensor, "H D"],
     scope: KeyScope,
     dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
+) -> Float[Tensor, "B T H Dv"]:
     """Compute a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i.
 
     Args:

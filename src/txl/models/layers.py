@@ -107,7 +107,7 @@ class PositionwiseFeedForward(nn.Module):
         inner = config.dropout if config.dropout_inner is None else config.dropout_inner
         self.dropout_inner = make_dropout(inner, config.locked_dropout)
 
-    def forward(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+    def forward(self, hidden: Float[Tensor, "*lanes E"]) -> Float[Tensor, "*lanes E"]:
         """Compute the sub-layer for one segment."""
         inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
         output = self.dropout(self.outer(self.dropout_inner(F.relu(inner))))
