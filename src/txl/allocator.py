@@ -1,4 +1,4 @@
-"""How freed memory is treated by the C library while a program trains or evaluates on a CPU."""
+"""Treatment of freed memory by the C library while a program trains or evaluates on a CPU."""
 
 from __future__ import annotations
 

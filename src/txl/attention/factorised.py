@@ -115,7 +115,7 @@ class SegmentPhases:
 
     kernel: FusedKernel
     mask: Any
-    """Of the kernel's own type."""
+    """Keys that each query sees, in the kernel's own type."""
     sin: Float[Tensor, "T half"]
     """sin(i w) of the queries, for the E/2 frequencies."""
     cos: Float[Tensor, "T half"]

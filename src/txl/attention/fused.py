@@ -26,24 +26,24 @@ from txl.attention.shifted import shifted_attention
 from txl.errors import UserError
 
 _POSITION_PROGRAMS = 512
-"""How many programs the gradient of positions is at least divided among, where there are enough lanes."""
+"""Least number of programs that share the gradient of positions, where there are enough lanes."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the kernels divide their work; chosen by what fits, not by time."""
+    """Sizes of tiles; chosen by what fits, not by time."""
 
     block: int
     """Queries and keys of a tile."""
     warps: int
     stages: int
-    """How many tiles of operands the forward pass has in flight at once; the backward pass has one."""
+    """Tiles of operands that the forward pass loads ahead; the backward pass has one."""
     shared: int
     """Bytes of shared memory that no kernel exceeds; read from the binaries."""
 
 
 def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Tiling | None:
-    """The tiling for heads of a width on devices of a compute capability; None: they fit nowhere."""
+    """Return the tiling for heads of a width on devices of a compute capability; None: they fit nowhere."""
     width = padded_width(d_head)
     if dtype == torch.bfloat16:
         # Hopper's matrix units read tiles of 64 rows from shared memory; before it, those do not fit into registers.
@@ -60,7 +60,7 @@ def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, i
 
 
 def launch_options(kernel: str, tiling: Tiling) -> dict[str, Any]:
-    """What Triton compiles a kernel of `triton_kernels` with."""
+    """Return the options with which Triton compiles a kernel of `triton_kernels`."""
     stages = tiling.stages if kernel == "forward_kernel" else 1
     return {"num_warps": tiling.warps, "num_stages": stages, "enable_fp_fusion": True}
 
@@ -88,7 +88,7 @@ def why_not_fused(device: torch.device | str, dtype: torch.dtype | None, d_head:
 
 @functools.cache  # asked in every layer; what a machine has does not change
 def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, tf32: bool) -> str | None:
-    """What this machine lacks."""
+    """Return what this machine lacks; None: nothing."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if torch.version.cuda is None or (device.index or 0) >= torch.cuda.device_count():
@@ -106,7 +106,7 @@ def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, 
 
 
 def _tf32() -> bool:
-    """Whether PyTorch may compute float32 products in TF32."""
+    """Return whether PyTorch may compute float32 products in TF32."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
@@ -255,7 +255,7 @@ def _attend_backward(
 
 
 class _Call:
-    """What all kernels of a call are given."""
+    """Arguments that all kernels of a call share."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def _by_distance(grad, first_key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.constexpr):
-    """Whether each query of a tile sees each key; see `KeyScope`."""
+    """Return whether each query of a tile sees each key; see `KeyScope`."""
     query = (first_query + tl.arange(0, BLOCK))[:, None]
     key = (first_key + tl.arange(0, BLOCK))[None, :]
     distance = n_key - n_query + query - key
@@ -275,7 +275,7 @@ def _tile(
     n_head, n_query, n_key, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile: q + u, q + v, the gradient from above, the weights that were applied, the scores' gradient.
+    """Compute for one tile: q + u, q + v, the gradient from above, the weights that were applied, the scores' gradient.
 
     Args:
         query_u, query_v, above: pointers to the lane's and head's part, [T,D].

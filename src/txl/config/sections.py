@@ -28,7 +28,7 @@ Limit = int | Literal["none"] | None
 
 @dataclass(frozen=True)
 class Lengths:
-    """How far a model looks back. Here None is no limit; `given` and `options` translate the callers' "none"."""
+    """Limits of what a model looks back to; None is no limit here: `given` and `options` translate the word "none"."""
 
     mem_len: int = 0
     """Positions of memory carried from segment to segment."""

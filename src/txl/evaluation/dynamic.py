@@ -65,7 +65,7 @@ class Adaptation:
     epsilon: float = 2e-5
     """Added to the size of each element's gradient; of rms alone."""
     statistics: str = "mean"
-    """That size is the root of the "mean" of squares (2018) or of their "sum" (2019); of rms alone."""
+    """For rms: that size is the root of the "mean" of squares (2018) or of their "sum" (2019)."""
     weights: str = "all"
     """The weights that adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (with u and v of
     attention) and LayerNorms."""

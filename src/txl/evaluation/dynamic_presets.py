@@ -20,7 +20,7 @@ class PublishedSettings:
 
     adaptation: Adaptation
     statistics_segments: int | None
-    """Of the training split; None: all."""
+    """Segments of the training split that are read for them; None: all."""
     statistics_batch_size: int
     segment: int
     mem_len: int | None = None

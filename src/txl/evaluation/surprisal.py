@@ -282,7 +282,7 @@ class TextTotals:
     returns: int = 0
     """\\r that are tokens and unknown."""
     first_unknown: bool = False
-    """Whether the first token is unknown."""
+    """Return whether the first token is unknown."""
 
     def add(self, row: TokenSurprisal) -> None:
         """Count one more token."""

@@ -54,7 +54,7 @@ class CacheState:
 
     @property
     def lengths(self) -> Lengths:
-        """Those of the model's own state."""
+        """The lengths of the model's own state."""
         return self.inner.lengths
 
     @property

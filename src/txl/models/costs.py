@@ -18,7 +18,7 @@ class LayerCosts:
     activations: int
     """Kept for the backward pass of one micro-batch."""
     scratch: int
-    """Of the backward pass alone."""
+    """Bytes that the backward pass alone takes."""
     state: int
     """The states that go into a step and come out of it, of all lanes."""
     beside_softmax: bool = True

@@ -15,7 +15,7 @@ from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
 
 LZMA_AFTER = "lzma_after_training_text"
-"""Of a `compression` event: bytes that lzma needs when it has seen the end of the training text."""
+"""Field of a `compression` event: bytes that lzma needs when it has seen the end of the training text."""
 
 
 def measure_compression(

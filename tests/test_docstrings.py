@@ -1,0 +1,20 @@
+"""The first word of every docstring says at once what stands there: a verb, or a noun phrase."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "txl"
+_UNCLEAR = re.compile(r'^\s*"""(What|Whether|How|Of|Those|That|Itself)\b', re.MULTILINE)
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 100
+    found = [
+        f"{path.relative_to(SOURCE)}: {match[0].strip()}"
+        for path in files
+        for match in _UNCLEAR.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
