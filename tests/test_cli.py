@@ -380,7 +380,7 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["train", "stdlib-tiny"], "--out is missing"),
         (["train"], "the following arguments are required: PRESET"),
         (["fly"], "unknown command 'fly'; expected one of presets, data, train"),
-        (["evel", "x"], "unknown command 'evel'; did you mean eval?"),
+        (["evel", "x"], "unknown command 'evel'; did you mean eval"),
         (["data", "lst"], "unknown command 'lst'; did you mean list?"),
         (["eval", "x", "--dtype", "bfloat61"], "argument --dtype: invalid choice: 'bfloat61'; did you mean bfloat16 or"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],

@@ -8,12 +8,9 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from txl.errors import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 TypeHint = Any
@@ -74,7 +71,7 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: DataclassInstance, prefix: str) -> None:
+def check_ranges(section: Any, prefix: str) -> None:
     """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
