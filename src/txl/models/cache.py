@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from txl.config import Lengths, Limit
@@ -66,7 +66,7 @@ class CacheState:
         """Return the state cut off from the graph that computed it."""
         return replace(self, inner=self.inner.detach(), hidden=self.hidden.detach())
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> CacheState:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> CacheState:
         """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         chosen = lanes.to(self.hidden.device)
         inner = self.inner.select(lanes)

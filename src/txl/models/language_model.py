@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
 from txl.config import Lengths, Limit, LossName, ModelConfig
@@ -66,7 +66,7 @@ class State(Protocol):
         """Return the state cut off from the graph that computed it."""
         ...
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> Self:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> Self:
         """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         ...
 

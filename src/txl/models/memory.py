@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from txl.attention.equations import KeyScope
@@ -59,7 +59,7 @@ class Projections:
     end: int = 0
     """The position of the buffers behind the newest one."""
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> Projections:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> Projections:
         """Return the projections of some lanes."""
         chosen = lanes.to(self.keys[0].device)
         keys, values = (tuple(each.index_select(1, chosen) for each in kind) for kind in (self.keys, self.values))
@@ -222,7 +222,7 @@ class Memory:
         """Return the memory as it is: it never carries a gradient."""
         return self
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> Memory:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> Memory:
         """Return the memory of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         filled = self.filled
         if filled is not None:

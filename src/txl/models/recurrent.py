@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -144,7 +144,7 @@ class RecurrentState:
         """Return the state cut off from the graph that computed it."""
         return RecurrentState(tuple(tuple(each.detach() for each in layer) for layer in self.layers))
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> RecurrentState:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> RecurrentState:
         """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
         chosen = lanes.to(self.layers[0][0].device)
         return RecurrentState(tuple(tuple(each[chosen] for each in layer) for layer in self.layers))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
 from txl.attention.backends import causal_attention
@@ -109,7 +109,7 @@ class NoMemory:
         """Return the state as it is."""
         return self
 
-    def select(self, lanes: Int64[Tensor, " lanes"]) -> NoMemory:
+    def select(self, lanes: Int[Tensor, " lanes"]) -> NoMemory:
         """Return a state of as many lanes as `lanes` has."""
         chosen = lanes.tolist()
         if any(not -self.batch_size <= lane < self.batch_size for lane in chosen):
