@@ -23,7 +23,7 @@ pytest.importorskip("playwright", reason="make test-browser installs playwright 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
+from playwright.sync_api import Browser, Dialog, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 
 PATIENCE = 60_000
 """Milliseconds that anything may take on a busy machine."""
@@ -99,7 +99,7 @@ class Tab:
         page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("dialog", lambda dialog: (self.errors.append(dialog.message), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on(
             "request",
             lambda request: None if request.url.startswith((url, "data:")) else self.foreign.append(request.url),
@@ -114,6 +114,10 @@ class Tab:
         self.others = self.details.get_by_role("list", name="Alternatives").get_by_role("button")
         self.another = self.details.locator("button.other:not([aria-current])").first
         self.branches = page.get_by_role("navigation", name="Branches")
+
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.errors.append(dialog.message)
+        dialog.dismiss()
 
     def button(self, name: str) -> Locator:
         return self.page.get_by_role("button", name=name, exact=True)
