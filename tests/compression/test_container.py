@@ -35,7 +35,7 @@ def read(data: bytes) -> list[bytes]:
     return given
 
 
-def refused(data: bytes, match: str = "") -> None:
+def refused(data: bytes, match: str | None = None) -> None:
     with pytest.raises(UserError, match=match) as error:
         read(data)
     given = error.value.given  # pyright: ignore[reportAttributeAccessIssue]

@@ -254,7 +254,9 @@ def test_values_that_ask_for_nothing_are_fine(server):
         "frequency_penalty": 0.0,
         "user": "me",
     }
-    server.post("/v1/completions", value | {"logit_bias": {}, "suffix": None, "stop": None, "stream": False})
+    asked = value | {"logit_bias": {}, "suffix": None, "stop": None, "stream": False, "seed": 1}
+    plain = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "seed": 1})
+    assert server.post("/v1/completions", asked)["choices"] == plain["choices"]
 
 
 def test_other_routes(server, served):
