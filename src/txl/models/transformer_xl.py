@@ -141,11 +141,6 @@ class RelativeMultiHeadAttention(nn.Module):
             rows = self.r_proj(r)
         return self._heads(self.dropout_qkv(rows))
 
-    @property
-    def position_weight(self) -> Tensor:
-        """W_{k,R}, or the learned vectors of distances."""
-        return self.distances if self.learns_distances else self.r_proj.weight
-
     def biases(self, shared: Biases | None) -> Biases:
         """Return u and v: those of all layers, or this layer's own; zeros without terms (c) and (d)."""
         if self.learns_distances:
