@@ -86,6 +86,10 @@ def run(arguments: argparse.Namespace) -> None:
     listening = bound_socket(arguments.host, arguments.port)
     with listening:
         keep_freed_memory()
+        # One thread here, so that the engine's thread alone has a team of workers: with two teams on the same processors
+        # OpenMP puts workers to sleep between any two products, and a step of a small model takes half as long again.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
         if vocabulary is None:
             raise UserError(
@@ -98,6 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
+            threads=threads,
             **lengths,
         )
         service = Service(served, _limits(arguments))
