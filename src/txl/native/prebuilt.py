@@ -21,9 +21,9 @@ class Kind(NamedTuple):
 
     name: str
     flags: tuple[str, ...]
-    """What tells the compiler."""
+    """For the compiler."""
     needs: frozenset[str]
-    """What Linux has to list among a processor's flags (/proc/cpuinfo)."""
+    """Flags that Linux has to list for a processor (/proc/cpuinfo)."""
 
 
 KINDS = (
