@@ -360,7 +360,7 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
     for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
-    them (`models.scan`). Evaluation reads a view of the model, whose layers run eagerly.
+    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
 
     Returns:
         Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
