@@ -1,4 +1,4 @@
-"""`docs/performance.md` and its figures, from the records in `results/`.
+"""`docs/explanation/performance.md` and its figures, from the records in `results/`.
 
     python -m benchmarks.performance_page            # writes the page
     python -m benchmarks.performance_page --check    # exit code 1 if the page is not what the records give
@@ -320,7 +320,7 @@ def check_page(results: Path, docs: Path) -> list[str]:
 
 def main() -> None:
     """Write or check."""
-    results, docs = ROOT / "results", ROOT / "docs"
+    results, docs = ROOT / "results", ROOT / "docs" / "explanation"
     if sys.argv[1:] == ["--check"]:
         if wrong := check_page(results, docs):
             sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.performance_page")

@@ -28,7 +28,7 @@ SMALL = [
     for option in options_of(small_run("my.txt", **{"train.steps": "4"}))
     if not option.startswith(("--data.corpus", "--model.n-layer", "--train.dtype"))
 ]
-PRESETS = (Path(__file__).parent.parent / "docs" / "presets.md").read_text(encoding="utf-8")
+PRESETS = (Path(__file__).parent.parent / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
 PAPERS_OWN = [
     *("enwik8-12L", "enwik8-18L", "enwik8-24L", "text8-24L", "wt103-base", "wt103-large"),
     *("lm1b-base", "lm1b-large", "ptb"),
@@ -53,7 +53,7 @@ def test_every_command_is_one_that_the_program_knows():
 
 
 @pytest.mark.parametrize(
-    "page", sorted((Path(__file__).parent.parent / "docs").glob("*.md")), ids=lambda page: page.name
+    "page", sorted((Path(__file__).parent.parent / "docs").rglob("*.md")), ids=lambda page: page.name
 )
 def test_commands_of_the_other_pages_are_ones_that_the_program_knows(page):
     text = page.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def _defined(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["model.md", "architecture.md"])
+@pytest.mark.parametrize("page", ["explanation/model.md", "architecture.md"])
 def test_pages_that_explain_the_code_point_to_what_is_there(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     source = ROOT / "src" / "txl"
