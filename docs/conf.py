@@ -23,7 +23,6 @@ html_show_sourcelink = html_show_copyright = False
 html_copy_source = False
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["attrs_inline"]
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"

@@ -166,7 +166,7 @@ def _defined(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["explanation/model.md", "architecture.md"])
+@pytest.mark.parametrize("page", ["explanation/model.md", "explanation/attention.md", "architecture.md"])
 def test_pages_that_explain_the_code_point_to_what_is_there(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     source = ROOT / "src" / "txl"
