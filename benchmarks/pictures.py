@@ -1,7 +1,7 @@
 """Draw the pictures of the README and of the site from the records in `results/`.
 
-    python -m benchmarks.pictures            # writes docs/images/*.svg
-    python -m benchmarks.pictures --check    # exit code 1 if a picture does not show what its records say
+python -m benchmarks.pictures            # writes docs/images/*.svg
+python -m benchmarks.pictures --check    # exit code 1 if a picture does not show what its records say
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ PICTURES: dict[str, tuple[tuple[str, ...], tuple[float, float], Callable[..., No
 
 def shown(results: Path, name: str) -> tuple[list[Record], str]:
     """Return what a picture's records say, and a digest of it."""
-    records = [json.loads((results / f"{each}.json").read_text(encoding="utf-8"))["output"] for each in PICTURES[name][0]]
+    paths = [results / f"{each}.json" for each in PICTURES[name][0]]
+    records = [json.loads(path.read_text(encoding="utf-8"))["output"] for path in paths]
     return records, hashlib.sha256(json.dumps([name, *records]).encode()).hexdigest()[:16]
 
 
@@ -121,15 +123,17 @@ def write_pictures(results: Path, folder: Path) -> None:
     """Write every picture, with the digest of what it shows in its metadata."""
     for name, (_, size, draw) in PICTURES.items():
         records, digest = shown(results, name)
-        save_figure(lambda figure, draw=draw, records=records: draw(figure, *records), folder / f"{name}.svg", size, digest)
+        save_figure(partial(_draw, draw, records), folder / f"{name}.svg", size, digest)
+
+
+def _draw(draw: Callable[..., None], records: list[Record], figure: Figure) -> None:
+    draw(figure, *records)
 
 
 def check_pictures(results: Path, folder: Path) -> list[str]:
     """Return the names of pictures that do not show what their records say."""
     return [
-        name
-        for name in PICTURES
-        if shown(results, name)[1] not in (folder / f"{name}.svg").read_text(encoding="utf-8")
+        name for name in PICTURES if shown(results, name)[1] not in (folder / f"{name}.svg").read_text(encoding="utf-8")
     ]
 
 

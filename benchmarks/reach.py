@@ -23,7 +23,7 @@ from txl.runs.corpus import open_run_corpus
 from txl.runs.directory import RunDirectory
 
 WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
-"""Keys a query sees; the length of segments that the figure marks; positions read beyond the reach; targets averaged."""
+"""Keys a query sees; length of the segments that the figure marks; positions read beyond the reach; targets."""
 
 
 def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sphinx's configuration: `make docs`. The reference's tables come from the parsers, the configuration and the presets."""
+"""Sphinx's configuration: `make docs`. Tables of the reference come from the parsers, the fields and the presets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def python() -> str:
         parts.append(f"## {heading}\n")
         for name in [name for name, package in home.items() if package in packages]:
             del home[name]
-            if name[0].isupper():
+            if name == "TransformerXL":  # its methods are those of LanguageModel
+                directive = f".. autoclass:: txl.{name}"
+            elif name[0].isupper():
                 directive = f".. autoclass:: txl.{name}\n   :members:"
             else:
                 directive = f".. autofunction:: txl.{name}"
@@ -91,9 +93,13 @@ def commands() -> str:
     return "\n".join(_commands(build_parser(), 2))
 
 
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
+    return [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+
+
 def _commands(parser: argparse.ArgumentParser, level: int) -> list[str]:
     parts = []
-    for nested in [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]:
+    for nested in _subparsers(parser):
         helps = {each.dest: each.help or "" for each in nested._choices_actions}
         for name, each in nested.choices.items():
             parts += [_command(each, level, helps.get(name, "")), *_commands(each, level + 1)]
