@@ -86,7 +86,7 @@ class Trainer:
         self.processes = Processes()
 
     def fit(self) -> JsonObject:
-        """Train to the last step, or go on to it.
+        """Train up to the last step; resume first if the directory holds a run.
 
         Returns:
             directory, step, tokens, seconds, best_nll and best_step (None without validation).
@@ -95,7 +95,7 @@ class Trainer:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
+            TrainingDiverged: if losses are no longer finite, or the model is worse than guessing at the end.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
@@ -127,7 +127,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text."""
+        """Return whether the directory holds a run of this configuration and text, which `fit` would resume."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
