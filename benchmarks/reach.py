@@ -30,7 +30,7 @@ def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) ->
     """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1).
 
     Args:
-        model: in evaluation mode, float64.
+        model: in evaluation mode.
         tokens: [T], read from empty memory.
         target: the token that follows.
         window: keys a query sees.
@@ -52,7 +52,7 @@ def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets:
     """Average the gradients of several targets, by distance back; each row is relative to its largest value."""
     n_layer = model.config.n_layer
     length = n_layer * (window - 1) + 1 + BEYOND
-    model = model.double().eval()
+    model = model.eval()
     starts = torch.linspace(0, len(tokens) - length - 1, targets).long().tolist()
     mean = sum(
         (gradients(model, tokens[at : at + length], int(tokens[at + length]), window) for at in starts),
@@ -73,7 +73,7 @@ def main(out: str, run: str) -> None:
     model, vocabulary = txl.load(run)
     directory = RunDirectory(Path(run))
     corpus = open_run_corpus(directory, vocabulary, {}, quiet=True)
-    tokens = torch.as_tensor(corpus.tokens("valid")[:]).long()
+    tokens = torch.as_tensor(corpus.tokens("valid")[:].astype("int64"))
     start = next(event for event in directory.events() if event["event"] == "start")
     measured = measure(cast(TransformerXL, model), tokens)
     about = {"command": start["command"], "corpus": start["corpus"], "config": start["config"]}

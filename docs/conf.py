@@ -23,6 +23,7 @@ html_show_sourcelink = html_show_copyright = False
 html_copy_source = False
 
 myst_heading_anchors = 4
+default_role = "code"  # single backticks in docstrings
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
