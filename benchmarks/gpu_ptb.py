@@ -110,7 +110,7 @@ def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any
         batch_size=settings.batch_size,
         temperature=settings.temperature,
         max_tokens=500 if given.rehearse else None,
-        **settings.length_options(),
+        **settings.lengths.options(),
     )
     valids = [each for each in RunDirectory(work / "run").events() if each["event"] == "valid"]
     curve = [{"step": each["step"], "nll": each["nll"]} for each in valids]

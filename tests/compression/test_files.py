@@ -50,7 +50,7 @@ def coding_model(kind: str, vocabulary: Any = None, seed: int = 0) -> CodingMode
     torch.manual_seed(seed)
     model = build_model(KINDS[kind], vocabulary).eval()
     training = torch.randint(len(vocabulary), (400,), generator=torch.Generator().manual_seed(3))
-    return CodingModel(model, vocabulary, {}, lambda: training)
+    return CodingModel(model, vocabulary, None, lambda: training)
 
 
 def packed(text: bytes, **settings: Any) -> tuple[bytes, Sizes]:

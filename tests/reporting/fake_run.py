@@ -46,7 +46,7 @@ def corpus_info(name: str, unit: str) -> dict[str, Any]:
     }
 
 
-def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) -> dict[str, Any]:
+def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) -> Any:
     """A record as `txl eval` logs it."""
     bpc = nll / math.log(2)
     row = {

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import matplotlib as mpl
 import pytest
@@ -19,14 +20,14 @@ from txl.reporting.plots import loss_figure, loss_limits, memory_figure, save_me
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def lines(steps, loss=2.0):
+def lines(steps, loss=2.0) -> list[Any]:
     return [
         {"event": "train", "step": step, "loss": loss + 3 / step, "learning_rate": 1e-3 / step, "grad_norm": 0.3}
         for step in steps
     ]
 
 
-def rows(unit="byte", lengths=LENGTHS):
+def rows(unit="byte", lengths=LENGTHS) -> list[Any]:
     return [evaluation(1.4 + 0.2 / (1 + length), length, unit=unit) for length in lengths]
 
 
@@ -36,7 +37,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
 def test_every_figure_is_well_formed_and_says_what_it_shows(unit):
-    valid = [{"event": "valid", "step": 30, "nll": 1.9}]
+    valid: list[Any] = [{"event": "valid", "step": 30, "nll": 1.9}]
     drawings = [
         loss_figure(lines(range(1, 60)), valid, unit),
         schedule_figure(lines(range(1, 60)), 0.25),
@@ -82,7 +83,7 @@ def test_short_and_flat_logs_are_drawn(train, valid):
 
 
 def test_a_learning_rate_of_zero_is_drawn():
-    event = {"step": 1, "loss": 2.0, "learning_rate": 0.0, "grad_norm": 0.0}
+    event: Any = {"step": 1, "loss": 2.0, "learning_rate": 0.0, "grad_norm": 0.0}
     assert "learning rate, 10⁰" in texts(schedule_figure([event], 0.0).wide)
 
 

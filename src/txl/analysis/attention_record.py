@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,10 +17,12 @@ from txl.analysis.average_attention import (
     share_beyond,
 )
 from txl.analysis.observation import attentions
-from txl.data.prepared import Corpus
+from txl.config import Lengths
+from txl.data.prepared import Corpus, Tokens
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.evaluation.perplexity import Progress
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
 FORMAT = 2
@@ -36,7 +37,7 @@ def analyse_attention(
     *,
     split: str,
     checkpoint: str,
-    lengths: dict[str, Any],
+    lengths: Lengths,
     segment: int,
     batch_size: int | None = None,
     most_lanes: int = 10,
@@ -50,7 +51,7 @@ def analyse_attention(
     far: int | None = None,
     terms: bool | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Average a model's attention over a split, and return the record that figures and page are drawn from.
 
     Args:
@@ -58,7 +59,7 @@ def analyse_attention(
         corpus: the text, in that vocabulary.
         split: its split.
         checkpoint: name of the checkpoint, for the record.
-        lengths: `mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`.
+        lengths: memory length, window and clamp.
         segment: tokens of a lane in one step.
         batch_size: lanes; None: at most `most_lanes`, so few that memory is full in three quarters of each.
         max_tokens: tokens to read; None: all.
@@ -75,7 +76,7 @@ def analyse_attention(
     tokens = corpus.tokens(split)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"--tokens is {max_tokens}; expected 2 or more, or all")
-    span = reach(model.init_state(1, **lengths).lengths, segment)
+    span = reach(model.init_state(1, **lengths.options()).lengths, segment)
     far = max(1, span // 2) if far is None else far
     if not 1 <= far < max(2, span):
         raise UserError(f"--far is {far}; expected 1 to {span - 1}: no token sees farther")
@@ -84,7 +85,7 @@ def analyse_attention(
     found = average_attention(
         model,
         tokens,
-        **lengths,
+        **lengths.options(),
         segment=segment,
         batch_size=lanes,
         max_tokens=max_tokens,
@@ -113,9 +114,9 @@ def _check_heads(
             raise UserError(f"--heads has {layer + 1}:{head + 1}, but layer {layer + 1} is not among --layers")
 
 
-def _lanes(n_token: int, lengths: dict[str, Any], most: int) -> int:
+def _lanes(n_token: int, lengths: Lengths, most: int) -> int:
     """Return the number of lanes with which memory is full in three quarters of each, at most `most`."""
-    keys = lengths["window"] if isinstance(lengths["window"], int) else lengths["mem_len"] + 1
+    keys = lengths.mem_len + 1 if lengths.window is None else lengths.window
     return max(1, min(most, n_token // (4 * keys)))
 
 
@@ -138,10 +139,10 @@ def attention_record(
     *,
     far: int,
     heads: Sequence[tuple[int, int]],
-    tokens: Any,
+    tokens: Tokens,
     vocabulary: Vocabulary,
-    described: dict[str, Any],
-) -> dict[str, Any]:
+    described: JsonObject,
+) -> JsonObject:
     """Return everything as JSON values; layers and heads are numbered from 1.
 
     Args:
@@ -193,7 +194,7 @@ def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
     return sorted((first + order[: math.ceil(share * keys)]).tolist())
 
 
-def token_texts(vocabulary: Vocabulary, ids: Any) -> list[str]:
+def token_texts(vocabulary: Vocabulary, ids: Iterable[int]) -> list[str]:
     """Return the text that each token completes; joined, they are the text of the tokens."""
     decoder = vocabulary.decoder()
     texts = [decoder.push(int(token)) for token in ids]
@@ -203,8 +204,8 @@ def token_texts(vocabulary: Vocabulary, ids: Any) -> list[str]:
 
 
 def _position(
-    close: Close, layers: tuple[int, ...], heads: Sequence[tuple[int, int]], tokens: Any, vocabulary: Vocabulary
-) -> dict[str, Any]:
+    close: Close, layers: tuple[int, ...], heads: Sequence[tuple[int, int]], tokens: Tokens, vocabulary: Vocabulary
+) -> JsonObject:
     *texts, following = token_texts(vocabulary, tokens[close.first_key : close.position + 2])
     return {
         "position": close.position,

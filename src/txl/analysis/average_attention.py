@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from txl.analysis.observation import AttentionInputs, attentions, known_terms, o
 from txl.attention.shifted import shifted_view
 from txl.config import Lengths, Limit
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, check_ids, evaluation_mode
+from txl.evaluation.perplexity import Lanes, Progress, TokenIds, check_ids, evaluation_mode
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
 
@@ -58,7 +58,7 @@ class AttentionAverages:
     """Tokens averaged over."""
     min_keys: int
     """Each of them saw so many keys or more."""
-    settings: dict[str, Any]
+    settings: JsonObject
     """mem_len, window, clamp_len, segment, batch_size, tokens."""
     close: tuple[Close, ...]
 
@@ -92,7 +92,7 @@ def reach(lengths: Lengths, segment: int) -> int:
 
 def average_attention(
     model: LanguageModel,
-    tokens: Any,
+    tokens: TokenIds,
     *,
     segment: int = 128,
     mem_len: int | None = None,
@@ -273,7 +273,7 @@ class _Sums:
             n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
             sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
 
-    def result(self, settings: dict[str, Any]) -> AttentionAverages:
+    def result(self, settings: JsonObject) -> AttentionAverages:
         """Return the means."""
         queries = int(self.queries.sum())
         terms = {name: sums / queries for name, sums in self.by_name.items() if name != "all"}

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from txl.data.prepared import Tokens
 from txl.data.streams import splitmix64
 
 BLOCK = 1 << 20
@@ -48,7 +48,7 @@ class Copies:
 
 
 def copies(
-    texts: Sequence[Sequence[int]], training: Any, progress: Callable[[int, int], None] | None = None
+    texts: Sequence[Sequence[int]], training: Tokens | np.ndarray, progress: Callable[[int, int], None] | None = None
 ) -> list[Copies]:
     """Return which spans of each text stand in the training text.
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
 from txl.analysis.consistency import KINDS, Shared, shared_mentions
 from txl.analysis.novelty import Copies, copies
+from txl.config import Lengths
 from txl.data.detokenise import Convention, text_decoder
+from txl.data.prepared import Tokens
 from txl.data.streams import shuffled
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.generation.text import Sampling, generate_tokens, undrawable
 from txl.models.language_model import LanguageModel
 
 
-def draw_contexts(tokens: Any, vocabulary: Vocabulary, *, count: int, length: int, seed: int) -> list[int]:
+def draw_contexts(
+    tokens: Tokens | np.ndarray, vocabulary: Vocabulary, *, count: int, length: int, seed: int
+) -> list[int]:
     """Draw positions in a split with a seed, each with room for a context and what follows it; ascending.
 
     They begin at the beginning of a line that is not empty, where lines can be told and there are enough of them, and
@@ -139,10 +143,10 @@ class Sample:
     generation_measures: Measures
     reference_measures: Measures
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain JSON values: texts, token ids, measures."""
 
-        def both(text: Text, measures: Measures) -> dict[str, Any]:
+        def both(text: Text, measures: Measures) -> JsonObject:
             return {"text": text.text, "tokens": text.ids, "measures": asdict(measures)}
 
         return {
@@ -158,6 +162,8 @@ class Sample:
 class Plan:
     """Choice of contexts, and settings of their continuation."""
 
+    lengths: Lengths
+    """Memory length, window and clamp."""
     count: int = 3
     context: int = 512
     """Tokens of a context."""
@@ -166,15 +172,13 @@ class Plan:
     seed: int = 0
     """Seed of the contexts; sample i is drawn with seed + i."""
     sampling: Sampling = field(default_factory=Sampling)
-    lengths: dict[str, Any] = field(default_factory=dict)
-    """`mem_len`, `window`, `clamp_len`, as in `LanguageModel.init_state`."""
 
 
 def make_samples(
     model: LanguageModel,
     vocabulary: Vocabulary,
-    tokens: Any,
-    training: Any,
+    tokens: Tokens | np.ndarray,
+    training: Tokens | np.ndarray,
     plan: Plan,
     *,
     convention: Convention | None = None,
@@ -207,7 +211,7 @@ def make_samples(
             seed=plan.seed + number,
             forbidden=undrawable(vocabulary),
             compile=compile,
-            **plan.lengths,
+            **plan.lengths.options(),
         )
         for step in steps:
             made.append(int(step[0]))
@@ -251,13 +255,13 @@ def _measures(context: Text, text: Text, copied: Copies, vocabulary: Vocabulary)
     )
 
 
-def pooled(measures: Sequence[Measures]) -> dict[str, Any]:
+def pooled(measures: Sequence[Measures]) -> JsonObject:
     """Return the measures of several texts together, as plain JSON values.
 
     A share is the sum of the texts' counts divided by the sum of what was looked at, and None where that is 0.
     """
 
-    def share(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    def share(pairs: Sequence[tuple[int, int]]) -> JsonObject:
         count, total = (sum(column) for column in zip(*pairs, strict=True))
         return {"share": count / total if total else None, "count": count, "of": total}
 

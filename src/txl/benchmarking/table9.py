@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from txl.benchmarking import TABLE_9
 from txl.benchmarking.workloads import timed_alternately
 from txl.config import TransformerXLConfig, VanillaConfig, as_family
+from txl.files import JsonObject
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
@@ -39,7 +39,7 @@ class Slowdown:
         """Time of the vanilla Transformer as a multiple of Transformer-XL's."""
         return self.vanilla_seconds / self.transformer_xl_seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all figures, ready for JSON."""
         return asdict(self) | {"ratio": self.ratio, "published": TABLE_9.get(self.attention_length)}
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
 from txl.config import RunConfig
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
@@ -44,7 +44,7 @@ class Speed:
         """The workload's rate of operations over the machine's."""
         return self.operations_per_step / self.step_seconds / self.matmul_rate
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all figures, ready for JSON."""
         return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_memory_options,
     add_out,
     add_run_options,
     bounded_int,
-    memory_settings,
     named,
     number_or_all,
     numbers,
     pick_device,
     run_corpus,
     run_to_read,
+    tested_lengths,
     writable_folder,
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
+from txl.files import JsonObject
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             corpus,
             split=arguments.split,
             checkpoint=checkpoint.name,
-            lengths=memory_settings(arguments, config),
+            lengths=tested_lengths(arguments, config),
             segment=config.eval.segment if arguments.segment is None else arguments.segment,
             batch_size=arguments.batch,
             most_lanes=config.eval.batch_size,
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
         _print(record, out)
 
 
-def _print(record: dict[str, Any], out: Path) -> None:
+def _print(record: JsonObject, out: Path) -> None:
     settings = record["settings"]
     farthest = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]
     even = {"layer": "even", "head": "", **record["even"]}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions
 from txl.commands.evaluation_results import print_rows, refuse_not_a_number
 from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
-from txl.runs.events import EventName
+from txl.runs.events import Evaluation, EventName, Measured
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
     settings = evaluation_settings(arguments, config, config.eval.batch_size)
-    described = {
+    described: Measured = {
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     tuned, results = found.tuning, (found.without, found.with_cache)
     refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
-    rows = [described | result.to_dict() for result in results]
+    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
     record(directory, EventName.CACHE, checkpoint, **tuning)
     for row in rows:
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     _print(arguments, tuned, rows)
 
 
-def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[str, Any]]) -> None:
+def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[Evaluation]) -> None:
     print(
         f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: theta {tuned.theta:g}, lambda "
         f"{tuned.weight:g}\n"

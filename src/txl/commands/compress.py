@@ -18,7 +18,7 @@ from txl.commands.options import (
     add_memory_options,
     check_out,
     existing_run,
-    memory_settings,
+    tested_lengths,
 )
 from txl.commands.output import output, print_json, progress_bar, say
 from txl.errors import UserError
@@ -196,8 +196,8 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
         corpus = open_run_corpus(run_directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
         return training_tokens(run_directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=True)
 
-    settings = memory_settings(arguments, run_directory.config()) if lengths else {}
-    return CodingModel(model.eval(), vocabulary, settings, training)
+    chosen = tested_lengths(arguments, run_directory.config()) if lengths else None
+    return CodingModel(model.eval(), vocabulary, chosen, training)
 
 
 def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
@@ -225,7 +225,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
     return DynamicRecipe(adaptation, 128 if arguments.segment is None else arguments.segment)
 
 
-def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more: Any) -> None:
+def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more: object) -> None:
     """Print sizes and speed, on standard error or as one JSON object."""
     bits = 8 * sizes.file / sizes.text if sizes.text else None
     if arguments.json:

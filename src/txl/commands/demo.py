@@ -111,7 +111,7 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "temperature": 0.8,
         "seed": seed,
         "max_tokens": max_tokens,
-        **config.eval.length_options(),
+        **config.eval.lengths.options(),
     }
     shown = ""
     for prompt in PROMPTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.evaluation_options import (
     BATCH,
@@ -22,7 +22,7 @@ from txl.commands.evaluation_results import collect_statistics, print_rows, refu
 from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
-from txl.runs.events import EventName
+from txl.runs.events import Evaluation, EventName, Measured
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -109,13 +109,13 @@ def run(arguments: argparse.Namespace) -> None:
         )
     refuse_not_a_number([found.tuning.static_nll, found.static.nll], checkpoint)
     refuse_divergence(found.adapted)
-    described = {
+    described: Measured = {
         "split": arguments.split,
         "corpus": corpus.name,
         "unit": corpus.unit,
         "checkpoint": checkpoint.name,
     }
-    rows = [described | result.to_dict() for result in (found.static, found.adapted)]
+    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (found.static, found.adapted)]
     tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)
     for row in rows:
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
     _print(arguments, found, rows)
 
 
-def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[dict[str, Any]]) -> None:
+def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluation]) -> None:
     tuned = found.tuning
     best = tuned.adaptation
     print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.evaluation_options import (
     DynamicRequest,
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from txl.data.prepared import Corpus, Tokens
     from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import GradientStatistics
-    from txl.evaluation.perplexity import EvaluationResult
+    from txl.evaluation.perplexity import EvaluationResult, Settings
     from txl.models.language_model import LanguageModel
     from txl.runs.directory import RunDirectory
+    from txl.runs.events import Evaluation, Measured
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
     results = _measure(model, tokens, settings, dynamic, statistics, arguments)
     refuse_not_a_number([result.nll for result in results], checkpoint)
     described, hint = _describe(directory, checkpoint, corpus, results[0], arguments.split)
-    rows = [described | result.to_dict() for result in results]
+    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     _record(directory, checkpoint, described, rows, arguments)
     _print(directory, corpus, described, rows, hint, arguments)
     if arguments.mem_lens is not None:
@@ -119,7 +120,7 @@ def _statistics(
     directory: RunDirectory,
     corpus: Corpus,
     dynamic: DynamicRequest,
-    settings: dict[str, Any],
+    settings: Settings,
     arguments: argparse.Namespace,
 ) -> GradientStatistics | None:
     """Return what dynamic evaluation has to know of the training split's gradients."""
@@ -133,7 +134,7 @@ def _statistics(
 def _measure(
     model: LanguageModel,
     tokens: Tokens,
-    settings: dict[str, Any],
+    settings: Settings,
     dynamic: DynamicRequest | None,
     statistics: GradientStatistics | None,
     arguments: argparse.Namespace,
@@ -164,7 +165,7 @@ def _measure(
 
 def _describe(
     directory: RunDirectory, checkpoint: Path, corpus: Corpus, result: EvaluationResult, split: str
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[Measured, str | None]:
     """Return what was measured, as the log has it, and how to measure more of the text, if there is more of it."""
     from txl.data.corpora import is_named
     from txl.data.sources import WHOLE
@@ -176,7 +177,7 @@ def _describe(
         part += ", its training text included" if split == WHOLE else ""
     elif split != WHOLE and not is_named(corpus.name):
         hint = f"--split {WHOLE} measures everything"
-    described = {
+    described: Measured = {
         "split": split,
         "corpus": corpus.name,
         "unit": corpus.unit,
@@ -190,8 +191,8 @@ def _describe(
 def _record(
     directory: RunDirectory,
     checkpoint: Path,
-    described: dict[str, Any],
-    rows: list[dict[str, Any]],
+    described: Measured,
+    rows: list[Evaluation],
     arguments: argparse.Namespace,
 ) -> None:
     """Add the results to the run's log."""
@@ -204,8 +205,8 @@ def _record(
 def _print(
     directory: RunDirectory,
     corpus: Corpus,
-    described: dict[str, Any],
-    rows: list[dict[str, Any]],
+    described: Measured,
+    rows: list[Evaluation],
     hint: str | None,
     arguments: argparse.Namespace,
 ) -> None:
@@ -213,11 +214,11 @@ def _print(
     from txl.data.sources import WHOLE
     from txl.runs.corpus import trained_unknown
 
-    measured = "; ".join([f"measured: {described['measured']}", *([hint] if hint else [])])
+    measured = "; ".join([f"measured: {described.get('measured')}", *([hint] if hint else [])])
     if arguments.json:
         if hint is not None:
             say(f"note: {measured}")
-        print_json(rows[0] if arguments.mem_lens is None else described | {"rows": rows})
+        print_json(rows[0] if arguments.mem_lens is None else {**described, "rows": rows})
         return
     print_rows(rows)
     for note in corpus.notes(arguments.split, trained_unknown(directory)):
@@ -226,7 +227,7 @@ def _print(
         print(measured)
 
 
-def _draw_curve(directory: Path, rows: list[dict[str, Any]]) -> None:
+def _draw_curve(directory: Path, rows: list[Evaluation]) -> None:
     """Draw quality against memory length, as memory-curve.svg and .png in the run directory."""
     from txl.reporting.plots import save_memory_curve
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.options import config_options, memory_settings, named, number_or_all
-from txl.config import RunConfig
+from txl.commands.options import config_options, named, number_or_all, tested_lengths
+from txl.config import RunConfig, same_length
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.evaluation.dynamic import Adaptation
+    from txl.evaluation.perplexity import Settings
     from txl.models.cache import ContinuousCache
     from txl.models.family import FamilyModel
 
@@ -78,8 +79,8 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
         raise UserError(f"--dynamic-preset is {arguments.dynamic_preset!r}; expected one of {known}")
     preset = PUBLISHED[arguments.dynamic_preset]
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
-    if arguments.mem_len is not None and arguments.window is None:
-        values["window"] = None  # --mem-len alone also sets the window
+    if arguments.mem_len is not None:  # which may set the window too
+        values["window"] = same_length(arguments.mem_len, arguments.window)
     values |= {"batch": preset.batch_size, "dynamic_statistics_batch": preset.statistics_batch_size}
     adaptation = asdict(preset.adaptation)
     values["dynamic"] = adaptation.pop("rule")
@@ -149,7 +150,7 @@ def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel
     return ContinuousCache(model, *(getattr(arguments, name) for name in names))
 
 
-def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_size: int) -> dict[str, Any]:
+def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_size: int) -> Settings:
     """Return the settings of an evaluation: those given as options, else the run's test settings.
 
     Args:
@@ -162,7 +163,7 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
         "batch_size": batch_size if arguments.batch is None else arguments.batch,
         "dtype": arguments.dtype,
         "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
-        **memory_settings(arguments, config),
+        **tested_lengths(arguments, config).options(),
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.evaluation_options import DynamicRequest
 from txl.commands.output import print_table, progress_bar
@@ -14,15 +14,16 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.prepared import Tokens
     from txl.evaluation.dynamic import GradientStatistics
-    from txl.evaluation.perplexity import EvaluationResult
+    from txl.evaluation.perplexity import EvaluationResult, Settings
     from txl.models.language_model import LanguageModel
+    from txl.runs.events import Evaluation
 
 
 def collect_statistics(
     model: LanguageModel,
     training_split: Callable[[], Tokens],
     request: DynamicRequest,
-    settings: dict[str, Any],
+    settings: Settings,
     quiet: bool,
 ) -> GradientStatistics | None:
     """Return gradient statistics of a training split, read as the evaluation will be; None for sgd."""
@@ -60,13 +61,13 @@ def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
         )
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def print_rows(rows: Sequence[Evaluation]) -> None:
     """Print a table of results, with what was scored below it."""
     from txl.reporting.wording import adaptation_text, split_text
     from txl.units import ppl_text
 
     by_word = rows[0]["unit"] in ("word", "bpe")
-    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    columns: list[tuple[str, Callable[[Evaluation], str]]] = [
         ("memory", lambda row: str(row["mem_len"])),
         ("window", lambda row: "none" if row["window"] is None else str(row["window"])),
     ]
@@ -100,6 +101,6 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         print(adaptation_text(first["dynamic"]))
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
-    if first["unknown"]:
+    if unknown := first.get("unknown"):
         read = first["tokens"] + first["dropped"] + 1
-        print(f"{first['unknown']:,} of the {read:,} tokens read are <unk>: the true bits per byte are higher")
+        print(f"{unknown:,} of the {read:,} tokens read are <unk>: the true bits per byte are higher")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_checkpoint,
@@ -18,13 +18,14 @@ from txl.commands.options import (
     add_memory_options,
     add_sampling_options,
     convention,
-    memory_settings,
     note_lacking,
     pick_device,
     run_to_read,
+    tested_lengths,
 )
 from txl.commands.output import print_json, record
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     temperature = 0.0 if arguments.greedy else arguments.temperature
     Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values
     run_directory, config, checkpoint = run_to_read(arguments)
-    lengths = memory_settings(arguments, config)
+    lengths = tested_lengths(arguments, config).options()
     import torch
 
     from txl.allocator import keep_freed_memory
@@ -144,9 +145,7 @@ def _stream(prompt: str, pieces: Iterator[str]) -> str:
     return "".join(shown)
 
 
-def record_sample(
-    run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: dict[str, Any]
-) -> None:
+def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: JsonObject) -> None:
     """Add a text (the beginning of a long one) to the run's log, where the report finds it."""
     names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(

@@ -15,6 +15,7 @@ from txl.commands.output import say
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
+    Lengths,
     RunConfig,
     chosen_family,
     leaf_fields,
@@ -328,22 +329,17 @@ def numbers(text: str) -> list[int]:
     return [bounded_int(part) for part in text.split(",")]
 
 
-def memory_settings(arguments: argparse.Namespace, run: RunConfig) -> dict[str, Any]:
-    """Return `mem_len`, `window` and `clamp_len` of an evaluation: as given, else the run's test settings.
+def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
+    """Return the lengths of an evaluation: as given, else the run's test settings.
 
-    ``--mem-len M`` without ``--window`` means window M, as the authors' `same_length`; without memory each segment is
-    read alone.
+    ``--mem-len M`` without ``--window`` means window M (`Lengths.tested`); without memory each segment is read alone.
     """
-    lengths = run.eval.length_options()
-    if arguments.mem_len is not None:
-        lengths |= {"mem_len": arguments.mem_len, "window": arguments.mem_len or "none"}
-    given = {"window": arguments.window, "clamp_len": arguments.clamp_len}
-    return lengths | {name: value for name, value in given.items() if value is not None}
+    return run.eval.lengths.tested(arguments.mem_len, arguments.window, arguments.clamp_len)
 
 
 def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
     """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
-    return run.eval.length_options()["clamp_len"] if given is None else given
+    return run.eval.lengths.options()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from txl.runs.events import EventName
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Print one JSON object on standard output; numbers that JSON has no name for become null."""
 
-    def plain(item: Any) -> Any:
+    def plain(item: object) -> object:
         if isinstance(item, dict):
             return {key: plain(each) for key, each in item.items()}
         if isinstance(item, (list, tuple)):
@@ -134,7 +134,7 @@ class ProgressByPart:
             self._bar.stop()
 
 
-def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: Any) -> None:
+def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: object) -> None:
     """Add an event to the run's log; a run that cannot be written is only read, and a note says so."""
     from txl.runs.checkpoints import checkpoint_step
 

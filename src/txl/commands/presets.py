@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import add_json
 from txl.commands.output import print_json, print_table
+from txl.files import JsonObject
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the presets with their sizes and published results; sources, vocabularies and widths with --json."""
     from txl.presets.named import named_presets
 
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[JsonObject]] = {}
     for group, members in named_presets().items():
         groups[group] = []
         for each in members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from txl.commands.evaluation_options import fractions
 from txl.commands.options import (
@@ -24,6 +24,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.errors import UserError
+from txl.files import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,7 @@ def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None
     ]
 
 
-def _described(directory: RunDirectory, clamp: Any, device: str) -> dict[str, Any]:
+def _described(directory: RunDirectory, clamp: int | Literal["none"], device: str) -> JsonObject:
     """Return a model's size and limits, after loading it once to find out whether it is damaged."""
 
     model, _ = directory.load(device=device)
@@ -196,7 +197,7 @@ def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range
     return spread_targets(n_token, longest, arguments.targets)
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: JsonObject) -> None:
     from txl.reporting.recl_page import held_notes
     from txl.units import ppl_text
 

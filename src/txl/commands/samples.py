@@ -12,10 +12,10 @@ from txl.commands.options import (
     add_run_options,
     add_sampling_options,
     convention,
-    memory_settings,
     pick_device,
     run_corpus,
     run_to_read,
+    tested_lengths,
     writable_folder,
 )
 from txl.commands.output import ProgressByPart, print_json, print_table
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
     directory, config, checkpoint = run_to_read(arguments)
-    lengths = memory_settings(arguments, config)
+    lengths = tested_lengths(arguments, config)
     from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     tokens, training = corpus.tokens(arguments.split), corpus.tokens("train")
     assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
-    plan = Plan(arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling, lengths)
+    plan = Plan(lengths, arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling)
     with ProgressByPart(quiet=arguments.json) as progress:
         samples = make_samples(
             model,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from txl.commands.evaluation_options import add_cache_options, with_cache
 from txl.commands.options import (
@@ -17,16 +17,17 @@ from txl.commands.options import (
     add_out,
     check_out,
     clamp_setting,
-    memory_settings,
     note_lacking,
     pick_device,
     run_to_read,
+    tested_lengths,
 )
 from txl.commands.output import output, progress_bar, say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.evaluation.perplexity import Settings
     from txl.evaluation.surprisal import TextTotals, TokenSurprisal
 
 _MARK = b"\xef\xbb\xbf"
@@ -88,12 +89,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{run_directory.path} has no vocabulary to read the text with; import it again with --vocabulary FILE"
         )
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "sliding": arguments.sliding,
         "clamp_len": clamp_setting(arguments.clamp_len, config),
     }
     if arguments.sliding is None:
-        settings = memory_settings(arguments, config)
+        settings = {**tested_lengths(arguments, config).options()}
         settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment
     settings["temperature"] = config.eval.temperature if arguments.temperature is None else arguments.temperature
     note_lacking(vocabulary, arguments.prompt)

@@ -8,21 +8,22 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txl.commands.options import (
     add_checkpoint,
     add_device,
     add_memory_options,
-    memory_settings,
     pick_device,
     run_to_read,
+    tested_lengths,
 )
 from txl.commands.output import say
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.serving.requests import Limits
 
 KEY_VARIABLE = "TXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "sse_starlette")
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     _check(arguments)
     run_directory, config, checkpoint = run_to_read(arguments)
-    lengths = memory_settings(arguments, config)
+    lengths = tested_lengths(arguments, config).options()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"txl serve needs {', '.join(missing)}: pip install 'transformer-xl[serve]'")
@@ -157,7 +158,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--api-key is empty; leave it out to ask for none")
 
 
-def _limits(arguments: argparse.Namespace) -> Any:
+def _limits(arguments: argparse.Namespace) -> Limits:
     from txl.serving.requests import Limits
 
     names = ("max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")

@@ -17,9 +17,10 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from txl.errors import UserError
+from txl.files import JsonObject
 
 MAGIC = b"\x89TXL\r\n\x1a\n"
 VERSION = 1
@@ -52,7 +53,7 @@ class ContainerWriter:
         self._checksum = 0
         self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
 
-    def header(self, values: dict[str, Any]) -> bytes:
+    def header(self, values: JsonObject) -> bytes:
         """Write the file's beginning."""
         packed = zlib.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode(), 9)
         return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
@@ -87,7 +88,7 @@ class ContainerReader:
         self.n_read = 0
         """Bytes of the file that were read."""
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> JsonObject:
         """Read the header's values."""
         start = self._file.read(len(MAGIC))
         self.n_read += len(start)

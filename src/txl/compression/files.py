@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import IO, Any
+from contextlib import closing
+from dataclasses import dataclass
+from typing import IO
 
 import torch
 
@@ -20,11 +21,13 @@ from txl.compression.learning import OnlinePredictor, OnlineRecipe
 from txl.compression.predictors import ModelPredictor, Predictor, fixed_predictor
 from txl.compression.symbols import Symbols
 from txl.compression.verification import Verifier
+from txl.config import Lengths
 from txl.config.values import from_plain
 from txl.data.prepared import Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
 BytesDone = Callable[[int, int], None]
@@ -47,8 +50,8 @@ class CodingModel:
     """Any language model, on the CPU, in evaluation mode."""
     vocabulary: Vocabulary
     """Its own: bytes, characters or byte pairs."""
-    lengths: dict[str, Any] = field(default_factory=dict)
-    """`mem_len`, `window` and `clamp_len`, as in `LanguageModel.init_state`; a decoder takes the file's."""
+    lengths: Lengths | None = None
+    """Memory length, window and clamp; None: the model's own. A decoder takes the file's."""
     training_tokens: Callable[[], Tokens | torch.Tensor] | None = None
     """Function that gives the tokens of the training split, for adaptation by rms."""
 
@@ -58,8 +61,9 @@ class CodingModel:
         for name, tensor in sorted(self.model.state_dict().items()):
             total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
             total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        config: Any = self.model.config
-        total.update(json.dumps([dataclasses.asdict(config), self.vocabulary.to_json()], sort_keys=True).encode())
+        total.update(
+            json.dumps([dataclasses.asdict(self.model.config), self.vocabulary.to_json()], sort_keys=True).encode()
+        )
         return total.hexdigest()
 
 
@@ -78,7 +82,7 @@ class DynamicRecipe:
         """Return the segment that a model can learn from."""
         return self.segment if model.context is None else min(self.segment, model.context)
 
-    def statistics(self, model: CodingModel, lengths: dict[str, Any]) -> GradientStatistics | None:
+    def statistics(self, model: CodingModel, lengths: Lengths) -> GradientStatistics | None:
         """Return the gradient statistics that rms needs, read with one thread; None for sgd."""
         if self.adaptation.rule == "sgd":
             return None
@@ -92,7 +96,7 @@ class DynamicRecipe:
                 segments=self.statistics_segments,
                 segment=self.segment_of(model.model),
                 batch_size=self.statistics_batch_size,
-                **lengths,
+                **lengths.options(),
             )
 
 
@@ -146,59 +150,90 @@ def compress(
     if lanes is not None and not 1 <= lanes <= _MOST_LANES:
         raise UserError(f"lanes is {lanes}; expected 1 to {_MOST_LANES}")
     block = _ONLINE_BLOCK if online else max(_LEAST_BLOCK, (lanes or _USUAL_LANES) * _LANE_OF_BLOCK)
-    text = source.read(block)
+    first = source.read(block)
     if lanes is None:
-        lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(text) // (_SHORTEST_LANE >> (online is not None))))
-    header: dict[str, Any] = {"arithmetic": arithmetic(), "lanes": lanes, "block": block}
-    if online is not None:
-        header["online"] = online.to_plain()
-    else:
-        assert model is not None
-        header["model"] = model.identity()
-        header["lengths"] = model.lengths
-        if dynamic is not None:
-            header["dynamic"] = dataclasses.asdict(dynamic)
+        lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(first) // (_SHORTEST_LANE >> (online is not None))))
+    header = _described(model, dynamic, online) | {"lanes": lanes, "block": block}
     setup = _Setup(header, model)
     header["probe"] = setup.probe()
     n_threads = torch.get_num_threads()
     share = n_threads if verify is None else max(1, n_threads // 2)
-    codec = setup.codec(share)
-    writer = ContainerWriter()
-    verifier = None if verify is None else Verifier(verify, share)
-    try:
-        n_text = n_payload = 0
-        record = writer.header(header)
-        n_file = sink.write(record)
-        if verifier is not None:
-            verifier.send(record)
-        waiting: deque[bytes] = deque()
+    codec, writer = setup.codec(share), ContainerWriter()
+    n_text = n_payload = 0
+    with closing(_VerifiedSink(sink, None if verify is None else Verifier(verify, share))) as file:
+        file.write(writer.header(header))
+        text = first
         while text:
             n_symbols, payload = codec.encode(text)
-            record = writer.block(text, n_symbols, payload)
-            waiting.append(record)
-            if verifier is not None:
-                verifier.send(record, text)
+            file.write(writer.block(text, n_symbols, payload), text)
             n_text, n_payload = n_text + len(text), n_payload + len(payload)
-            while len(waiting) > (verifier is not None):
-                if verifier is not None:
-                    verifier.take()
-                n_file += sink.write(waiting.popleft())
             if progress is not None:
-                progress(n_text, n_file)
+                progress(n_text, file.n_written)
             text = source.read(block)
-        record = writer.end()
-        if verifier is not None:
-            verifier.send(record)
-            for each in waiting:
-                verifier.take()
-                n_file += sink.write(each)
-            verifier.finish()
-        n_file += sink.write(record)
-        sink.flush()
-    finally:
-        if verifier is not None:
-            verifier.close()
-    return Sizes(n_text, n_file, n_payload)
+        file.finish(writer.end())
+    return Sizes(n_text, file.n_written, n_payload)
+
+
+def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online: OnlineRecipe | None) -> JsonObject:
+    """Return what a file's header says of the numbers that it was coded by."""
+    header: JsonObject = {"arithmetic": arithmetic()}
+    if online is not None:
+        header["online"] = online.to_plain()
+    if model is not None:
+        header["model"] = model.identity()
+        header["lengths"] = {} if model.lengths is None else model.lengths.options()
+        if dynamic is not None:
+            header["dynamic"] = dataclasses.asdict(dynamic)
+    return header
+
+
+class _VerifiedSink:
+    """Passes a file's records on, each block only once another process has decoded it.
+
+    Args:
+        sink: opened for writing bytes.
+        verifier: None: everything is passed on at once.
+    """
+
+    def __init__(self, sink: IO[bytes], verifier: Verifier | None):
+        self._sink, self._verifier = sink, verifier
+        self._waiting: deque[bytes] = deque()
+        self.n_written = 0
+        """Bytes passed on."""
+
+    def write(self, record: bytes, text: bytes | None = None) -> None:
+        """Take a record, of a block with its text; the block before it is passed on meanwhile."""
+        if self._verifier is not None:
+            self._verifier.send(record, text)
+        if self._verifier is None or text is None:
+            self._pass_on(record)
+            return
+        self._waiting.append(record)
+        while len(self._waiting) > 1:
+            self._take()
+
+    def finish(self, end: bytes) -> None:
+        """Pass on what waits, and the file's end."""
+        if self._verifier is not None:
+            self._verifier.send(end)
+            while self._waiting:
+                self._take()
+            self._verifier.finish()
+        self._pass_on(end)
+        self._sink.flush()
+
+    def close(self) -> None:
+        """End the process that decodes."""
+        if self._verifier is not None:
+            self._verifier.close()
+
+    def _take(self) -> None:
+        assert self._verifier is not None
+        self._verifier.take()
+        self._pass_on(self._waiting.popleft())
+
+    def _pass_on(self, record: bytes) -> None:
+        self.n_written += self._sink.write(record)
 
 
 def decompress(
@@ -254,7 +289,7 @@ def decompress(
 class _Setup:
     """Makes what a header describes, alike on both sides."""
 
-    def __init__(self, header: dict[str, Any], model: CodingModel | None):
+    def __init__(self, header: JsonObject, model: CodingModel | None):
         lanes, block = header.get("lanes"), header.get("block")
         for value, most in ((lanes, _MOST_LANES), (block, MOST_BLOCK)):
             if type(value) is not int or not 1 <= value <= most:
@@ -268,12 +303,12 @@ class _Setup:
         names = {"mem_len", "window", "clamp_len"}
         if not isinstance(lengths, dict) or not lengths.keys() <= names:
             raise UserError("the file's header is not of a kind that this version understands")
-        self._lengths = lengths
+        self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)
         self._dynamic: DynamicRecipe | None = None
         self._statistics: GradientStatistics | None = None
         if model is not None and "dynamic" in header:
-            recipe: DynamicRecipe = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
-            self._dynamic, self._statistics = recipe, recipe.statistics(model, lengths)
+            recipe = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
+            self._dynamic, self._statistics = recipe, recipe.statistics(model, self._lengths)
         self._symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
 
     def codec(self, n_threads: int) -> BlockCodec:

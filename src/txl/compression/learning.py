@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,9 @@ from txl.compression.counts import DISTRIBUTIONS, Counts
 from txl.compression.predictors import ModelPredictor
 from txl.config import ModelConfig, RecurrentConfig, model_from_dict
 from txl.config.values import from_plain
+from txl.files import JsonObject
 from txl.models import build_model
-from txl.models.language_model import LanguageModel
+from txl.models.language_model import LanguageModel, State
 
 _FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
 """Weights of the distributions, in the order of `Counts.predict`, before anything is learnt."""
@@ -51,7 +51,7 @@ class OnlineRecipe:
     """Learning rate of the counts' weights, relative to the model's."""
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; of the model its family, and what differs from the family's defaults."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "model"}
         general = type(self.model)()
@@ -59,7 +59,7 @@ class OnlineRecipe:
         return plain | {"model": {"family": self.model.family, **changed}}
 
     @classmethod
-    def from_plain(cls, values: Any) -> OnlineRecipe:
+    def from_plain(cls, values: object) -> OnlineRecipe:
         """Undo `to_plain`."""
         return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
 
@@ -80,7 +80,8 @@ class OnlinePredictor(ModelPredictor):
     """
 
     def __init__(self, recipe: OnlineRecipe, lanes: int, start: int):
-        super().__init__(recipe.build(256), lanes, start, {}, recipe.segment, self._step)
+        model = recipe.build(256)
+        super().__init__(model, lanes, start, model.config.lengths(), recipe.segment, self._step)
         self._recipe = recipe
         self._weights = nn.Parameter(torch.tensor(_FIRST_WEIGHTS).expand(2 * DISTRIBUTIONS, -1).clone())
         self._parameters = list(self.model.parameters())
@@ -123,7 +124,7 @@ class OnlinePredictor(ModelPredictor):
         weights = self._weights[met][..., None, :]
         return (log_probs + torch.matmul(weights, told).squeeze(-2)).log_softmax(dim=-1)
 
-    def _step(self, tokens: Tensor, targets: Tensor, state: Any) -> None:
+    def _step(self, tokens: Tensor, targets: Tensor, state: State) -> None:
         """Update the weights by a segment that has been coded: int64 [B,T] twice, and the state before it."""
         recipe, told = self._recipe, self._told[: tokens.shape[1]]
         log_probs, _ = self.model.log_probs(tokens, state)

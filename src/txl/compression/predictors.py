@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl.config import Lengths
 from txl.generation.engine import DecodeEngine, decodes
-from txl.models.language_model import LanguageModel
+from txl.models.language_model import LanguageModel, State
 from txl.models.transformer_xl import TransformerXL
 
-Learn = Callable[[Tensor, Tensor, Any], object]
+Learn = Callable[[Tensor, Tensor, State], object]
 """Updates weights by a segment that has been coded: tokens and targets int64 [B,T], and the state before it."""
 
 
@@ -46,8 +47,8 @@ class Predictor(ABC):
 class EnginePredictor(Predictor):
     """A Transformer-XL with fixed weights, through the decode engine."""
 
-    def __init__(self, model: TransformerXL, lanes: int, start: int, lengths: dict[str, Any]):
-        self._engine = DecodeEngine(model, max_streams=lanes, **lengths)
+    def __init__(self, model: TransformerXL, lanes: int, start: int, lengths: Lengths):
+        self._engine = DecodeEngine(model, max_streams=lanes, **lengths.options())
         self._streams = [self._engine.join([start]) for _ in range(lanes)]
         # The compiled step's sums have one order; a mixture of softmaxes is PyTorch's.
         self.any_threads = self._engine.compiled and model.mixture is None
@@ -75,7 +76,7 @@ class ModelPredictor(Predictor):
         model: in evaluation mode.
         lanes: lanes B.
         start: the token before the text.
-        lengths: as in `LanguageModel.init_state`.
+        lengths: memory length, window and clamp.
         segment: tokens T of each lane after which `learn` is called.
         learn: changes the weights; None: they are fixed.
     """
@@ -85,12 +86,12 @@ class ModelPredictor(Predictor):
         model: LanguageModel,
         lanes: int,
         start: int,
-        lengths: dict[str, Any],
+        lengths: Lengths,
         segment: int = 0,
         learn: Learn | None = None,
     ):
         self.model, self._segment, self._learn = model, segment, learn
-        self._state = model.init_state(lanes, **lengths)
+        self._state = model.init_state(lanes, **lengths.options())
         self._before = self._state  # where the segment began
         self._last = torch.full((lanes,), start)
         self._tokens: list[Tensor] = []  # the segment's, as they were read
@@ -150,7 +151,7 @@ def _without_onednn() -> Iterator[None]:
         flags.enabled = before
 
 
-def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: dict[str, Any]) -> Predictor:
+def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: Lengths) -> Predictor:
     """Return a model with fixed weights, in the fastest way there is."""
     if decodes(model):
         return EnginePredictor(model, lanes, start, lengths)

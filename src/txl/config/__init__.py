@@ -37,10 +37,11 @@ from txl.config.sections import (
     TrainConfig,
     Unit,
     WordRule,
+    same_length,
     validate_temperature,
 )
 from txl.config.transformer_xl import AttentionName, TransformerXLConfig
-from txl.config.values import choices_of, parse_value, placeholder, shown, whole_number
+from txl.config.values import FieldValues, choices_of, parse_value, placeholder, shown, whole_number
 from txl.config.vanilla import VanillaConfig
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "DataConfig",
     "Encoding",
     "EvalConfig",
+    "FieldValues",
     "Lengths",
     "Limit",
     "LossName",
@@ -78,6 +80,7 @@ __all__ = [
     "parse_value",
     "parsed_options",
     "placeholder",
+    "same_length",
     "shown",
     "validate",
     "validate_temperature",

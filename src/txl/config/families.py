@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from txl.config.model import LENGTHS, ModelConfig, model_fields
 from txl.config.recurrent import RecurrentConfig
 from txl.config.transformer_xl import TransformerXLConfig
-from txl.config.values import ANYTHING, checked
+from txl.config.values import ANYTHING, FieldValues, checked
 from txl.config.vanilla import VanillaConfig
 from txl.errors import UserError
 
@@ -34,7 +34,7 @@ def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
     """
     if type(model) is family:
         return dataclasses.replace(model)
-    values: dict[str, Any] = {}
+    values: FieldValues = {}
     for item in dataclasses.fields(family):
         if item.name in _CHOOSE:
             continue
@@ -45,7 +45,7 @@ def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
     return family(**values)
 
 
-def model_with(model: ModelConfig, given: dict[str, Any], drop: bool = False) -> ModelConfig:
+def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> ModelConfig:
     """Return a copy with fields set; a field of another family makes it a model of that family.
 
     Args:
@@ -90,7 +90,7 @@ def model_from_dict(values: object) -> ModelConfig:
     return result
 
 
-def chosen_family(given: dict[str, Any], model: ModelConfig | None = None) -> type[ModelConfig]:
+def chosen_family(given: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:
     """Return the family that `family` names, or else `kind` and `encoding`.
 
     Args:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from txl.config.families import MODEL_FIELDS, model_with
 from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
 from txl.config.sections import DataConfig
-from txl.config.values import TypeHint, hints_of, parse_value, shown
+from txl.config.values import FieldValues, TypeHint, hints_of, parse_value, shown
 from txl.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,16 @@ def options() -> Iterator[Option]:
             yield Option(name, hint, item.metadata["help"], None)
 
 
-def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], TypeHint, Any]]:
+def leaf_fields(
+    config: DataclassInstance, prefix: str = ""
+) -> list[tuple[str, dataclasses.Field[object], TypeHint, object]]:
     """Return every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
     leaves = []
     hints = hints_of(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         name = f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             leaves.extend(leaf_fields(value, f"{name}."))
         else:
             leaves.append((name, item, hints[item.name], value))
@@ -95,7 +100,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
             model's family lacks.
     """
     result = RunConfig.from_dict(config.to_dict())
-    of_model: dict[str, Any] = {}
+    of_model: FieldValues = {}
     for name, value in parsed_options(given).items():
         section, field_name = name.split(".")
         if section == "model":
@@ -106,7 +111,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
     return result
 
 
-def parsed_options(given: dict[str, str]) -> dict[str, Any]:
+def parsed_options(given: dict[str, str]) -> FieldValues:
     """Parse the values of options; the result has their names with "_" for "-"."""
     types_of = {option.name: option.hint for option in options()}
     values = {}

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
-from txl.config.values import ANYTHING, TypeHint, check_ranges, hints_of, require, setting, shown
+from txl.config.values import ANYTHING, FieldValues, TypeHint, check_ranges, hints_of, require, setting, shown
 from txl.errors import UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
@@ -102,7 +103,7 @@ class ModelConfig(ABC):
     else:  # no fields: models without a memory of positions have nothing to set there
         mem_len, window, clamp_len = 0, None, None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dataclass_fields__:
             self.refuse_lacking({name: value})  # a value that says nothing is no mistake
             return
@@ -181,7 +182,7 @@ class ModelConfig(ABC):
         """The distribution of the first weights: "normal" or "xavier"."""
         return "normal"
 
-    def weight_settings(self) -> dict[str, Any]:
+    def weight_settings(self) -> FieldValues:
         """Return the settings on which the meaning of the weights depends; lengths and dropout are not among them."""
         names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
         return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
@@ -272,7 +273,7 @@ class ModelConfig(ABC):
         lengths.validate()
         return lengths
 
-    def refuse_lengths(self, lengths: dict[str, int | str | None], prefix: str = "") -> None:
+    def refuse_lengths(self, lengths: Mapping[str, object], prefix: str = "") -> None:
         """Refuse the lengths of a memory, for a model that has none.
 
         Args:
@@ -286,7 +287,7 @@ class ModelConfig(ABC):
                     f"{prefix}{name} is {value}, but {self.chosen_by}: {self.no_memory}; expected {shown(nothing)}"
                 )
 
-    def refuse_lacking(self, values: dict[str, Any], carried: bool = False) -> None:
+    def refuse_lacking(self, values: Mapping[str, object], carried: bool = False) -> None:
         """Refuse settings of other families, unless they have the value that means the same as not having them.
 
         Args:
@@ -357,14 +358,14 @@ class TransformerConfig(ModelConfig):
 class ModelField:
     """A field of one family or of several."""
 
-    item: dataclasses.Field[Any]
+    item: dataclasses.Field[object]
     hint: TypeHint
     """Its type; of a field whose values differ between families, that of all of them."""
     owner: type[ModelConfig]
     """The class that declares it."""
 
     @property
-    def lacking(self) -> Any:
+    def lacking(self) -> object:
         """The value that means the same as not having the field; `ANYTHING` where none changes anything."""
         return self.item.metadata.get("lacking", self.item.default)
 

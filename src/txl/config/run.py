@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 from txl.config.families import model_from_dict
 from txl.config.model import ModelConfig
 from txl.config.sections import DataConfig, EvalConfig, TrainConfig
 from txl.config.transformer_xl import TransformerXLConfig
 from txl.config.values import from_plain
+from txl.files import JsonObject
 
 
 @dataclass
@@ -23,12 +23,12 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain dictionaries and lists, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+    def from_dict(cls, values: object) -> RunConfig:
         """Build a configuration from `to_dict` of it; missing fields take their defaults.
 
         Raises:

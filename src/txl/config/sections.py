@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from txl.config.values import LARGEST, check_ranges, require, setting
 from txl.errors import UserError
@@ -24,6 +24,14 @@ _FRACTION = "from 0 up to but not including 1"
 
 Limit = int | Literal["none"] | None
 """A window or clamp as a caller gives it: "none" is no limit, None is the configuration's value."""
+
+
+class LengthOptions(TypedDict):
+    """Complete lengths as keyword arguments of the public functions."""
+
+    mem_len: int
+    window: int | Literal["none"]
+    clamp_len: int | Literal["none"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,17 @@ class Lengths:
             self.mem_len if mem_len is None else mem_len, _limit(window, self.window), _limit(clamp_len, self.clamp_len)
         )
 
-    def options(self) -> dict[str, Any]:
+    def tested(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
+        """Return the lengths of an evaluation that a caller asks for, as `given` with the rule of `same_length`."""
+        return self.given(mem_len, same_length(mem_len, window), clamp_len)
+
+    def options(self) -> LengthOptions:
         """Return the lengths as keyword arguments of the public functions, "none" for no limit."""
-        window, clamp_len = ("none" if limit is None else limit for limit in (self.window, self.clamp_len))
-        return {"mem_len": self.mem_len, "window": window, "clamp_len": clamp_len}
+        return {
+            "mem_len": self.mem_len,
+            "window": "none" if self.window is None else self.window,
+            "clamp_len": "none" if self.clamp_len is None else self.clamp_len,
+        }
 
     def validate(self, prefix: str = "") -> None:
         """Check the rules of memory length, window and clamp.
@@ -70,6 +85,11 @@ class Lengths:
                 )
         if clamp_len is not None:
             require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+
+
+def same_length(mem_len: int | None, window: Limit) -> Limit:
+    """Return an evaluation's window: `mem_len` where only that is given ("none" for 0), the authors' `same_length`."""
+    return window if window is not None or mem_len is None else mem_len or "none"
 
 
 def _limit(given: Limit, own: int | None) -> int | None:
@@ -317,10 +337,6 @@ class EvalConfig:
     clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
     temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
-
-    def length_options(self) -> dict[str, Any]:
-        """Return `mem_len`, `window` and `clamp_len` as functions take them, "none" where there is no limit."""
-        return self.lengths.options()
 
     @property
     def lengths(self) -> Lengths:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
 from txl.config.sections import EvalConfig, Lengths, TrainConfig
-from txl.config.values import ANYTHING, setting
+from txl.config.values import ANYTHING, FieldValues, setting
 from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
@@ -54,7 +54,7 @@ class TransformerXLConfig(TransformerConfig):
         """All four; without u and v, two."""
         return "abcd" if self.encoding == "relative" else "ab"
 
-    def weight_settings(self) -> dict[str, Any]:
+    def weight_settings(self) -> FieldValues:
         """See `ModelConfig.weight_settings`; the number of distances counts where they are learned."""
         settings = super().weight_settings()
         if self.encoding != "shaw":

@@ -8,13 +8,18 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 TypeHint = Any
 """A type as annotations have it (`int | None`, a Literal ...), for which Python 3.11 has no type of its own."""
+FieldValues = dict[str, Any]
+"""Values of fields by name, each of its field's type."""
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -27,7 +32,7 @@ ANYTHING = object()
 
 
 def setting(
-    default: Any,
+    default: object,
     help: str,
     *,
     at_least: float | None = None,
@@ -36,7 +41,7 @@ def setting(
     below: float | None = None,
     expected: str = "",
     none: str = "",
-    **marks: Any,
+    **marks: object,
 ) -> Any:
     """Declare a field of a configuration, with everything known about it in its metadata.
 
@@ -71,7 +76,7 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: Any, prefix: str) -> None:
+def check_ranges(section: DataclassInstance, prefix: str) -> None:
     """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, shaping
 from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig
-from txl.config.values import ANYTHING, require, setting
+from txl.config.values import ANYTHING, FieldValues, require, setting
 from txl.errors import UserError
 
 
@@ -64,7 +64,7 @@ class VanillaConfig(TransformerConfig):
         """With `layer_losses`, as layers stop to predict one after the other."""
         return self.layer_losses
 
-    def weight_settings(self) -> dict[str, Any]:
+    def weight_settings(self) -> FieldValues:
         """See `ModelConfig.weight_settings`; the number of positions counts where they are learned."""
         settings = super().weight_settings()
         if self.encoding != "learned":

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -86,7 +86,7 @@ class Vocabulary(ABC):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def from_json(values: Any) -> Vocabulary:
+    def from_json(values: JsonObject) -> Vocabulary:
         """Build a vocabulary from `to_json` of it."""
         try:
             if values["format"] not in _FORMATS:
@@ -114,7 +114,7 @@ class Vocabulary(ABC):
             raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
-    def _as_json(self, **values: Any) -> JsonObject:
+    def _as_json(self, **values: object) -> JsonObject:
         """Return the values of one kind of vocabulary with what all kinds have, in the lowest format that holds
         them."""
         if self.normalise:

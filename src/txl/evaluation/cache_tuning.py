@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl.config import Limit
+from txl.config import Limit, same_length
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
@@ -26,7 +26,6 @@ from txl.evaluation.perplexity import (
     checked_ids,
     evaluate,
     evaluation_mode,
-    same_length,
 )
 from txl.models.cache import ContinuousCache, check_cache
 from txl.models.language_model import LanguageModel, State

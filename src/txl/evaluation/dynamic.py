@@ -26,13 +26,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import Limit
+from txl.config import Limit, same_length
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
@@ -42,8 +41,8 @@ from txl.evaluation.perplexity import (
     bytes_per_token,
     check_ids,
     checked_ids,
-    same_length,
 )
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
 
@@ -397,7 +396,7 @@ def evaluate_dynamically(
     )
 
 
-def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> dict[str, Any]:
+def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> JsonObject:
     """Return the settings of an adaptation that affect its result, ready for JSON."""
     settings = asdict(adaptation)
     if adaptation.rule == "sgd":

@@ -9,7 +9,8 @@ from typing import Any
 
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, GradientStatistics, evaluate_dynamically
-from txl.evaluation.perplexity import EvaluationResult, Progress, TokenIds, evaluate
+from txl.evaluation.perplexity import EvaluationResult, Progress, Settings, TokenIds, evaluate
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
 LEARNING_RATES = {
@@ -48,7 +49,7 @@ class DynamicTuning:
             found.append("decay")
         return found
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything, ready for JSON: an infinite loss is None."""
         tried = [
             {"learning_rate": rate, "decay": decay, "nll": nll if math.isfinite(nll) else None}
@@ -148,7 +149,7 @@ def tune_dynamic(
     for rate in rates:
         for decay in pulls:
             replace(adaptation, learning_rate=rate, decay=decay)  # refuses one out of its range before hours of work
-    same: dict[str, Any] = {"batch_size": 1} | settings
+    same: Settings = {"batch_size": 1} | settings
     static = evaluate(model, tokens, progress=progress, **same)
     found: dict[tuple[int, int], float] = {}
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
-from typing import Any
 
 import torch
 from jaxtyping import Float64, Int64
@@ -19,6 +18,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from txl.errors import UserError
+from txl.files import JsonObject
 
 Losses = Mapping[str, Mapping[int, Tensor | ArrayLike]]
 """Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere."""
@@ -84,8 +84,8 @@ def effective_context(
 
 
 def group_record(
-    models: Sequence[dict[str, Any]], losses: Mapping[str, Mapping[int, Tensor]], r: Sequence[float], threshold: float
-) -> dict[str, Any]:
+    models: Sequence[JsonObject], losses: Mapping[str, Mapping[int, Tensor]], r: Sequence[float], threshold: float
+) -> JsonObject:
     """Return what was measured of a group of models, ready for JSON.
 
     Args:
@@ -99,7 +99,7 @@ def group_record(
     some = next(iter(losses.values()))
     lengths = sorted(some)
 
-    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[dict[str, Any]]]:
+    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[JsonObject]]:
         return {
             str(r): [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()]
             for r, by_pair in gains.items()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,15 +24,19 @@ from jaxtyping import Bool, Int64
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from txl.config import Lengths, Limit, validate_temperature
+from txl.config import Lengths, Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 from txl.models.structure import ModuleT, evaluation_view
 from txl.processes import Processes
+from txl.runs.events import EvaluationFigures
 
 TokenIds = Tokens | ArrayLike
 """A split's tokens, or any one-dimensional array, tensor or list of token ids."""
+Settings = dict[str, Any]
+"""Keyword arguments of `evaluate` and of what evaluates with it, as callers collect them."""
 Progress = Callable[[int, int], None]
 """Called with the targets scored so far and their total number."""
 
@@ -66,7 +70,7 @@ class EvaluationResult:
     cache_lambda: float | None = None
     unknown: int | None = None
     """Tokens that were read and are `<unk>`; None where the vocabulary is not known."""
-    dynamic: dict[str, Any] | None = None
+    dynamic: JsonObject | None = None
     """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None without it."""
 
     @property
@@ -92,10 +96,10 @@ class EvaluationResult:
         """Targets scored a second."""
         return self.tokens / self.seconds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> EvaluationFigures:
         """Return all figures and settings, ready for JSON."""
         derived = ("ppl", "bpc", "bits_per_byte", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        return cast("EvaluationFigures", asdict(self) | {name: getattr(self, name) for name in derived})
 
 
 @dataclass(frozen=True)
@@ -272,11 +276,6 @@ def checked_ids(
     return ids[:max_tokens]
 
 
-def same_length(mem_len: int | None, window: Limit) -> Limit:
-    """Return an evaluation's window: `mem_len` where only that is given ("none" for 0), the authors' `same_length`."""
-    return window if window is not None or mem_len is None else mem_len or "none"
-
-
 @contextmanager
 def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
     """Give a view of the model without dropout, and take no gradients inside; the model's own mode is not touched.
@@ -297,7 +296,7 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def counted_over(tokens: TokenIds, ids: np.ndarray) -> dict[str, Any]:
+def counted_over(tokens: TokenIds, ids: np.ndarray) -> JsonObject:
     """Return `bytes_per_token` and `unknown` for an `EvaluationResult` over `ids`, the beginning of `tokens` or all."""
     unknown = None
     if isinstance(tokens, Tokens):

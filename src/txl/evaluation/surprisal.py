@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from unicodedata import category
 
 import numpy as np
@@ -29,6 +29,7 @@ from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
 from txl.evaluation.perplexity import check_ids
 from txl.evaluation.sliding import window_losses, without_memory
+from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
@@ -330,7 +331,7 @@ def _number(value: float | None) -> str:
 
 def json_line(row: TokenSurprisal) -> str:
     """Return a row of the table as a JSON object on a line of its own, with `COLUMNS` as keys."""
-    values: dict[str, Any] = {name: getattr(row, name) for name in COLUMNS if name != "token"}
+    values: JsonObject = {name: getattr(row, name) for name in COLUMNS if name != "token"}
     for name in ("surprisal", "word_surprisal"):
         values[name] = None if values[name] is None else float(_number(values[name]))
     values["token"] = escaped(row.text)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -36,7 +35,7 @@ from txl.data.vocabulary import (
 )
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
-from txl.files import follow_umask
+from txl.files import JsonObject, follow_umask
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
@@ -100,7 +99,7 @@ def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
                     each.rmdir()
 
 
-def _tested(run: RunConfig) -> dict[str, Any]:
+def _tested(run: RunConfig) -> JsonObject:
     """Return the model's fields, with the lengths that the run is tested with."""
     lengths = {"mem_len": run.eval.mem_len, "window": run.eval.window, "clamp_len": run.eval.clamp_len}
     return asdict(run.model) | lengths
@@ -213,7 +212,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
 
     Decoded words are joined by spaces, line ends too, and marks as their joiners say.
     """
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
@@ -275,7 +274,7 @@ def is_own_export(folder: Path) -> bool:
     return _stated(folder) is not None
 
 
-def _stated(folder: Path) -> dict[str, Any] | None:
+def _stated(folder: Path) -> JsonObject | None:
     """Return the model's fields as config.json has them, if it is one of ours."""
     values = stated_config(folder)
     if values is None:
@@ -292,7 +291,7 @@ def read_test_settings(folder: Path) -> EvalConfig | None:
 
 
 def read_own_export(
-    folder: Path, options: dict[str, Any]
+    folder: Path, options: JsonObject
 ) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
     """Read configuration, weights and vocabulary.
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from txl.config import FieldValues
 from txl.errors import UserError
-from txl.files import read_json
+from txl.files import JsonObject, read_json
 from txl.interop.names import restore_shared
 from txl.interop.original import refuse_encoding, refuse_extended_context
 from txl.interop.source import Source, length_or_none, window_of
@@ -33,7 +33,7 @@ def is_huggingface(folder: Path) -> bool:
     )
 
 
-def stated_config(folder: Path) -> dict[str, Any] | None:
+def stated_config(folder: Path) -> JsonObject | None:
     """Return the content of config.json; None if there is none, or it is no JSON object."""
     try:
         values = read_json(folder / "config.json")
@@ -59,7 +59,7 @@ def read_huggingface(folder: Path) -> Source:
     restore_shared(tensors, all_but_first)
 
     numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
-    settings: dict[str, Any] = {name: config[name] for name in numbers if isinstance(config.get(name), int)}
+    settings: FieldValues = {name: config[name] for name in numbers if isinstance(config.get(name), int)}
     settings |= {name: float(config[name]) for name in ("dropout", "dropatt") if name in config}
     settings["cutoffs"] = tuple(config.get("cutoffs") or ())
     settings["untie_r"] = untied

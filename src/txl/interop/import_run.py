@@ -7,13 +7,13 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, validate
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
 from txl.interop.names import converted
@@ -57,7 +57,7 @@ def import_run(
     out: Path,
     *,
     vocabulary: Vocabulary | None = None,
-    model_options: dict[str, Any] | None = None,
+    model_options: JsonObject | None = None,
     data: DataConfig | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """Bring a foreign checkpoint into a new run directory.
@@ -119,7 +119,7 @@ def _configuration(
 
 
 def _write(
-    directory: RunDirectory, run: RunConfig, vocabulary: Vocabulary | None, weights: dict[str, Any], source: Source
+    directory: RunDirectory, run: RunConfig, vocabulary: Vocabulary | None, weights: JsonObject, source: Source
 ) -> None:
     missing = [each for each in (directory.path, *directory.path.parents) if not each.exists()]
     try:

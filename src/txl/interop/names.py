@@ -6,12 +6,12 @@ Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i widt
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from txl.config import MODEL_FIELDS, TransformerXLConfig
+from txl.config import MODEL_FIELDS, FieldValues, TransformerXLConfig
 from txl.errors import UserError
 from txl.interop.source import Source
 
@@ -21,7 +21,7 @@ FREE.add("layer_norm_eps")
 epsilon, which most files do not state themselves."""
 
 
-def converted(source: Source, options: dict[str, Any]) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
+def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
     """Return the configuration and weights of a foreign checkpoint; the tensors are emptied on the way.
 
     Args:
@@ -45,7 +45,7 @@ def _floating(name: str, tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32)
 
 
-def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str, Any]) -> TransformerXLConfig:
+def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldValues) -> TransformerXLConfig:
     """Return the shape, from tensors, the file's own statements, and options for what neither tells."""
     found = shape_of(tensors, source.kind)
     cutoffs = found.pop("cutoffs", None)
@@ -88,7 +88,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: dict[str
     return TransformerXLConfig(**{"dropout": 0.0, **{name: value for name, value in stated.items() if name in known}})
 
 
-def shape_of(tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
+def shape_of(tensors: dict[str, Tensor], kind: str) -> FieldValues:
     """Return the fields of a `TransformerXLConfig` that tensors' shapes tell; `cutoffs` if each cluster has a table."""
 
     def shape(name: str, dimensions: int) -> list[int]:

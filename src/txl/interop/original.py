@@ -6,10 +6,9 @@ weights; NVIDIA's kept that.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from txl.config import FieldValues
 from txl.errors import UserError
 from txl.interop.names import flip_clusters
 from txl.interop.safe_pickle import StandIn
@@ -23,7 +22,7 @@ ENCODINGS = {
 }
 
 
-def source_of(value: Any, path: str) -> Source:
+def source_of(value: object, path: str) -> Source:
     """Return the checkpoint that torch.save was given."""
     if isinstance(value, StandIn):
         return _from_module(_unwrapped(value), path)
@@ -39,14 +38,14 @@ def source_of(value: Any, path: str) -> Source:
     )
 
 
-def refuse_encoding(kind: Any, path: str) -> None:
+def refuse_encoding(kind: object, path: str) -> None:
     """Refuse every encoding but type 0, by name."""
     if kind not in (0, None):
-        name = ENCODINGS.get(kind, "unknown")
+        name = ENCODINGS.get(kind, "unknown") if isinstance(kind, int) else "unknown"
         raise UserError(f"{path}: encoding type {kind} ({name}); only type 0, the paper's own, can be imported")
 
 
-def refuse_extended_context(ext_len: Any, path: str) -> None:
+def refuse_extended_context(ext_len: object, path: str) -> None:
     """Refuse an extended context above 0."""
     if isinstance(ext_len, int) and ext_len > 0:
         raise UserError(
@@ -88,7 +87,7 @@ def _from_module(module: StandIn, path: str) -> Source:
     refuse_extended_context(read("ext_len"), path)
     if (read("sample_softmax") or 0) > 0:
         raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
-    settings: dict[str, Any] = {}
+    settings: FieldValues = {}
     for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):
         if isinstance(read(name), int):
             settings[name] = read(name)
@@ -118,7 +117,7 @@ def _from_module(module: StandIn, path: str) -> Source:
     )
 
 
-def _rate(settings: dict[str, Any], name: str, dropout: StandIn | None) -> None:
+def _rate(settings: FieldValues, name: str, dropout: StandIn | None) -> None:
     rate = None if dropout is None else dropout.attribute("p")
     if isinstance(rate, (int, float)) and 0 <= rate < 1:
         settings[name] = float(rate)
@@ -134,7 +133,7 @@ def _from_weights(tensors: dict[str, Tensor], path: str) -> Source:
     return Source("a dictionary of the authors' weights", tensors, notes=[note])
 
 
-def _from_nvidia(value: dict[str, Any], path: str) -> Source:
+def _from_nvidia(value: dict[object, object], path: str) -> Source:
     weights, stated = value["model_state"], value.get("model_config")
     if not isinstance(weights, dict) or not isinstance(stated, dict):
         raise UserError(f"{path}: has a model_state, but no model_config; expected NVIDIA's checkpoint")
@@ -154,7 +153,7 @@ def _from_nvidia(value: dict[str, Any], path: str) -> Source:
                 name = f"crit.out_layers.{name.rpartition('.')[2]}.weight"
             tensors[name] = tensor
     numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
-    settings: dict[str, Any] = {name: stated[name] for name in numbers if isinstance(stated.get(name), int)}
+    settings: FieldValues = {name: stated[name] for name in numbers if isinstance(stated.get(name), int)}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
     settings["cutoffs"] = tuple(stated.get("cutoffs") or ())
     settings["pre_norm"] = bool(stated.get("pre_lnorm"))

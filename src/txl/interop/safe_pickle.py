@@ -11,9 +11,10 @@ no index in the file can blow up.
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 STAND_IN_MODULES = (
     "mem_transformer",
@@ -50,7 +51,7 @@ class StandIn:
     origin = "?"
     """Module and name of the class it stands for."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         self.arguments = args
 
     def attribute(self, name: str, default: Any = None) -> Any:
@@ -67,19 +68,19 @@ def stand_in(module: str, name: str) -> type[StandIn]:
     return Named
 
 
-def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+def _encoded(text: object, encoding: object = "latin1") -> bytes:
     """Stand in for `_codecs.encode`, by which Python 3 writes bytes in protocol 2."""
     if not isinstance(text, str) or encoding != "latin1":
         raise UnsafePickle("bytes in an unknown encoding")
     return text.encode("latin1")
 
 
-def _plain_dict(*args: Any) -> dict[Any, Any]:
+def _plain_dict(*args: Any) -> dict[object, object]:
     """Return a dictionary in place of an OrderedDict or Counter: of a list of pairs, a mapping, or nothing."""
     return dict(*args) if args else {}
 
 
-HARMLESS: Mapping[tuple[str, str], Callable[..., Any]] = {
+HARMLESS: Mapping[tuple[str, str], Callable[..., object]] = {
     ("collections", "OrderedDict"): _plain_dict,
     ("collections", "Counter"): _plain_dict,
     ("builtins", "set"): set,
@@ -103,16 +104,16 @@ class SafeUnpickler(_PurePython):
 
     def __init__(
         self,
-        file: Any,
-        names: Mapping[tuple[str, str], Any] | None = None,
-        persistent: Callable[[Any], Any] | None = None,
+        file: IO[bytes] | mmap.mmap,
+        names: Mapping[tuple[str, str], object] | None = None,
+        persistent: Callable[[object], object] | None = None,
     ):
         super().__init__(file, encoding="latin1")
         self._names = {**HARMLESS, **(names or {})}
         self._persistent = persistent
         self._stand_ins: dict[tuple[str, str], type[StandIn]] = {}
 
-    def find_class(self, module: Any, name: Any) -> Any:
+    def find_class(self, module: object, name: object) -> object:
         """Return the stand-in or function for a name.
 
         Raises:
@@ -131,7 +132,7 @@ class SafeUnpickler(_PurePython):
         """Refuse copyreg's extensions, which are a process's own."""
         raise UnsafePickle(f"it asks for the extension number {code}, which no checkpoint needs")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         """Return a storage of torch's."""
         if self._persistent is None:
             raise UnsafePickle("it refers to data outside of it")
@@ -151,9 +152,12 @@ class SafeUnpickler(_PurePython):
         elif not isinstance(target, dict):
             raise UnsafePickle(f"it changes a {type(target).__name__}")
 
-    dispatch: ClassVar[dict[int, Any]] = {**_PurePython.dispatch, pickle.BUILD[0]: load_build}
+    dispatch: ClassVar[dict[int, Callable[[SafeUnpickler], None]]] = {
+        **_PurePython.dispatch,
+        pickle.BUILD[0]: load_build,
+    }
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """Return the pickled value.
 
         Raises:
@@ -167,6 +171,6 @@ class SafeUnpickler(_PurePython):
             raise UnsafePickle(f"damaged pickle ({type(error).__name__}: {str(error)[:100]})") from None
 
 
-def loads(data: bytes, names: Mapping[tuple[str, str], Any] | None = None) -> Any:
+def loads(data: bytes, names: Mapping[tuple[str, str], object] | None = None) -> object:
     """Read one pickle from memory; see `SafeUnpickler`."""
     return SafeUnpickler(io.BytesIO(data), names).load()

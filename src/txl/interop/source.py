@@ -15,10 +15,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from txl.config import FieldValues
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 
@@ -51,7 +51,7 @@ class Source:
     """For people: which implementation wrote it."""
     tensors: dict[str, Tensor]
     """Tensors by the authors' names, with cluster i's logit in row i-1."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: FieldValues = field(default_factory=dict)
     """Fields of `TransformerXLConfig` that the file states; the others are found from the tensors."""
     segment: int | None = None
     """Tokens of a segment, if the file states it."""
@@ -61,13 +61,13 @@ class Source:
     """Notes for the user."""
 
 
-def window_of(same_length: Any, mem_len: Any, itself_extra: bool) -> int | None:
+def window_of(same_length: object, mem_len: object, itself_extra: bool) -> int | None:
     """Return the `window` that `same_length` means: `mem_len` keys, the query's own among them or in addition."""
     if not same_length or not isinstance(mem_len, int) or mem_len < 1:
         return None
     return mem_len + 1 if itself_extra else mem_len
 
 
-def length_or_none(value: Any) -> int | None:
+def length_or_none(value: object) -> int | None:
     """Return a clamp as the authors write it: -1 or 0 is none."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -10,13 +10,14 @@ Shapes: E d_model, L layers, H heads, D width of a head, d_i width of cluster i.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from txl.config import FieldValues
 from txl.errors import UserError
 from txl.interop.source import Source
 
@@ -66,7 +67,7 @@ def _is_of_the_optimiser(name: str) -> bool:
     return not name.startswith("transformer/") or "/Adam" in name
 
 
-def source_of(arrays: dict[str, Any], path: str) -> Source:
+def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
     """Return TensorFlow's variables by the authors' PyTorch names.
 
     Args:
@@ -119,7 +120,9 @@ def source_of(arrays: dict[str, Any], path: str) -> Source:
     )  # fmt: skip
 
 
-def _take_embeddings(arrays: dict[str, Any], tensors: dict[str, Tensor], take: Any, d_model: int) -> None:
+def _take_embeddings(
+    arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor], d_model: int
+) -> None:
     """Take one table for all, or one a cluster; a cluster as wide as the model may have no projection: the identity."""
     if f"{_EMBED}/lookup_table" in arrays:
         tensors["word_emb.emb_layers.0.weight"] = take(f"{_EMBED}/lookup_table")
@@ -136,7 +139,9 @@ def _take_embeddings(arrays: dict[str, Any], tensors: dict[str, Tensor], take: A
         cluster += 1
 
 
-def _take_softmax(arrays: dict[str, Any], tensors: dict[str, Tensor], take: Any) -> dict[str, Any]:
+def _take_softmax(
+    arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor]
+) -> FieldValues:
     """Take biases, clusters and projections of the output; return the cutoffs, which the biases' lengths tell."""
     if f"{_SOFTMAX}/bias" in arrays:
         tensors["crit.out_layers.0.bias"] = take(f"{_SOFTMAX}/bias")

@@ -13,6 +13,7 @@ import mmap
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -86,24 +87,28 @@ class _StorageKind:
     dtype: torch.dtype
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _PendingTensor:
+def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *rest: object) -> _PendingTensor:
     if not isinstance(storage, _Storage):
         raise UnsafePickle("a tensor without a storage")
-    numbers = (offset, *size, *stride)
-    if not all(type(number) is int for number in numbers):
+    (first,) = _numbers((offset,))
+    return _PendingTensor(storage, first, _numbers(size), _numbers(stride))
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or not all(type(number) is int for number in values):
         raise UnsafePickle("a tensor's shape is not made of numbers")
-    return _PendingTensor(storage, offset, tuple(size), tuple(stride))
+    return tuple(values)
 
 
-def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+def _rebuild_parameter(data: object, *rest: object) -> object:
     return data
 
 
-def _tuple(*args: Any) -> tuple[Any, ...]:
+def _tuple(*args: Iterable[object]) -> tuple[object, ...]:
     return tuple(*args)
 
 
-_NAMES: dict[tuple[str, str], Any] = {
+_NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
@@ -123,7 +128,7 @@ def is_torch_file(path: Path) -> bool:
     return head[:2] == b"\x80\x02" or head == b"PK\x03\x04"
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path) -> object:
     """Read a file of torch.save: plain values, tensors that are views of the file, and stand-ins for all objects.
 
     Raises:
@@ -147,7 +152,7 @@ def read_torch_file(path: Path) -> Any:
         raise UserError(f"{path}: damaged ({type(error).__name__}: {str(error)[:100]})") from None
 
 
-def _read_zip(path: Path, mapped: np.ndarray) -> Any:
+def _read_zip(path: Path, mapped: np.ndarray) -> object:
     storages: dict[str, _Storage] = {}
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -159,7 +164,7 @@ def _read_zip(path: Path, mapped: np.ndarray) -> Any:
         if order in entries and bytes(_record(mapped, entries[order])) != b"little":
             raise UnsafePickle("written on a big-endian machine; save it again on a little-endian one")
 
-        def persistent(pid: Any) -> _Storage:
+        def persistent(pid: object) -> _Storage:
             storage = _named_storage(pid, storages)
             if storage.data is None:
                 entry = entries.get(f"{prefix}data/{storage.key}")
@@ -191,7 +196,7 @@ def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
     return data
 
 
-def _named_storage(pid: Any, storages: dict[str, _Storage]) -> _Storage:
+def _named_storage(pid: object, storages: dict[str, _Storage]) -> _Storage:
     """Return the storage of a persistent id ("storage", kind, key, location, numel, ...)."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageKind):
         raise UnsafePickle("it refers to data in an unknown way")
@@ -218,15 +223,15 @@ def _as_tensor(data: np.ndarray, storage: _Storage) -> Tensor:
     return torch.frombuffer(data, dtype=storage.dtype)
 
 
-def _read_stream(path: Path, size: int) -> Any:
+def _read_stream(path: Path, size: int) -> object:
     storages: dict[str, _Storage] = {}
     views: list[tuple[_Storage, _Storage, int]] = []
 
-    def persistent(pid: Any) -> Any:
+    def persistent(pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) >= 2 and pid[0] == "module":
             return pid[1]  # a class, with its source text, which is of no use here
         storage = _named_storage(pid, storages)
-        view = pid[5] if len(pid) > 5 else None
+        view = pid[5] if isinstance(pid, tuple) and len(pid) > 5 else None
         if view is None:
             return storage
         if not isinstance(view, tuple) or len(view) != 3 or not all(type(number) is int for number in view[1:]):
@@ -259,7 +264,9 @@ def _read_stream(path: Path, size: int) -> Any:
     return value
 
 
-def _read_storages(file: BufferedReader, place: int, size: int, keys: list[Any], storages: dict[str, _Storage]) -> None:
+def _read_storages(
+    file: BufferedReader, place: int, size: int, keys: Iterable[object], storages: dict[str, _Storage]
+) -> None:
     """Read the storages at the end of a stream, copied to addresses that are multiples of their elements' size."""
     for key in keys:
         storage = storages.get(str(key))
@@ -280,12 +287,12 @@ def _read_storages(file: BufferedReader, place: int, size: int, keys: list[Any],
         place = end
 
 
-def _resolved(value: Any) -> Any:
+def _resolved(value: object) -> object:
     """Return the value with every tensor in its place. Objects that occur twice are walked once."""
-    seen: dict[int, Any] = {}
-    keep: list[Any] = []  # an object whose number is in `seen` must not go away
+    seen: dict[int, object] = {}
+    keep: list[object] = []  # an object whose number is in `seen` must not go away
 
-    def walk(item: Any) -> Any:
+    def walk(item: object) -> object:
         if isinstance(item, _PendingTensor):
             return item.resolve()
         if not isinstance(item, (dict, list, tuple, StandIn)):

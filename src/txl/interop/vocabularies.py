@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
@@ -54,7 +54,7 @@ def _from_json(path: Path) -> Vocabulary:
     raise UserError(f"{path}: JSON, but no vocabulary; expected this project's, or symbols with their numbers")
 
 
-def vocabulary_from(value: Any, where: str) -> Vocabulary:
+def vocabulary_from(value: object, where: str) -> Vocabulary:
     """Return the vocabulary in a pickled object: a Vocab or its attributes, a corpus with one, or a list of symbols."""
     for _ in range(4):
         attributes = value.__dict__ if isinstance(value, StandIn) else value
@@ -68,18 +68,19 @@ def vocabulary_from(value: Any, where: str) -> Vocabulary:
     raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
 
 
-def vocabulary_of(symbols: list[Any], where: str) -> Vocabulary:
+def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
     """Return the vocabulary of symbols in the order of their ids: of bytes (enwik8), characters (text8) or words."""
-    if not symbols or not all(isinstance(symbol, str) for symbol in symbols):
+    words = [symbol for symbol in symbols if isinstance(symbol, str)]
+    if not words or len(words) < len(symbols):
         raise UserError(f"{where}: expected symbols, in the order of their ids")
-    if all(symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 for symbol in symbols):
-        return ByteVocabulary([int(symbol) for symbol in symbols])
-    if all(len(symbol) == 1 for symbol in symbols):
-        return CharVocabulary([" " if symbol == "_" else symbol for symbol in symbols], unknown=False)
-    known = set(symbols)
+    if all(word.isascii() and word.isdecimal() and int(word) < 256 for word in words):
+        return ByteVocabulary([int(word) for word in words])
+    if all(len(word) == 1 for word in words):
+        return CharVocabulary([" " if word == "_" else word for word in words], unknown=False)
+    known = set(words)
     end = next((symbol for symbol in _ENDS if symbol in known), None)
     unknown = next((symbol for symbol in _UNKNOWNS if symbol in known), None)
     if end is None or unknown is None:
         lacking, expected = ("an end of lines", _ENDS) if end is None else ("an unknown word", _UNKNOWNS)
-        raise UserError(f"{where}: {len(symbols)} words, but none for {lacking}; expected one of {', '.join(expected)}")
-    return WordVocabulary(symbols, eos=end, unk=unknown, boundary="end" if end == "<S>" else None)
+        raise UserError(f"{where}: {len(words)} words, but none for {lacking}; expected one of {', '.join(expected)}")
+    return WordVocabulary(words, eos=end, unk=unknown, boundary="end" if end == "<S>" else None)

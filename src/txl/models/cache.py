@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
@@ -26,7 +26,7 @@ from torch import Tensor
 from txl.config import Lengths, Limit
 from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, State
+from txl.models.language_model import EVERY_TARGET, CacheSettings, LanguageModel, Objective, State
 
 MAX_SCORES = 1 << 24
 """Products h_t . h_i that may exist at a time."""
@@ -123,7 +123,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         return self.model
 
     @property
-    def cache_settings(self) -> dict[str, Any]:
+    def cache_settings(self) -> CacheSettings:
         """Size, theta and lambda."""
         return {"cache_size": self.size, "cache_theta": self.theta, "cache_lambda": self.weight}
 

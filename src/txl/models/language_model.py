@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Generic, NoReturn, Protocol, Self, TypedDict, TypeVar
 
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class Objective:
 
 EVERY_TARGET = Objective()
 """The full loss, at the beginning of training."""
+
+
+class CacheSettings(TypedDict, total=False):
+    """Pairs, theta and lambda of a continuous cache, as fields of an `EvaluationResult`; empty for a model without."""
+
+    cache_size: int
+    cache_theta: float
+    cache_lambda: float
 
 
 class State(Protocol):
@@ -220,8 +228,8 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         return self
 
     @property
-    def cache_settings(self) -> dict[str, Any]:
-        """Settings of a continuous cache, as fields of an `EvaluationResult`; empty for a model without."""
+    def cache_settings(self) -> CacheSettings:
+        """Settings of the model's continuous cache."""
         return {}
 
     def _lacks(self, what: str) -> NoReturn:

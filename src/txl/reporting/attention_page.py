@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.files import read_json, write_whole
+from txl.files import JsonObject, read_json, write_whole
 from txl.reporting.page import escape, figure, note, page, section, table, visible
 from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
@@ -35,7 +35,7 @@ HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECO
 )
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> JsonObject:
     """Read the record that `txl attention` has written."""
     again = "run txl attention again"
     record = read_json(path, again)
@@ -45,7 +45,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
+def write_attention(record: JsonObject, out: Path, name: str) -> list[Path]:
     """Write figures, page and record of a model's attention into a folder, and return their paths.
 
     The record comes last, so that it never speaks of figures that are not there.
@@ -65,7 +65,7 @@ def write_attention(record: dict[str, Any], out: Path, name: str) -> list[Path]:
     return [*paths, out / "attention.html", out / RECORD]
 
 
-def attention_page(record: dict[str, Any], name: str) -> str:
+def attention_page(record: JsonObject, name: str) -> str:
     """Return a whole page of a run's attention.
 
     Args:
@@ -76,7 +76,7 @@ def attention_page(record: dict[str, Any], name: str) -> str:
     return page(title, [f"<header><h1>{escape(title)}</h1></header>", attention_section(record)])
 
 
-def attention_section(record: dict[str, Any]) -> str:
+def attention_section(record: JsonObject) -> str:
     """Return the section about attention: averages, terms, farthest heads, chosen positions with the text."""
     settings, even = record["settings"], record["even"]
     far = settings["far"]
@@ -110,7 +110,7 @@ def attention_section(record: dict[str, Any]) -> str:
     return section("Where the heads look", *parts)
 
 
-def save_figures(record: dict[str, Any], folder: Path) -> list[Path]:
+def save_figures(record: JsonObject, folder: Path) -> list[Path]:
     """Write all figures as .svg and .png; give the paths.
 
     Raises:
@@ -131,7 +131,7 @@ def save_figures(record: dict[str, Any], folder: Path) -> list[Path]:
     return [path for _, path, _ in paths]
 
 
-def average_figure(record: dict[str, Any]) -> Drawing:
+def average_figure(record: JsonObject) -> Drawing:
     """Draw Figure 5: heads by distance."""
     far = max(record["heads"], key=lambda row: row["mean_distance"])
     text = (
@@ -145,7 +145,7 @@ def average_figure(record: dict[str, Any]) -> Drawing:
     )  # fmt: skip
 
 
-def terms_figure(record: dict[str, Any]) -> Drawing:
+def terms_figure(record: JsonObject) -> Drawing:
     """Draw Figure 7; its panels stand side by side in a wide page, one below the other in a narrow one."""
     height, names = _height(record), ", ".join(_TERMS[name] for name in record["terms"])
     return drawing(
@@ -155,7 +155,7 @@ def terms_figure(record: dict[str, Any]) -> Drawing:
     )  # fmt: skip
 
 
-def draw_average(drawn: Figure, record: dict[str, Any], title: str = "") -> None:
+def draw_average(drawn: Figure, record: JsonObject, title: str = "") -> None:
     """Draw heads by distance."""
     weights = np.array([row["average"] for row in record["heads"]])
     axes = drawn.add_subplot()
@@ -164,7 +164,7 @@ def draw_average(drawn: Figure, record: dict[str, Any], title: str = "") -> None
     _scale(drawn.colorbar(image, ax=axes, pad=0.01, aspect=30), "mean attention weight")
 
 
-def draw_terms(drawn: Figure, record: dict[str, Any], rows: int, title: str = "") -> None:
+def draw_terms(drawn: Figure, record: JsonObject, rows: int, title: str = "") -> None:
     """Draw heads by distance for each term, on one scale."""
     terms = record["terms"]
     panels = drawn.subplots(rows, len(terms) // rows, squeeze=False, sharey=rows == 1)
@@ -181,7 +181,7 @@ def draw_terms(drawn: Figure, record: dict[str, Any], rows: int, title: str = ""
         drawn.suptitle(title, x=0.01, ha="left", fontsize=9.5, parse_math=False)
 
 
-def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> None:
+def draw_close(drawn: Figure, record: JsonObject, place: int, at: int) -> None:
     """Draw tokens by what they attend to: Figure 6."""
     position = record["positions"][place]
     head = position["heads"][at]
@@ -214,9 +214,7 @@ def draw_close(drawn: Figure, record: dict[str, Any], place: int, at: int) -> No
     bar.set_label("attention weight")
 
 
-def _heat_map(
-    axes: Axes, weights: np.ndarray, record: dict[str, Any], norm: LogNorm | None = None, ticks: int = 6
-) -> Any:
+def _heat_map(axes: Axes, weights: np.ndarray, record: JsonObject, norm: LogNorm | None = None, ticks: int = 6) -> Any:
     """Draw an image of [heads, distance], the nearest token on the right."""
     span = weights.shape[1]
     shown = _thinned(weights)[:, ::-1]
@@ -271,17 +269,17 @@ def _thinned(weights: np.ndarray) -> np.ndarray:
     return np.stack([part.mean(axis=1) for part in np.array_split(weights, _COLUMNS, axis=1)], axis=1)
 
 
-def _height(record: dict[str, Any]) -> float:
+def _height(record: JsonObject) -> float:
     """Return the height in inches for so many heads."""
     return min(9.0, max(2.6, 1.1 + 0.055 * len(record["heads"])))
 
 
-def _close_height(position: dict[str, Any]) -> float:
+def _close_height(position: JsonObject) -> float:
     """Return the height in inches for the rows of a close-up."""
     return 1.1 + 0.16 * min(_ROWS, max(8, len(position["keys"])))
 
 
-def _described(record: dict[str, Any]) -> str:
+def _described(record: JsonObject) -> str:
     """Return the title of a figure that stands alone."""
     settings = record["settings"]
     words = (
@@ -294,7 +292,7 @@ def _described(record: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _fall(record: dict[str, Any]) -> str:
+def _fall(record: JsonObject) -> str:
     """Return a note on distances that some of the averaged tokens do not reach back to."""
     span, everyone = len(record["heads"][0]["average"]), record["settings"]["min_keys"]
     if everyone >= span:
@@ -311,14 +309,14 @@ def _label(text: str) -> str:
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
 
-def _memory(settings: dict[str, Any]) -> str:
+def _memory(settings: JsonObject) -> str:
     if not settings["mem_len"]:
         return f"segments of {settings['segment']:,} without memory"
     window = "no window" if settings["window"] is None else f"window {counted(settings['window'], 'key')}"
     return f"memory {settings['mem_len']:,}, {window}"
 
 
-def _farthest(record: dict[str, Any]) -> str:
+def _farthest(record: JsonObject) -> str:
     far = record["settings"]["far"]
     rows = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:_LISTED]
     chosen = [tuple(each) for each in record["farthest"]]
@@ -341,12 +339,12 @@ def _farthest(record: dict[str, Any]) -> str:
     )
 
 
-def _shown(record: dict[str, Any]) -> range:
+def _shown(record: JsonObject) -> range:
     """Return the indices of the heads kept at the chosen positions."""
     return range(len(record["positions"][0]["heads"])) if record["positions"] else range(0)
 
 
-def _position(record: dict[str, Any], place: int, at: int) -> str:
+def _position(record: JsonObject, place: int, at: int) -> str:
     """Return one head at one position: its weights, and the text with the tokens marked that it looks at most."""
     position = record["positions"][place]
     head = position["heads"][at]
@@ -367,7 +365,7 @@ def _position(record: dict[str, Any], place: int, at: int) -> str:
     )
 
 
-def _text(position: dict[str, Any], head: dict[str, Any]) -> str:
+def _text(position: JsonObject, head: JsonObject) -> str:
     """Return the text that the last token sees as HTML, chosen tokens marked, without white space at their ends."""
     chosen, last = set(head["marked"]), len(position["texts"]) - 1
     pieces = []

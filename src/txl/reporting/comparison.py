@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from txl.data.corpora import data_directory
 from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.reporting.compression import SETTINGS, compress, lzma_after
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
 from txl.runs.directory import RunDirectory
-from txl.runs.events import EventName
+from txl.runs.events import Evaluation, EventName
 
 LZMA_AFTER = "lzma_after_training_text"
 """Field of a `compression` event: bytes that lzma needs when it has seen the end of the training text."""
@@ -20,7 +20,7 @@ LZMA_AFTER = "lzma_after_training_text"
 
 def measure_compression(
     run_directory: RunDirectory, found: Findings, data_dir: str | Path | None, after_training_text: bool = False
-) -> tuple[dict[str, Any] | None, str | None]:
+) -> tuple[JsonObject | None, str | None]:
     """Compress the bytes that the result is about, and log it if the log can be written.
 
     The text is looked up among the prepared corpora; nothing is prepared or downloaded for it.
@@ -52,7 +52,7 @@ def measure_compression(
         return None, str(error)
     if sizes.text != n_bytes:
         return None, f"the prepared {result['split']} split has {sizes.text:,} bytes, {n_bytes:,} were scored"
-    fields = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
+    fields: JsonObject = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
     fields |= {"text": sizes.text, "zlib": sizes.zlib, "bz2": sizes.bz2, "lzma": sizes.lzma}
     fields |= {} if primed is None else {LZMA_AFTER: primed}
     with suppress(UserError):  # a run that can only be read still has its report, with --out
@@ -68,7 +68,7 @@ def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None
     return None
 
 
-def _prepared_texts(folder: Path, found: Findings, result: dict[str, Any]) -> dict[str, Corpus]:
+def _prepared_texts(folder: Path, found: Findings, result: Evaluation) -> dict[str, Corpus]:
     """Return by hash the prepared texts that the result can be about.
 
     A text is known by the hash that training or the evaluation logged; older logs have only the name, unit and sizes of

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from txl.files import JsonObject
 from txl.reporting.compression import SETTINGS
-from txl.runs.events import EventName
+from txl.runs.events import (
+    CompressionEvent,
+    Evaluation,
+    EventName,
+    ReasonEvent,
+    SampleEvent,
+    StartEvent,
+    TrainEvent,
+    ValidEvent,
+    select,
+)
 
-Event = dict[str, Any]
-Evaluation = dict[str, Any]
-"""One evaluation: its figures and the settings under which they were measured."""
 _BEGINNINGS = {EventName.START, EventName.RESUME}
 _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
@@ -22,11 +29,11 @@ _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 class Findings:
     """The parts of a log that a summary and a report are made of."""
 
-    stretches: list[Event]
+    stretches: list[StartEvent]
     """The `start` and `resume` events."""
-    train: list[Event]
+    train: list[TrainEvent]
     """One line a step, without those that a crash made the run repeat."""
-    valid: list[Event]
+    valid: list[ValidEvent]
     result: Evaluation | None
     """The evaluation that counts, see `_result`."""
     without_memory: Evaluation | None
@@ -35,11 +42,11 @@ class Findings:
     """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
     others: list[Evaluation]
     """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
-    samples: list[Event]
+    samples: list[SampleEvent]
     """All of the checkpoint that was sampled last."""
-    compression: Event | None
+    compression: CompressionEvent | None
     """Sizes that compressors give the bytes that `result` is about."""
-    stopped: Event | None
+    stopped: ReasonEvent | None
     """The `stop` event, if the last thing that training did was to stop before its end."""
     ended: bool
     """True once the last step has been taken."""
@@ -47,7 +54,7 @@ class Findings:
     """Why the model that came of it is of no use, if it is of none."""
 
     @property
-    def start(self) -> Event:
+    def start(self) -> StartEvent:
         """The newest event that describes the run: configuration, corpus, parameters, hardware, software."""
         return self.stretches[-1]
 
@@ -57,7 +64,7 @@ class Findings:
         return self.start["corpus"]["unit"]
 
     @property
-    def best(self) -> Event | None:
+    def best(self) -> ValidEvent | None:
         """The validation with the lowest loss."""
         return min(self.valid, key=lambda event: event["nll"], default=None)
 
@@ -68,20 +75,20 @@ class Findings:
 
     def unknown_tokens(self, row: Evaluation) -> int | None:
         """Return how many of the tokens that an evaluation read are <unk>; None if the log does not say."""
-        if row.get("unknown") is not None:
-            return row["unknown"]
+        if (unknown := row.get("unknown")) is not None:
+            return unknown
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
-    def split_of(self, row: Evaluation) -> dict[str, Any] | None:
+    def split_of(self, row: Evaluation) -> JsonObject | None:
         """Return the counts and hashes of the split that was evaluated, if it is the training corpus's."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
-def findings(events: Sequence[Event]) -> Findings | None:
+def findings(events: Sequence[JsonObject]) -> Findings | None:
     """Return the parts of a log that reports are made of; None for a log without a `start` event."""
-    stretches = [event for event in events if event["event"] in _BEGINNINGS]
+    stretches = select(events, StartEvent)
     if not stretches:
         return None
     start = stretches[-1]
@@ -90,8 +97,9 @@ def findings(events: Sequence[Event]) -> Findings | None:
     if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
         curve = []
     shown = [row for row in (result, without, *curve) if row is not None]
-    train, valid = _kept(events, EventName.TRAIN, "loss"), _kept(events, EventName.VALID, "nll")
-    samples = [event for event in events if event["event"] == EventName.SAMPLE]
+    train = select(_kept(events, EventName.TRAIN, "loss"), TrainEvent)
+    valid = select(_kept(events, EventName.VALID, "nll"), ValidEvent)
+    samples = select(events, SampleEvent)
     last = [event for event in events if event["event"] in _OF_TRAINING][-1]
     return Findings(
         stretches=stretches,
@@ -103,7 +111,7 @@ def findings(events: Sequence[Event]) -> Findings | None:
         others=[row for row in reversed(rows) if row not in shown],
         samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
-        stopped=last if last["event"] == EventName.STOP else None,
+        stopped=next(iter(select([last], ReasonEvent, EventName.STOP)), None),
         ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
         diverged=last.get("diverged"),
     )
@@ -114,9 +122,8 @@ def scored_bytes(row: Evaluation) -> int | None:
 
     Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
     """
-    if row.get("bytes_per_token") is None:
-        return None
-    return round(tokens_read(row) * row["bytes_per_token"])
+    width = row.get("bytes_per_token")
+    return None if width is None else round(tokens_read(row) * width)
 
 
 def tokens_read(row: Evaluation) -> int:
@@ -124,15 +131,17 @@ def tokens_read(row: Evaluation) -> int:
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation], list[Evaluation]]:
+def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[Evaluation], list[Evaluation]]:
     """Return all evaluations in order (of equal ones the newest), and the newest sweep on a test split.
 
     The sweep is one without a cache, and made the run's own way if there is such a one.
     """
-    newest: dict[tuple[Any, ...], Evaluation] = {}
+    newest: dict[tuple[object, ...], Evaluation] = {}
     curves: list[list[Evaluation]] = []
     for event in events:
-        rows = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(event["event"], [])
+        rows: list[Evaluation] = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(
+            event["event"], []
+        )
         for row in rows:
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # so that it goes to the end
@@ -145,15 +154,16 @@ def _evaluations(events: Sequence[Event], start: Event) -> tuple[list[Evaluation
     return list(newest.values()), curves[-1] if curves else []
 
 
-def _targets(row: Evaluation) -> tuple[Any, ...]:
+def _targets(row: Evaluation) -> tuple[object, ...]:
     """Return the settings that two evaluations must share to differ by memory alone."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
-    return (*(row[name] for name in names), adapting)
+    values: Mapping[str, object] = row
+    return (*(values[name] for name in names), adapting)
 
 
-def _own_way(row: Evaluation, start: Event) -> bool:
+def _own_way(row: Evaluation, start: StartEvent) -> bool:
     """Return whether an evaluation was made as the run's configuration says, if nothing else is asked for.
 
     A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
@@ -162,7 +172,7 @@ def _own_way(row: Evaluation, start: Event) -> bool:
     return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
-def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Evaluation | None]:
+def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | None, Evaluation | None]:
     """Return the result and its pair without memory.
 
     The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
@@ -186,9 +196,9 @@ def _result(rows: list[Evaluation], start: Event) -> tuple[Evaluation | None, Ev
     return result, None if result["mem_len"] == 0 else without
 
 
-def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
+def _kept(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[JsonObject]:
     """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
-    by_step: dict[int, Event] = {}
+    by_step: dict[int, JsonObject] = {}
     for event in events:
         if event["event"] in _BEGINNINGS:
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
@@ -197,12 +207,10 @@ def _kept(events: Sequence[Event], kind: EventName, loss: str) -> list[Event]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _compression(events: Sequence[Event], result: Evaluation) -> Event | None:
+def _compression(events: Sequence[JsonObject], result: Evaluation) -> CompressionEvent | None:
     """Return the newest measurement of the compressors over the bytes of `result`."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
-    for event in reversed(events):
-        if event["event"] != EventName.COMPRESSION:
-            continue
+    for event in reversed(select(events, CompressionEvent)):
         if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
             return event
     return None

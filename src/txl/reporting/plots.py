@@ -27,6 +27,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from txl.files import replacing
 from txl.reporting.style import DARK, LIGHT
 from txl.reporting.wording import plain, split_text
+from txl.runs.events import Evaluation, EvaluationFigures, TrainEvent, ValidEvent
 from txl.units import quality, quality_label, quality_text
 
 INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
@@ -78,7 +79,7 @@ class Drawing:
     narrow: str
 
 
-def loss_figure(train: Sequence[dict[str, Any]], valid: Sequence[dict[str, Any]], unit: str) -> Drawing:
+def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: str) -> Drawing:
     """Draw training and validation quality against the step.
 
     Args:
@@ -132,7 +133,7 @@ def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple
     return low - 0.08 * spread, high + 0.15 * spread
 
 
-def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
+def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
     """Draw learning rate and gradient norm against the step, one above the other.
 
     Args:
@@ -166,7 +167,7 @@ def schedule_figure(train: Sequence[dict[str, Any]], clip: float) -> Drawing:
     return drawing(draw, "schedule", "Learning rate and gradient norm", text, wide=(7.6, 3.4), narrow=(4.2, 3.8))
 
 
-def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None) -> Drawing:
+def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory: int | None = None) -> Drawing:
     """Draw quality against memory length.
 
     Args:
@@ -187,7 +188,7 @@ def memory_figure(rows: Sequence[dict[str, Any]], unit: str, training_memory: in
 
 
 def draw_memory_curve(
-    axes: Axes, rows: Sequence[dict[str, Any]], unit: str, training_memory: int | None = None
+    axes: Axes, rows: Sequence[EvaluationFigures], unit: str, training_memory: int | None = None
 ) -> None:
     """Draw quality at each memory length, with the figures beside the points where there is room."""
     rows = sorted(rows, key=lambda row: row["mem_len"])
@@ -231,11 +232,11 @@ def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequ
     )  # fmt: skip
 
 
-def save_memory_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def save_memory_curve(rows: Sequence[Evaluation], path: Path) -> None:
     """Write the memory curve as an image; the name's ending, .svg or .png, decides the format.
 
     Args:
-        rows: evaluation records; besides their figures `unit`, `corpus` and `split` are used.
+        rows: evaluations at two memory lengths or more.
         path: of the image. It is the old one or the new one, whatever happens.
 
     Raises:

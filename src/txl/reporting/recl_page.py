@@ -6,16 +6,15 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from txl.files import replacing
+from txl.files import JsonObject, replacing
 from txl.reporting.context_figures import Plot, gains_plot, length_plot, steps_plot
 from txl.reporting.page import escape, figure, note, page, section, table
 from txl.reporting.wording import counted, short_name
 from txl.units import ppl_text
 
 
-def recl_plots(result: dict[str, Any]) -> dict[str, Plot]:
+def recl_plots(result: JsonObject) -> dict[str, Plot]:
     """Return plots by file name: perplexity by context length; for each r the gain of each step, and of all pairs.
 
     Args:
@@ -38,7 +37,7 @@ def recl_plots(result: dict[str, Any]) -> dict[str, Plot]:
     return plots
 
 
-def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[str]) -> str:
+def recl_page(result: JsonObject, plots: dict[str, Plot], command: Sequence[str]) -> str:
     """Return the page as HTML.
 
     Args:
@@ -92,7 +91,7 @@ def recl_page(result: dict[str, Any], plots: dict[str, Plot], command: Sequence[
     return page(title, body)
 
 
-def held_notes(result: dict[str, Any]) -> list[str]:
+def held_notes(result: JsonObject) -> list[str]:
     """Return a sentence for each model that reads less than the longest context.
 
     Args:
@@ -107,7 +106,7 @@ def held_notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def write_recl(folder: Path, result: dict[str, Any], command: Sequence[str]) -> list[Path]:
+def write_recl(folder: Path, result: JsonObject, command: Sequence[str]) -> list[Path]:
     """Write recl.html, recl.json and each figure as .svg and .png into an existing folder; their paths.
 
     Raises:
@@ -130,7 +129,7 @@ def write_recl(folder: Path, result: dict[str, Any], command: Sequence[str]) -> 
     return written
 
 
-def _table_8(result: dict[str, Any]) -> str:
+def _table_8(result: JsonObject) -> str:
     fractions = list(result["relative_gains"])
     rows = [
         [each["name"], f"{each['parameters']:,}", *(f"{each['recl'][r]:,}" for r in fractions)]
@@ -153,7 +152,7 @@ def _table_8(result: dict[str, Any]) -> str:
     )
 
 
-def _perplexities(result: dict[str, Any]) -> str:
+def _perplexities(result: JsonObject) -> str:
     names = [each["name"] for each in result["models"]]
     rows = [
         [f"{length:,}", *(ppl_text(each["ppl"][str(length)]) for each in result["models"])]

@@ -6,11 +6,10 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
-from txl.files import write_whole
+from txl.files import JsonObject, write_whole
 from txl.presets import preset, presets
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import LZMA_AFTER, measure_compression
@@ -28,6 +27,7 @@ from txl.reporting.wording import (
     window_text,
 )
 from txl.runs.directory import RunDirectory
+from txl.runs.events import Evaluation, SampleEvent
 from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
@@ -183,7 +183,7 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
     )
 
 
-def _window(row: dict[str, Any]) -> str:
+def _window(row: Evaluation | SampleEvent) -> str:
     window = row["window"]  # samples have been logged with the word, too
     return "none" if window in (None, "none") else f"{window:,}"
 
@@ -211,7 +211,7 @@ def _samples(found: Findings, name: str) -> str:
     return section("Samples", note(lead), *(_sample(sample) for sample in shown))
 
 
-def _sample(sample: dict[str, Any]) -> str:
+def _sample(sample: SampleEvent) -> str:
     settings = [f"temperature {sample['temperature']:g}" if sample["temperature"] else "greedy"]
     if sample["temperature"]:
         cuts = {"top-k": sample["top_k"], "top-p": sample["top_p"]}
@@ -253,7 +253,7 @@ def _other_evaluations(found: Findings) -> str:
     return section("Other evaluations", table(caption, headings, rows, numbers=(2, 3, 5, 6)))
 
 
-def _manner(row: dict[str, Any]) -> str:
+def _manner(row: Evaluation) -> str:
     """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
@@ -341,7 +341,7 @@ def _day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
 
 
-def summary_lines(events: Sequence[dict[str, Any]], report: Path | None = None) -> list[str]:
+def summary_lines(events: Sequence[JsonObject], report: Path | None = None) -> list[str]:
     """Return the result with and without memory; compressors' on the same bytes; size and speed; the report's path.
 
     Args:
@@ -368,7 +368,7 @@ def _result_line(found: Findings) -> str:
         return "no result on the test split yet: run txl eval DIR --mem-lens 0,128,256"
     in_bytes = result.get("bits_per_byte") is not None
 
-    def figure(row: dict[str, Any]) -> str:
+    def figure(row: Evaluation) -> str:
         if in_bytes:
             return f"{row['bits_per_byte']:.3f}"
         return quality_text(row["nll"], result["unit"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from txl.config import model_from_dict
 from txl.reporting.comparison import LZMA_AFTER
 from txl.reporting.findings import Findings, tokens_read
 from txl.reporting.page import bars, escape, note, section, table
 from txl.reporting.wording import change_text, manner_words, settings_text
+from txl.runs.events import Evaluation, EvaluationFigures
 from txl.units import is_character_unit, ppl_text, quality_label, quality_text, token_name
 
 
@@ -61,7 +61,7 @@ def evaluation_headings(unit: str) -> tuple[str, ...]:
     return (bits, "ppl", "bits per byte", "nats per token", "tokens/s")
 
 
-def evaluation_cells(row: dict[str, Any]) -> list[str]:
+def evaluation_cells(row: EvaluationFigures) -> list[str]:
     """Return the figures of an evaluation."""
     per_byte = row.get("bits_per_byte")
     return [
@@ -73,7 +73,7 @@ def evaluation_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | None) -> str:
+def _figures(found: Findings, result: Evaluation, without: Evaluation | None) -> str:
     unit = result["unit"]
     label = quality_label(unit)
     figures = [(quality_text(result["nll"], unit), f"{label}, {_memory_name(found, result)}")]
@@ -85,7 +85,7 @@ def _figures(found: Findings, result: dict[str, Any], without: dict[str, Any] | 
     return f'<div class="result">{boxes}</div>'
 
 
-def _memory_name(found: Findings, row: dict[str, Any]) -> str:
+def _memory_name(found: Findings, row: Evaluation) -> str:
     """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
     if row["sliding"]:
         return ", ".join(manner_words(row))
@@ -93,11 +93,13 @@ def _memory_name(found: Findings, row: dict[str, Any]) -> str:
     return ", ".join(["its state carried" if is_recurrent(found) else memory, *manner_words(row)])
 
 
-def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
+def _compressors(found: Findings, rows: list[Evaluation]) -> str:
     if found.compression is None or found.result is None or found.result.get("bits_per_byte") is None:
         return ""
     text, result = found.compression["text"], found.result
-    lines = [(f"this model, {_memory_name(found, row)}", row["bits_per_byte"], at == 0) for at, row in enumerate(rows)]
+    lines = [
+        (f"this model, {_memory_name(found, row)}", row["bits_per_byte"] or 0.0, at == 0) for at, row in enumerate(rows)
+    ]
     names = {"lzma": "lzma (xz -9e)", "bz2": "bzip2 (level 9)", "zlib": "zlib (level 9)"}
     names = ({LZMA_AFTER: "lzma, training text seen"} if LZMA_AFTER in found.compression else {}) | names
     lines += [(words, 8 * found.compression[name] / text, False) for name, words in names.items()]
@@ -118,7 +120,7 @@ def _compressors(found: Findings, rows: list[dict[str, Any]]) -> str:
     return bars("Bits per byte of the text; lower is better", ("", "bits per byte"), lines) + "\n" + note(explained)
 
 
-def _caveat(found: Findings, result: dict[str, Any]) -> str:
+def _caveat(found: Findings, result: Evaluation) -> str:
     """Return a note on what <unk> hides from the figures."""
     unknown = found.unknown_tokens(result)
     if unknown == 0 or result["unit"] in ("byte", "bpe"):

@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from txl.analysis.consistency import KINDS
 from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
-from txl.files import write_whole
+from txl.files import JsonObject, write_whole
 from txl.reporting.page import escape, note, page, section, table, visible
 from txl.reporting.wording import counted, short_name
 from txl.units import token_name
@@ -33,14 +32,14 @@ class About:
     training_tokens: int
 
 
-def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path) -> tuple[dict[str, Any], list[Path]]:
+def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path) -> tuple[JsonObject, list[Path]]:
     """Write samples.json, samples.md and samples.html into a folder.
 
     Returns:
         What the JSON holds but for the texts, and the paths.
     """
     sampling = plan.sampling
-    record: dict[str, Any] = {
+    record: JsonObject = {
         "run": about.run,
         "checkpoint": about.checkpoint,
         "corpus": about.corpus,
@@ -54,7 +53,7 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "temperature": sampling.temperature,
-        **plan.lengths,
+        **plan.lengths.options(),
         "training_tokens": about.training_tokens,
         "measures": {
             "generation": pooled([each.generation_measures for each in samples]),
@@ -75,7 +74,7 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
 
 def settings_text(plan: Plan) -> str:
     """Say in words how samples are drawn."""
-    sampling, lengths = plan.sampling, plan.lengths
+    sampling, lengths = plan.sampling, plan.lengths.options()
     drawn = ["greedy"] if sampling.temperature == 0 else [f"temperature {sampling.temperature:g}"]
     if sampling.temperature:
         drawn += [f"top-k {sampling.top_k}"] if sampling.top_k is not None else []
@@ -125,7 +124,7 @@ def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit:
     made, true = pooled(generations), pooled(references)
     tokens = f"{token_name(unit)}s"
 
-    def row(name: str, measure: str, key: int | str, form: Callable[[dict[str, Any]], str]) -> list[str]:
+    def row(name: str, measure: str, key: int | str, form: Callable[[JsonObject], str]) -> list[str]:
         return [name, *(form(values[measure][key]) for values in (made, true))]
 
     rows = [row(f"repeated {n}-grams of words", "repeated", n, _share) for n in made["repeated"]]
@@ -137,11 +136,11 @@ def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit:
     return rows
 
 
-def _share(found: dict[str, Any]) -> str:
+def _share(found: JsonObject) -> str:
     return "none" if found["share"] is None else f"{found['share']:.1%}"
 
 
-def _count(found: dict[str, Any]) -> str:
+def _count(found: JsonObject) -> str:
     """Return hits and total as text; a percentage would hide how few they are."""
     return f"{found['count']} of {found['of']}" if found["of"] else "none"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unicodedata import category
 
 from txl.data.corpora import Corpus, is_named
 from txl.data.sources import WHOLE, is_cut
+from txl.files import JsonObject
 from txl.reporting.findings import tokens_read
+from txl.runs.events import Evaluation, EvaluationFigures
 
 
 def plain(text: str) -> str:
@@ -38,14 +39,14 @@ def change_text(with_memory: float, without: float) -> str:
     return f"{abs(change):.{digits}%} {'fewer' if change < 0 else 'more'} bits"
 
 
-def window_text(row: dict[str, Any]) -> str:
+def window_text(row: EvaluationFigures) -> str:
     """Return the window of an evaluation."""
     if row["window"] is None:
         return "no window"
     return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
-def manner_words(row: dict[str, Any]) -> list[str]:
+def manner_words(row: EvaluationFigures) -> list[str]:
     """Return what distinguishes an evaluation from a plain one: cache, adaptation, temperature, window, targets.
 
     Nothing for a plain one.
@@ -66,7 +67,7 @@ def manner_words(row: dict[str, Any]) -> list[str]:
     return words
 
 
-def arithmetic_words(row: dict[str, Any]) -> list[str]:
+def arithmetic_words(row: EvaluationFigures) -> list[str]:
     """Return the clamp and the precision of an evaluation, where they are not the usual ones."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
     return words if row["dtype"] == "float32" else [*words, f"computed in {row['dtype']}"]
@@ -77,7 +78,7 @@ def split_text(split: str) -> str:
     return "whole text" if split == WHOLE else f"{split} split"
 
 
-def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memory: bool = True) -> str:
+def settings_text(row: Evaluation, split: JsonObject | None = None, memory: bool = True) -> str:
     """Split, targets, memory, window and segment of an evaluation, and what else is not as in a plain one.
 
     Args:
@@ -103,7 +104,7 @@ def settings_text(row: dict[str, Any], split: dict[str, Any] | None = None, memo
     return "; ".join(words)
 
 
-def adaptation_text(dynamic: dict[str, Any]) -> str:
+def adaptation_text(dynamic: JsonObject) -> str:
     """Return the settings of a dynamic evaluation in words."""
     words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
     if "epsilon" in dynamic:

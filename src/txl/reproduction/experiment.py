@@ -27,7 +27,7 @@ from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.cache_tuning import measure_cache
-from txl.files import read_json, write_whole
+from txl.files import JsonObject, read_json, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.definition import Definition, Row
@@ -51,9 +51,9 @@ class RowResult:
     status: str
     """done, failed, published only, not at this scale."""
     reason: str = ""
-    config: dict[str, Any] | None = None
+    config: JsonObject | None = None
     parameters: int | None = None
-    by_seed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    by_seed: dict[int, JsonObject] = field(default_factory=dict)
     """Measurements by seed."""
 
 
@@ -143,7 +143,7 @@ class Experiment:
         own = self.definition.product or "."
         return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
-    def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], dict[str, Any]]) -> list[RowResult]:
+    def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then every model with the next: each seed's table is completed first."""
         for seed in range(1, self.seeds + 1):
             for result in results:
@@ -151,7 +151,7 @@ class Experiment:
                     self._once(result, seed, one)
         return results
 
-    def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], dict[str, Any]]) -> None:
+    def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
         path = self._result_path(result.row, seed)
         stored = stored_json(path)
         if stored is None:
@@ -173,7 +173,7 @@ class Experiment:
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
-    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> dict[str, Any]:
+    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> JsonObject:
         if result.row.cache_over is not None:
             return self._with_cache(result.row, seed, corpus)
         assert result.config is not None
@@ -203,7 +203,7 @@ class Experiment:
         measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
 
-    def _with_cache(self, row: Row, seed: int, corpus: Corpus) -> dict[str, Any]:
+    def _with_cache(self, row: Row, seed: int, corpus: Corpus) -> JsonObject:
         """Measure a continuous cache around another row's model, tuned on the validation split."""
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
@@ -219,7 +219,7 @@ class Experiment:
             corpus.tokens("test"),
             segment=run.eval.segment,
             temperature=run.eval.temperature,
-            **run.eval.length_options(),
+            **run.eval.lengths.options(),
             batch_size=1,  # a lane remembers nothing of the others
             max_tokens=self.scale.eval_tokens,
         )
@@ -294,7 +294,7 @@ def _check_training(run: RunConfig, corpus: Corpus) -> None:
     check_validation_split(run, corpus)
 
 
-def _comparable_hardware(device: str) -> dict[str, Any]:
+def _comparable_hardware(device: str) -> JsonObject:
     """Return the hardware that times depend on."""
     return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
 
@@ -307,7 +307,7 @@ def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Pa
     return Path("runs/reproduce") / "-".join([definition.experiment_name, scale.name, *changed, corpus])
 
 
-def circumstances(device: str) -> dict[str, Any]:
+def circumstances(device: str) -> JsonObject:
     """Return the hardware and software that an experiment is run with."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
 
@@ -322,7 +322,7 @@ class Folder:
     """
 
     path: Path
-    about: dict[str, Any]
+    about: JsonObject
 
     def check(self) -> None:
         """Refuse a folder that is known to be something else's."""
@@ -332,7 +332,7 @@ class Folder:
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
 
-    def claim(self, found: dict[str, Any]) -> None:
+    def claim(self, found: JsonObject) -> None:
         """Make the folder this experiment's.
 
         Args:
@@ -350,7 +350,7 @@ class Folder:
     def _record(self) -> Path:
         return self.path / "experiment.json"
 
-    def _agrees(self, there: dict[str, Any], asked: dict[str, Any]) -> bool:
+    def _agrees(self, there: JsonObject, asked: JsonObject) -> bool:
         """Return whether the folder holds what is asked for; refuse another experiment that has results."""
         there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
@@ -367,7 +367,7 @@ def stored_json(path: Path) -> Any:
         return None
 
 
-def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:
     """Return the entries in which two records differ, as "data.corpus stdlib -> ptb"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):

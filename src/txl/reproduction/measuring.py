@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
@@ -12,8 +11,9 @@ from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.prepared import Tokens
 from txl.evaluation.effective_context import spread_targets
-from txl.evaluation.perplexity import EvaluationResult, evaluate
+from txl.evaluation.perplexity import EvaluationResult, Settings, evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
+from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.presets import find_preset
 from txl.reproduction.configuring import attention_lengths
@@ -22,7 +22,7 @@ from txl.reproduction.scales import Scale
 from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
-Measured = dict[str, Any]
+Measured = JsonObject
 WINDOWS = 64
 """Windows of a sliding evaluation that are computed at once."""
 
@@ -95,7 +95,7 @@ def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
         contexts=lengths,
         targets=targets,
         batch_size=WINDOWS,
-        clamp_len=run.eval.length_options()["clamp_len"],
+        clamp_len=run.eval.lengths.options()["clamp_len"],
         begins=lambda context: say(f"test split, {context} tokens of context"),
     )
     return {
@@ -118,7 +118,7 @@ def loss_at(
     """
     if not run.model.carries_state:
         return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
-    settings: dict[str, Any] = {"mem_len": 0} if run.model.constant_state else {"mem_len": length, "window": length}
+    settings: Settings = {"mem_len": 0} if run.model.constant_state else {"mem_len": length, "window": length}
     if run.eval.clamp_len is not None:
         settings["clamp_len"] = run.eval.clamp_len
     return evaluate(
@@ -158,7 +158,7 @@ def speed_length(row: Row, scale: Scale) -> int:
     return max(1, round(row.length * scale.speed_lengths))
 
 
-def measure_speed(row: Row, scale: Scale, device: str) -> dict[str, Any]:
+def measure_speed(row: Row, scale: Scale, device: str) -> JsonObject:
     """Measure a row of Table 9 once."""
     assert row.preset is not None
     published = find_preset(row.preset)

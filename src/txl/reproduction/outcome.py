@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
+from txl.files import JsonObject
 from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.definition import Definition
 from txl.reproduction.experiment import RowResult
@@ -129,7 +129,7 @@ def _effective_contexts(
     return found
 
 
-def _losses(measured: dict[str, Any]) -> dict[int, torch.Tensor]:
+def _losses(measured: JsonObject) -> dict[int, torch.Tensor]:
     return {
         int(length): torch.tensor(values, dtype=torch.float64) for length, values in measured["losses"].items()
     }  # fmt: skip

@@ -10,14 +10,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from txl.config import model_from_dict
-from txl.files import write_whole
+from txl.files import JsonObject, write_whole
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
@@ -31,7 +30,7 @@ _COLUMNS = 6
 """Most columns of a table with the paper's numbers beside ours; with more, they come one below the other."""
 
 
-def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
+def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: JsonObject) -> JsonObject:
     """Write NAME.json and NAME.html into a folder.
 
     Returns:
@@ -44,7 +43,7 @@ def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumsta
     return record
 
 
-def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> dict[str, Any]:
+def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: JsonObject) -> JsonObject:
     """Return the contents of the page, ready for JSON."""
     definition = outcome.definition
     return {
@@ -98,7 +97,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: dict
     }
 
 
-def _without_losses(measured: dict[str, Any]) -> dict[str, Any]:
+def _without_losses(measured: JsonObject) -> JsonObject:
     """Return a measurement without the loss of every target, which stays in results/."""
     kept = {name: value for name, value in measured.items() if name not in ("losses", "config")}
     return {
@@ -106,7 +105,7 @@ def _without_losses(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: dict[str, Any]) -> str:
+def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstances: JsonObject) -> str:
     """Return the page as HTML.
 
     Args:
@@ -324,7 +323,7 @@ def _changed(result: RowResult, published: bool) -> str:
     return "; ".join(words) or "the scale’s model"
 
 
-def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: dict[str, Any]) -> str:
+def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: JsonObject) -> str:
     hardware, software = circumstances["hardware"], circumstances["software"]
     rows = [
         ("processor", f"{hardware['cpu']} ({hardware['cores']} cores)"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from txl.config import DataConfig
 from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
 from txl.reproduction.definition import Definition, Row
@@ -30,7 +30,7 @@ class PlannedRow:
     tokens: int | None = None
     """Tokens of one seed."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return all fields, ready for JSON."""
         return asdict(self)
 

@@ -43,7 +43,7 @@ def make_product(
         checkpoint: name of the checkpoint.
         out: the folder for the files; made if it is missing.
     """
-    lengths = run.eval.length_options()
+    lengths = run.eval.lengths
     if product == "attention":
         record = analyse_attention(
             model,
@@ -79,8 +79,7 @@ def make_product(
 def least_tokens_of(product: Product, run: RunConfig, scale: Scale) -> dict[str, int]:
     """Return by split how many tokens it must have for a product to be made."""
     if product == "samples":
-        plan = Plan()
-        return {_SAMPLES_SPLIT: plan.context + plan.max_tokens + plan.count - 1}
+        return {_SAMPLES_SPLIT: Plan.context + Plan.max_tokens + Plan.count - 1}
     # A token that sees all of the memory, and the one that it predicts.
     least = (run.eval.window or run.eval.mem_len + 1) + 1
     if scale.eval_tokens is not None and scale.eval_tokens < least:

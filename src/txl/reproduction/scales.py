@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.presets import small
 
 Dtype = Literal["float32", "bfloat16"]
@@ -89,7 +90,7 @@ class Scale:
             _cut(run.train, self.steps)
         return run
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the fields that determine results, ready for JSON."""
         names = (
             "name", "attention_lengths", "eval_tokens", "context_step", "longest_context", "targets", "speed_lengths",

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import portalocker
 from portalocker import LockFlags
@@ -63,7 +63,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.config_path}: {error.strerror}") from None
         try:
-            return RunConfig.from_dict(of_today(stored))
+            return RunConfig.from_dict(of_today(stored) if isinstance(stored, dict) else stored)
         except UserError as error:
             raise UserError(f"{self.config_path}: {error}") from None
 
@@ -82,7 +82,7 @@ class RunDirectory:
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
-    def append(self, event: EventName, step: int, **fields: Any) -> None:
+    def append(self, event: EventName, step: int, **fields: object) -> None:
         """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
         assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
@@ -260,9 +260,9 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def of_today(config: Any) -> Any:
+def of_today(config: JsonObject) -> JsonObject:
     """Return a stored configuration; one without `data.word_rule` and `data.normalise` gets those it was made with."""
-    data = config.get("data") if isinstance(config, dict) else None
+    data = config.get("data")
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config
     data = {**data, "word_rule": None}

@@ -9,7 +9,7 @@ was not written by an earlier version.
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Any, NotRequired, TypedDict, TypeVar, cast
+from typing import NotRequired, TypedDict, TypeVar, cast
 
 from txl.files import JsonObject
 
@@ -111,8 +111,8 @@ class TrainEvent(LogEvent):
     """Seconds of training since the run began."""
 
 
-class EvaluationEvent(LogEvent):
-    """Figures of an evaluation and the settings that it was made under (`EvaluationResult`)."""
+class EvaluationFigures(TypedDict):
+    """Figures of an evaluation and the settings that it was made under (`EvaluationResult.to_dict`)."""
 
     nll: float
     ppl: float
@@ -144,15 +144,15 @@ class EvaluationEvent(LogEvent):
     """Rule and settings of dynamic evaluation."""
 
 
-class ValidEvent(EvaluationEvent):
+class ValidEvent(LogEvent, EvaluationFigures):
     """An evaluation on the validation split while training."""
 
     averaged: int | None
     """Steps whose weights are averaged in the evaluated model; None: no average."""
 
 
-class EvalEvent(EvaluationEvent):
-    """An evaluation of a checkpoint on a split of a corpus."""
+class Measured(TypedDict):
+    """Part of a corpus that a checkpoint was evaluated on."""
 
     split: str
     corpus: str
@@ -164,17 +164,19 @@ class EvalEvent(EvaluationEvent):
     """Part of the corpus that was scored, in words."""
 
 
-class SweepEvent(LogEvent):
+class Evaluation(EvaluationFigures, Measured):
+    """An evaluation of a checkpoint on a split of a corpus."""
+
+
+class EvalEvent(LogEvent, Evaluation):
+    """One evaluation."""
+
+
+class SweepEvent(LogEvent, Measured):
     """Evaluations of a checkpoint at several memory lengths."""
 
-    split: str
-    corpus: str
-    unit: str
-    sha256_text: NotRequired[str]
-    checkpoint: str
-    measured: NotRequired[str]
-    rows: list[JsonObject]
-    """One a memory length, with the fields of an `eval` event."""
+    rows: list[Evaluation]
+    """One a memory length."""
 
 
 class CheckpointEvent(LogEvent):
@@ -286,7 +288,7 @@ class SampleEvent(LogEvent):
     top_p: float | None
     temperature: float
     seed: int | None
-    max_tokens: int | None
+    max_tokens: int
     mem_len: int | None
     window: int | None
 
@@ -300,7 +302,7 @@ class CompressionEvent(LogEvent):
     text: int
     """Bytes of the text; all others: bytes of it compressed."""
     zlib: int
-    bz2: NotRequired[int]
+    bz2: int
     lzma: int
     lzma_after_training_text: NotRequired[int]
     """Bytes by which lzma's file grows when the text follows the training text."""
@@ -334,7 +336,7 @@ EVENTS: dict[EventName, type[LogEvent]] = {
 EventT = TypeVar("EventT", bound=LogEvent)
 
 
-def select(events: Iterable[Mapping[str, Any]], kind: type[EventT], name: EventName | None = None) -> list[EventT]:
+def select(events: Iterable[Mapping[str, object]], kind: type[EventT], name: EventName | None = None) -> list[EventT]:
     """Return the lines of one kind of event, in order.
 
     Args:

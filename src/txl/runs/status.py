@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from txl.errors import UserError
 from txl.files import JsonObject
@@ -156,7 +155,7 @@ def _count(events: list[JsonObject], name: EventName) -> int:
     return sum(each["event"] == name for each in events)
 
 
-def _number(event: Mapping[str, Any], name: str) -> float | None:
+def _number(event: Mapping[str, object], name: str) -> float | None:
     value = event.get(name)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
