@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
+from txl.devices import float32_products
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
@@ -28,6 +29,7 @@ from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
 from txl.runs.events import EventName
+from txl.training.captured import check_capture
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
@@ -81,6 +83,10 @@ class Trainer:
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
         FAMILIES[type(run.model)].check_device(run.model, self.device)  # before any text is fetched
+        if run.train.capture:
+            check_capture(run, self.device)
+        if run.train.tf32 and not self.device.startswith("cuda"):
+            raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {self.device}; leave it out")
         self._compiled = False
         self._init_note: str | None = None
         self.processes = Processes()
@@ -152,7 +158,8 @@ class Trainer:
         corpus = opened[0] if opened else self._corpus(is_new, source)
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
-        with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
+        precision = float32_products(self.run.train.tf32) if devices else nullcontext()
+        with torch.random.fork_rng(devices=devices), precision, self._display(corpus.unit) as display:
             loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
@@ -338,6 +345,8 @@ class Trainer:
 def _check_lanes(run: RunConfig, processes: Processes) -> None:
     """Refuse lanes that cannot be divided over processes and parts, and an average of sharded weights."""
     train, count = run.train, processes.count
+    if count > 1 and train.capture:
+        raise UserError(f"train.capture serves one process, and these are {count}; leave it out")
     if train.batch_size % (count * train.micro_batches):
         raise UserError(
             f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "
@@ -360,7 +369,7 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
     for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
-    them (`models.scan`). Evaluation reads a view of the model, whose layers run eagerly.
+    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
 
     Returns:
         Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
