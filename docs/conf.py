@@ -115,6 +115,8 @@ def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
         elif text:
             sentence = _escaped(text.strip())
             parts.append(f"{sentence[0].upper()}{sentence[1:]}{'' if sentence.endswith('.') else '.'}\n")
+    if example := getattr(parser, "example", ""):
+        parts.append(f"```sh\n{example}\n```\n")
     shown = [
         action
         for action in parser._actions
@@ -122,7 +124,7 @@ def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
         and not isinstance(action, argparse._SubParsersAction)
         and action.dest != "help"
     ]
-    own = [action for action in shown if "." not in action.dest]
+    own = [each for each in shown if "." not in each.dest or any("." not in name for name in each.option_strings)]
     if own:
         parts.append(table(("argument", "meaning"), [(_invocation(each), _help(parser, each)) for each in own]))
     if sections := sorted({each.dest.split(".")[0] for each in shown if "." in each.dest}):
@@ -137,7 +139,7 @@ def _invocation(action: argparse.Action) -> str:
         value = "|".join(map(str, action.choices)) if action.choices is not None else action.dest.upper()
     if not action.option_strings:
         return f"`{value}`"
-    names = ", ".join(f"`{each}`" for each in action.option_strings)
+    names = ", ".join(f"`{each}`" for each in action.option_strings if "_" not in each)  # one spelling is enough
     return names if action.nargs == 0 else f"{names} `{value}`"
 
 
