@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton bench-peers lint bench build package clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton bench-peers docs lint bench build package clean
 
 setup: $(STAMP)
 
@@ -83,6 +83,18 @@ triton: .venv-triton/.installed
 		torch triton safetensors tokenizers numpy pytest pytest-xdist rich platformdirs lazy_loader portalocker jaxtyping beartype
 	@touch $@
 
+# The documentation as a site of plain files in site/; broken links and anchors end it.
+docs: .venv-docs/.installed
+	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -a -d .venv-docs/doctrees docs site
+	@echo "open site/index.html"
+
+.venv-docs/.installed: constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt \
+		sphinx furo myst-parser sphinx-copybutton torch safetensors tokenizers numpy rich platformdirs lazy_loader portalocker \
+		jaxtyping zstandard pooch matplotlib huggingface_hub
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,4 +121,4 @@ package: build
 	$(BIN)/python -m pytest tests/package
 
 clean:
-	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval .venv-triton build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval .venv-triton .venv-docs site build dist

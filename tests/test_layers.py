@@ -18,7 +18,7 @@ import txl
 SOURCE = Path(txl.__file__).parent
 
 ORDER = (
-    ("errors", "units", "allocator", "cache_folder"),
+    ("errors", "units", "allocator", "cache_folder", "devices"),
     ("files",),
     ("native",),
     ("config", "processes"),

@@ -168,7 +168,7 @@ def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeyp
         poisoned: list = [Memory.from_tensors(
             {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
         ) for state in result.states]  # fmt: skip
-        return StepResult(math.nan, math.nan, poisoned, result.targets, False)
+        return StepResult(torch.tensor([math.nan, math.nan, 1.0]), torch.tensor(True), poisoned, result.targets)
 
     monkeypatch.setattr(loop_module, "training_step", overflown)
     outcome = train(small_run(str(story)), tmp_path / "run", data_dir)
@@ -215,7 +215,8 @@ def leaping(monkeypatch):
         def leaping_step(model, optimizer, tokens, *args):
             result = real(model, optimizer, tokens, *args)
             if torch.equal(tokens, position_tokens):
-                return StepResult(result.loss + 100, result.grad_norm, result.states, result.targets, True)
+                numbers = result.numbers + torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64)
+                return StepResult(numbers, result.skipped, result.states, result.targets)
             return result
 
         monkeypatch.setattr(loop_module, "training_step", leaping_step)

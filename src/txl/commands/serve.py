@@ -102,6 +102,10 @@ def run(arguments: argparse.Namespace) -> None:
     listening = bound_socket(arguments.host, arguments.port)
     with listening:
         keep_freed_memory()
+        # One thread here, so that the engine's thread alone has a team of workers. Two teams on the same processors are
+        # put to sleep between any two products by OpenMP, and a step of a small model takes half as long again.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
         if vocabulary is None:
             raise UserError(
@@ -114,6 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
+            threads=threads,
             **lengths,
         )
         service = Service(served, _limits(arguments))

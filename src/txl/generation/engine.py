@@ -11,6 +11,7 @@ Shapes: B streams, V vocabulary.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,18 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from txl.config import Limit
+from txl.devices import sent
 from txl.errors import UserError
-from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
-from txl.generation.steps import CompiledStep, MemorySlots, ModuleStep, Slots, make_step
+from txl.generation.sampling import (
+    REASONS,
+    Sampling,
+    chances,
+    checked_forbidden,
+    checked_seed,
+    checked_tokens,
+    permitted,
+)
+from txl.generation.steps import CompiledStep, Drawing, MemorySlots, ModuleStep, Slots, StaticStep, make_step
 from txl.models.language_model import LanguageModel
 from txl.models.memory import Memory, Projections
 from txl.models.structure import Structure, evaluation_view
@@ -31,6 +41,8 @@ from txl.models.transformer_xl import TransformerXL, frozen_structure
 
 PROMPT_SEGMENT = 128
 """Tokens of a prompt read at once."""
+_MOST_DRAWINGS = 1000
+"""Settings of sampling that are remembered."""
 _logger = logging.getLogger(__name__)
 
 
@@ -121,13 +133,14 @@ class DecodeEngine:
                 self._step = make_step(self.model, self._slots, self._lengths.clamp_len, compile, self._structure)
             else:
                 _logger.warning("streams go through the model's modules, one by one: %s", self._structure.outsider)
-                self._slots = MemorySlots(max_streams)
+                self._slots = MemorySlots(max_streams, self._like.device)
                 self._step = ModuleStep(self.model, self._slots)
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
         self._streams: list[Stream] = []
-        self._free = list(range(max_streams))
+        self._free = list(range(max_streams))  # a heap, so that those taken lie together
+        self._drawings: dict[tuple[Sampling, tuple[int, ...]], Drawing] = {}
         self._structures: dict[int, Structure] = {}
         self._positions: tuple[Tensor, ...] | None = None
 
@@ -182,12 +195,12 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """Return a new stream that goes on from what was read; several may go on from the same.
+        """Start a stream that continues from what was read; several streams may continue from the same state.
 
         Args:
-            read: a reading that is done, or a saved state; with at least one token.
+            read: a finished reading or a saved state, of at least one token.
             seed, sampling, forbidden: as in `join`.
-            drawn: tokens drawn with this seed before; a stream that goes on with both draws as if it had not stopped.
+            drawn: tokens that were drawn with this seed before; the stream continues that sequence of draws.
 
         Raises:
             UserError: if there is no room, or nothing was read.
@@ -221,10 +234,10 @@ class DecodeEngine:
         return StreamState(0, 0, nothing, nothing)
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as memory for a view of the model (by default the engine's), which reads segments.
+        """Return a saved state as a memory, from which a view of the model (by default the engine's) reads segments.
 
-        A saved state has keys and values but no hidden states: these are not numbers, so that whoever needed them would
-        get none rather than wrong ones.
+        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code which
+        needs them does not get wrong numbers.
         """
         self._rings()
         with torch.inference_mode():
@@ -250,10 +263,10 @@ class DecodeEngine:
         """End a stream and free its place."""
         self._check_member(stream)
         self._streams.remove(stream)
-        self._free.append(stream.slot)
+        heapq.heappush(self._free, stream.slot)
 
     def step(self) -> Int64[Tensor, " B"]:
-        """Draw the next token of every stream, in the order of `streams` after the step.
+        """Draw the next token of every stream, in the order of `streams` after the step; the tokens are on the CPU.
 
         A stream ends if no token can be drawn for it, because its probabilities are not numbers or all that have any
         are forbidden: it leaves the engine, and its `ended` says why.
@@ -262,31 +275,44 @@ class DecodeEngine:
             UserError: if the model has changed since the engine was made.
         """
         if not self._streams:
-            return self._next[:0].clone()
-        return self.draw(self.advance())
+            return torch.zeros(0, dtype=torch.int64)
+        streams, step = list(self._streams), self._step
+        drawing, *others = {self._drawing(each) for each in streams}
+        if not isinstance(step, StaticStep) or others or not step.draws(drawing):
+            return self.draw(self.advance())
+        self._check_ready(streams)
+        slots = [each.slot for each in streams]
+        keys = torch.zeros(3, max(slots) + 1, dtype=torch.int64)
+        keys[:, slots] = torch.tensor([(each.seed, each.drawn, 1) for each in streams]).T
+        with torch.inference_mode():
+            drawn = step.draw(self._next, drawing, keys).cpu()[:, slots]
+        return self._ended(streams, drawn)
 
     def draw(self, log_probs: Tensor, streams: Sequence[Stream] | None = None) -> Tensor:
-        """Draw the next token of some streams (by default all) from what `advance` gave for them: int64 [B].
+        """Draw the next token of some streams (by default all) from what `advance` gave for them: int64, on the CPU.
 
         Streams for which none can be drawn end, as in `step`; the tokens are those of the others, in the order given.
         """
         chosen = list(self._streams if streams is None else streams)
-        tokens, reasons = self._draw(log_probs, chosen)
-        for stream, reason in zip(chosen, reasons, strict=True):
-            if reason is not None:
+        with torch.inference_mode():
+            drawn = self._draw(log_probs, chosen)
+            slots = sent(torch.tensor([each.slot for each in chosen], dtype=torch.int64), drawn.device)
+            self._next[slots] = torch.where(drawn[1] == 0, drawn[0], self._next[slots])
+        return self._ended(chosen, drawn.cpu())
+
+    def _ended(self, streams: Sequence[Stream], drawn: Int64[Tensor, "2 B"]) -> Int64[Tensor, " kept"]:
+        """Let the streams go on for which a token was drawn, and the others end; return the tokens."""
+        kept = []
+        for place, (stream, obstacle) in enumerate(zip(streams, drawn[1].tolist(), strict=True)):
+            if (reason := REASONS[obstacle]) is not None:
                 self.leave(stream)
                 self._slots.clear(stream.slot)
                 stream.ended = reason
-        if any(reasons):
-            kept = [row for row, reason in enumerate(reasons) if reason is None]
-            tokens, chosen = tokens[kept], [chosen[row] for row in kept]
-        with torch.inference_mode():
-            slots = torch.tensor([each.slot for each in chosen], dtype=torch.int64, device=tokens.device)
-            self._next[slots] = tokens
-        for stream in chosen:
+                continue
+            kept.append(place)
             stream.drawn += 1
             stream.waiting = True
-        return tokens.clone()
+        return drawn[0, kept].clone()
 
     def advance(self, streams: Sequence[Stream] | None = None) -> Float[Tensor, "B V"]:
         """Read the token that each of some streams (by default all) has waiting; `put` gives them the next one.
@@ -298,54 +324,60 @@ class DecodeEngine:
             UserError: if a stream has none waiting, or the model has changed since the engine was made.
         """
         chosen = self._streams if streams is None else list(streams)
-        for stream in chosen:
-            self._check_member(stream)
-            if not stream.waiting:
-                raise UserError("a stream has read all its tokens; give it another one with `put`")
-        if len({stream.slot for stream in chosen}) < len(chosen):
-            raise UserError("a stream was given twice; expected each of them once")
-        self._check_weights()
+        self._check_ready(chosen)
+        places = [each.slot for each in chosen]
         with torch.inference_mode():
-            slots = torch.tensor([each.slot for each in chosen], dtype=torch.int64, device=self._next.device)
-            log_probs = self._step(self._next, slots)
+            slots = sent(torch.tensor(places, dtype=torch.int64), self._next.device)
+            log_probs = self._step(self._next, slots, max(places, default=0) + 1)
             self._slots.read[slots] += 1
         for stream in chosen:
             stream.waiting = False
         return log_probs
 
     def put(self, stream: Stream, token: int) -> None:
-        """Give a stream the token that it reads next, after `advance` or in the place of the token drawn last."""
+        """Set the token that a stream reads next: after `advance`, or instead of the token drawn last."""
         self._check_member(stream)
         with torch.inference_mode():
             self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]
         stream.waiting = True
 
-    def _draw(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
-        """Draw a token for every row of [B,V]: int64 [B], and the reason where there is none (else None)."""
-        groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
-        for row, stream in enumerate(streams):
-            groups.setdefault((stream.sampling, stream.forbidden), []).append(row)
-        if len(groups) == 1:
-            return self._draw_alike(log_probs, streams)
-        tokens = torch.zeros(len(streams), dtype=torch.int64, device=log_probs.device)
-        reasons: list[str | None] = [None] * len(streams)
-        for members in groups.values():
-            rows = torch.tensor(members, device=log_probs.device)
-            tokens[rows], found = self._draw_alike(log_probs[rows], [streams[row] for row in members])
-            for row, reason in zip(members, found, strict=True):
-                reasons[row] = reason
-        return tokens, reasons
+    def _check_ready(self, streams: Sequence[Stream]) -> None:
+        """Refuse streams that cannot take a step."""
+        for stream in streams:
+            self._check_member(stream)
+            if not stream.waiting:
+                raise UserError("a stream has read all its tokens; give it another one with `put`")
+        if len({stream.slot for stream in streams}) < len(streams):
+            raise UserError("a stream was given twice; expected each of them once")
+        self._check_weights()
 
-    def _draw_alike(self, log_probs: Tensor, streams: list[Stream]) -> tuple[Tensor, list[str | None]]:
-        """Compute `_draw` for streams whose sampling is the same."""
-        first = streams[0]
-        log_probs, reasons = permitted(log_probs, first.forbidden)
-        if any(reasons):
-            log_probs = log_probs.clone()
-            log_probs[[place for place, reason in enumerate(reasons) if reason is not None]] = 0.0  # drawn for nobody
-        keys = [(stream.seed, stream.drawn) for stream in streams]
-        seeds, numbers = torch.tensor(keys, device=log_probs.device).unbind(1)
-        return first.sampling.pick(log_probs, chances(seeds, numbers)), reasons
+    def _drawing(self, stream: Stream) -> Drawing:
+        """Return how a stream draws; its forbidden tokens are sent to the device once."""
+        key = (stream.sampling, stream.forbidden)
+        if key not in self._drawings:
+            if len(self._drawings) == _MOST_DRAWINGS:
+                self._drawings.clear()
+            never = sent(torch.tensor(stream.forbidden), self._next.device) if stream.forbidden else None
+            self._drawings[key] = Drawing(stream.sampling, stream.forbidden, never)
+        return self._drawings[key]
+
+    def _draw(self, log_probs: Tensor, streams: list[Stream]) -> Int64[Tensor, "2 B"]:
+        """Draw a token for every row of [B,V]: the tokens, and the places of reasons in `REASONS` where there is none.
+
+        Nothing waits for the device.
+        """
+        groups: dict[Drawing, list[int]] = {}
+        for row, stream in enumerate(streams):
+            groups.setdefault(self._drawing(stream), []).append(row)
+        device = log_probs.device
+        keys = sent(torch.tensor([(each.seed, each.drawn) for each in streams]), device)
+        drawn = torch.empty(2, len(streams), dtype=torch.int64, device=device)
+        for drawing, members in groups.items():
+            rows = slice(None) if len(groups) == 1 else sent(torch.tensor(members), device)
+            allowed, obstacles = permitted(log_probs[rows], drawing.forbidden)
+            drawn[0, rows] = drawing.sampling.pick(allowed, chances(*keys[rows].unbind(1)))
+            drawn[1, rows] = obstacles
+        return drawn
 
     def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> None:
         """Put what was read, all of `n_token` tokens but the last one, into a stream's slot."""
@@ -378,7 +410,7 @@ class DecodeEngine:
                 f"all {self.max_streams} places are taken; let a stream leave, or make an engine with more max_streams"
             )
         self._check_weights()
-        stream.slot = self._free.pop(0)
+        stream.slot = heapq.heappop(self._free)
         self._streams.append(stream)
         return stream
 
@@ -422,7 +454,8 @@ class Reading:
         segment: int = PROMPT_SEGMENT,
         view: TransformerXL | None = None,
     ):
-        ids = ids.to(engine._like.device)
+        self.waiting = int(ids[-1])
+        ids = sent(ids, engine._like.device)
         self._engine, self._segment, self._model = engine, min(segment, PROMPT_SEGMENT), view or engine.model
         continues = after is not None and after.n_token > 0
         if after is not None and continues:
@@ -432,7 +465,6 @@ class Reading:
             with torch.inference_mode():
                 self.memory = engine.model.empty_state(1, engine._lengths)
         self._ids, self._at = ids, 0
-        self.waiting = int(ids[-1])
         self.n_token = ids.shape[0] + (after.n_token - 1 if after is not None and continues else 0)
         """Tokens of the stream when all is read."""
 

@@ -41,14 +41,15 @@ class Sampling:
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
     def draw(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Draw one token a lane by its chance, from 0 to below 1, after checking that the probabilities are numbers."""
-        _, reasons = permitted(log_probs, ())
-        for reason in filter(None, reasons):
-            raise UserError(reason)
-        return self.pick(log_probs, chances)
+        """Check the probabilities, then draw one token for each lane by its number in `chances`, from 0 to below 1."""
+        allowed, obstacles = permitted(log_probs)
+        for obstacle in obstacles.tolist():
+            if (reason := REASONS[obstacle]) is not None:
+                raise UserError(reason)
+        return self.pick(allowed, chances)
 
     def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Compute `draw` for probabilities in which `permitted` has found a token to draw in every lane."""
+        """Draw as `draw` does, from probabilities that `permitted` has checked."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
@@ -64,25 +65,25 @@ class Sampling:
 
 
 def permitted(
-    log_probs: Float[Tensor, "B V"], forbidden: Sequence[int]
-) -> tuple[Float[Tensor, "B V"], list[str | None]]:
-    """Remove the forbidden tokens, and say for each lane why no token can be drawn; None if one can."""
-    allowed = log_probs
-    if forbidden:
-        allowed = log_probs.clone()
-        allowed[:, list(forbidden)] = float("-inf")
+    log_probs: Float[Tensor, "B V"], forbidden: Int64[Tensor, " F"] | None = None
+) -> tuple[Float[Tensor, "B V"], Int64[Tensor, " B"]]:
+    """Remove the forbidden tokens, and say for each lane why no token can be drawn; nothing waits for a device.
+
+    Returns:
+        the log-probabilities, zeros in the lanes from which no token can be drawn; the place of the reason in
+        `REASONS`.
+    """
+    allowed = log_probs if forbidden is None else log_probs.index_fill(1, forbidden, float("-inf"))
     drawable = allowed.amax(dim=-1).isfinite()
-    if bool(drawable.all()):
-        return allowed, [None] * len(allowed)
-    are_numbers = log_probs.amax(dim=-1).isfinite()
-    return allowed, [
-        None if can else NOTHING_LEFT if numbers else NO_NUMBERS
-        for can, numbers in zip(drawable.tolist(), are_numbers.tolist(), strict=True)
-    ]
+    has_numbers = log_probs.amax(dim=-1).isfinite()
+    obstacles = (~drawable).long() * (1 + (~has_numbers).long())
+    return allowed.masked_fill(~drawable[:, None], 0.0), obstacles
 
 
 NO_NUMBERS = "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
 NOTHING_LEFT = "every token that is not forbidden has probability 0; forbid fewer"
+REASONS = (None, NOTHING_LEFT, NO_NUMBERS)
+"""Why no token can be drawn; None: one can."""
 
 
 def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -8,14 +8,19 @@ Shapes: B slots, P slots that take part, R positions of a ring, H heads, D width
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from txl.devices import Captured, runs_ahead, sent
+from txl.generation.sampling import Sampling, chances, permitted
 from txl.models.compiled_step import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
 from txl.models.memory import Memory
 from txl.models.structure import Structure
@@ -23,51 +28,20 @@ from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
 
 
-class Captured:
-    """A function of CUDA tensors, recorded once as a graph and replayed: a step's hundreds of kernels cost one launch.
-
-    Shapes must stay those of the first call. The function may write to tensors of its own.
-    """
-
-    def __init__(self, function: Callable[..., Tensor]):
-        self._function = function
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Tensor] = []
-        self._output: Tensor | None = None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return the function's result; the next call overwrites it."""
-        if self._graph is None:
-            self._record(inputs)
-        assert self._graph is not None
-        assert self._output is not None
-        for kept, new in zip(self._inputs, inputs, strict=True):
-            kept.copy_(new)
-        self._graph.replay()
-        return self._output
-
-    def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = [each.clone() for each in inputs]
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries set themselves up in the first calls, which a graph must not hold
-            for _ in range(3):
-                self._function(*self._inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._output = self._function(*self._inputs)
-
-
 class Slots:
     """The rings of all layers, and the number of tokens that each stream has read."""
 
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
         self.size = capacity + 1
-        self.keys, self.values = (
-            [like.new_zeros(n_head, n_slot, self.size, d_head) for _ in range(n_layer)] for _ in range(2)
-        )
-        self.read = torch.zeros(n_slot, dtype=torch.int64)
+        self.lanes_first = runs_ahead(like)
+        """True: a lane's heads lie together, so that the first lanes alone are a matrix too; on a GPU."""
+        shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
+        rings = [like.new_zeros(*shape, self.size, d_head) for _ in range(2 * n_layer)]
+        if self.lanes_first:
+            rings = [each.transpose(0, 1) for each in rings]
+        self.keys, self.values = rings[:n_layer], rings[n_layer:]
+        """[H,B,R,D] a layer."""
+        self.read = torch.zeros(n_slot, dtype=torch.int64, device=like.device)
         """Tokens that each stream has read, prompt included."""
 
     def place(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
@@ -114,9 +88,9 @@ class Slots:
 class MemorySlots:
     """The memory of each stream, for a model whose modules all have to be called."""
 
-    def __init__(self, n_slot: int):
+    def __init__(self, n_slot: int, device: torch.device):
         self.states: list[Memory | None] = [None] * n_slot
-        self.read = torch.zeros(n_slot, dtype=torch.int64)
+        self.read = torch.zeros(n_slot, dtype=torch.int64, device=device)
         """Tokens that each stream has read, prompt included."""
 
     def fill(self, slot: int, memory: Memory, read: int) -> None:
@@ -132,36 +106,108 @@ class MemorySlots:
         self.states[slot] = None
 
 
+_ALIKE = 32
+"""Steps in a row that draw alike before one is recorded together with the drawing: to record takes a while."""
+_MOST_DRAWS = 8
+"""Most graphs with drawing that are kept."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn; equal where the settings are."""
+
+    sampling: Sampling
+    never: tuple[int, ...]
+    """Tokens that are not drawn."""
+    forbidden: Tensor | None = field(compare=False)
+    """The same on the device, int64; None where there are none."""
+
+
 class StaticStep:
     """A step of all slots at once in PyTorch, whichever take part: every shape is the same at every step.
 
     A slot that does not take part reads a token all the same. Its key is written where that of its next token will be,
     and is never seen.
+
+    Args:
+        model, slots, clamp_len: of the engine.
+        captured: record a CUDA graph for each power of two of slots; those behind the last one that takes part are then
+            left out.
     """
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
-        self.model, self.slots = model, slots
+        self.model, self.slots, self.captured = model, slots, captured
         like = slots.keys[0]
         self.positions = model.position_projections(slots.size, clamp_len, like)
         self.lanes = torch.arange(like.shape[1], device=like.device)
         self.ring = torch.arange(slots.size, device=like.device)
-        self._through: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
-        if captured:
-            self._through = Captured(self._layers)
+        self._graphs: dict[int, Captured] = {}
+        self._draws: OrderedDict[tuple[int, Drawing], Captured] = OrderedDict()
+        self._alike: tuple[Drawing | None, int] = (None, 0)
 
-    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Read the next token of some slots, and return log-probabilities of the one after it.
 
         Args:
             tokens: next token of every slot.
             slots: those that take part.
+            n_lane: slots up to the last of them.
         """
-        place, seen = self.slots.place(self.lanes), self.slots.seen(self.lanes)
-        hidden = self.model.embedding.of_every_cluster(tokens[:, None])
-        return self.model.log_probs_of(self._through(hidden, place, seen))[slots, 0]
+        if not self.captured:
+            return self._log_probs(tokens)[0][slots]
+        n_lane = self._rounded(n_lane)
+        if n_lane not in self._graphs:
+            self._graphs[n_lane] = Captured(self._log_probs)
+        return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
-    def _layers(self, hidden: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """Return h^N from h^0 [B,1,E]; `place` and `seen` are those of `Slots` for all slots."""
+    def draws(self, drawing: Drawing) -> bool:
+        """Return whether `draw` takes the next step: many in a row were drawn like this, and steps are recorded."""
+        known, count = self._alike
+        self._alike = drawing, count + 1 if drawing == known else 1
+        return self.captured and self._alike[1] > _ALIKE
+
+    def draw(self, tokens: Int64[Tensor, " B"], drawing: Drawing, keys: Int64[Tensor, "3 N"]) -> Int64[Tensor, "2 n"]:
+        """Read the next token of slots, draw those after it, and write them to `tokens`: all in one graph.
+
+        Args:
+            tokens: next token of every slot, always the same tensor.
+            drawing: how all of them draw.
+            keys: of the first N slots: seed, number of the token, and 1 if the slot takes part, else 0.
+
+        Returns:
+            of as many slots or more: the tokens, and the places of reasons in `REASONS`.
+        """
+        n_lane = self._rounded(keys.shape[1])
+        keys = F.pad(keys, (0, n_lane - keys.shape[1]))
+        graph = self._draws.pop((n_lane, drawing), None)
+        if graph is None:
+            graph = Captured(functools.partial(self._drawn, tokens[:n_lane], drawing))
+            graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # with nobody who takes part
+            if len(self._draws) == _MOST_DRAWS:
+                self._draws.popitem(last=False)
+        self._draws[n_lane, drawing] = graph  # as the one used last
+        return graph(sent(keys, tokens.device))[0]
+
+    def _drawn(self, tokens: Tensor, drawing: Drawing, keys: Tensor) -> tuple[Tensor]:
+        seeds, numbers, takes_part = keys.unbind(0)
+        allowed, obstacles = permitted(self._log_probs(tokens)[0], drawing.forbidden)
+        drawn = drawing.sampling.pick(allowed, chances(seeds, numbers))
+        tokens.copy_(torch.where((takes_part == 1) & (obstacles == 0), drawn, tokens))
+        self.slots.read[: len(tokens)] += takes_part
+        return (torch.stack([drawn, obstacles]),)
+
+    def _rounded(self, n_lane: int) -> int:
+        return min(1 << (n_lane - 1).bit_length(), len(self.lanes))
+
+    def _log_probs(self, tokens: Int64[Tensor, " n"]) -> tuple[Float[Tensor, "n V"]]:
+        """Read the next tokens of the first n slots."""
+        lanes = self.lanes[: len(tokens)]
+        hidden = self.model.embedding.of_every_cluster(tokens[:, None])
+        hidden = self._layers(hidden, lanes, self.slots.place(lanes), self.slots.seen(lanes))
+        return (self.model.log_probs_of(hidden)[:, 0],)
+
+    def _layers(self, hidden: Tensor, lanes: Tensor, place: Tensor, seen: Tensor) -> Tensor:
+        """Return h^N from h^0 [n,1,E] of the first n slots; `place` and `seen` are those of `Slots` for them."""
         distance = (place[:, None] - self.ring) % self.slots.size
         hidden_keys = (distance >= seen[:, None])[None]
         row = (self.slots.size - 1 - distance).expand(self.model.config.n_head, -1, -1)
@@ -169,18 +215,24 @@ class StaticStep:
             layer = cast(TransformerXLLayer, module)
             attention = layer.attention
             context = attention.norm(hidden) if attention.pre_norm else hidden
-            ring = self.slots.keys[number], self.slots.values[number]
-            for buffer, new in zip(ring, attention.keys_and_values(context), strict=True):
-                buffer[:, self.lanes, place] = new[:, 0].transpose(0, 1)
+            keys, values = (kind[number][:, : len(lanes)] for kind in (self.slots.keys, self.slots.values))
+            for buffer, new in zip((keys, values), attention.keys_and_values(context), strict=True):
+                buffer[:, lanes, place] = new[:, 0].transpose(0, 1)
             u, v = attention.biases((self.model.u, self.model.v) if self.model.shares_biases else None)
             query = attention.query(context)[:, 0].transpose(0, 1) / math.sqrt(attention.d_head)
             bias_u, bias_v = ((bias / math.sqrt(attention.d_head))[:, None] for bias in (u, v))
             by_distance = torch.bmm(query + bias_v, self.positions[number].transpose(1, 2)).gather(2, row)
-            scores = torch.matmul(ring[0], (query + bias_u)[..., None]).squeeze(-1) + by_distance
+            scores = self._products(keys, (query + bias_u)[..., None]).squeeze(-1) + by_distance
             weights = scores.masked_fill(hidden_keys, -math.inf).softmax(dim=-1)
-            attended = torch.matmul(weights[:, :, None], ring[1]).squeeze(2).transpose(0, 1)
+            attended = self._products(weights[:, :, None], values).squeeze(2).transpose(0, 1)
             hidden = layer.feed_forward(attention.merge(hidden, attended[:, None]))
         return hidden
+
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the matrix products [H,n,...] of each head and slot, by an order that copies no ring."""
+        if not self.slots.lanes_first:
+            return torch.matmul(left, right)
+        return torch.matmul(left.transpose(0, 1), right.transpose(0, 1)).transpose(0, 1)
 
 
 class CompiledStep:
@@ -191,7 +243,7 @@ class CompiledStep:
         self.positions = model.position_projections(slots.size, clamp_len, slots.keys[0])
         self.caches = caches_of(slots.keys, slots.values, None, self.positions)
 
-    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Take a step; arguments as for `StaticStep`."""
         # The embedding's and the softmax's products are the library's up to so many rows, and then alike for all.
         return torch.cat([self._some(tokens[some], some) for some in slots.split(MOST_ROWS)])
@@ -210,7 +262,7 @@ class ModuleStep:
     def __init__(self, model: TransformerXL, slots: MemorySlots):
         self.model, self.slots = model, slots
 
-    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"]) -> Float[Tensor, "P V"]:
+    def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Take a step; arguments as for `StaticStep`."""
         chosen = slots.tolist()
         read = [self.model.log_probs(tokens[slot].view(1, 1), self._state(slot)) for slot in chosen]

@@ -16,9 +16,18 @@ from txl.config import Limit
 from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
+from txl.devices import sent
 from txl.errors import UserError
 from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, decodes
-from txl.generation.sampling import Sampling, chances, checked_forbidden, checked_seed, checked_tokens, permitted
+from txl.generation.sampling import (
+    REASONS,
+    Sampling,
+    chances,
+    checked_forbidden,
+    checked_seed,
+    checked_tokens,
+    permitted,
+)
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
@@ -38,7 +47,7 @@ def generate_tokens(
     dtype: torch.dtype | None = None,
     compile: bool = True,
 ) -> Iterator[Int64[Tensor, " B"]]:
-    """Continue a prompt, several times at once: yield the next token of each sample, `max_tokens` times.
+    """Continue a prompt, several times at once: yield the next token of each sample, on the CPU, `max_tokens` times.
 
     Args:
         model: any language model.
@@ -49,7 +58,7 @@ def generate_tokens(
         seed: None draws a new one each time.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         forbidden: token ids that are never drawn.
-        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL on a CPU; `dtype` is None for all others.
+        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; `dtype` is None for all others.
     """
     sampling = sampling or Sampling()
     ids = checked_tokens(prompt, model.vocab_size)
@@ -60,12 +69,12 @@ def generate_tokens(
         raise UserError(f"samples is {samples}; expected 1 or more")
     first_seed = torch.Generator().seed() if seed is None else checked_seed(seed)
     state = model.init_state(1, mem_len, window, clamp_len)
-    if decodes(model) and model.softmax.bias.device.type == "cpu":
+    if decodes(model):
         lengths = state.lengths.options()
         make = functools.partial(DecodeEngine, model, max_streams=samples, dtype=dtype, compile=compile, **lengths)
         return _decode(make, ids, max_tokens, first_seed, sampling, forbidden)
     if dtype is not None:
-        raise UserError(f"dtype is {dtype}; only a Transformer-XL on a CPU is converted for generation")
+        raise UserError(f"dtype is {dtype}; only a Transformer-XL is converted for generation")
     return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, forbidden)
 
 
@@ -102,6 +111,7 @@ def _continue(
 ) -> Iterator[Tensor]:
     device = next(model.parameters()).device
     seeds = torch.tensor([(first_seed + lane) % 2**63 for lane in range(samples)], device=device)
+    never = sent(torch.tensor(list(forbidden)), device) if forbidden else None
     context = model.context
     model = evaluation_view(model)
     with torch.no_grad():
@@ -123,13 +133,15 @@ def _continue(
             log_probs, after = model.log_probs(read, state)
             if context is None:
                 state = after
-            log_probs, reasons = permitted(log_probs[:, -1], forbidden)
-            for reason in filter(None, reasons):
-                raise UserError(reason)
+            log_probs, obstacles = permitted(log_probs[:, -1], never)
             token = sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
             # Without memory, all that fits is read anew for every token.
             read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
-        yield token.clone()
+        drawn = torch.stack([token, obstacles]).cpu()  # the one time that the device is waited for
+        for obstacle in drawn[1].tolist():
+            if (reason := REASONS[obstacle]) is not None:
+                raise UserError(reason)
+        yield drawn[0].clone()
 
 
 def generate(
@@ -203,7 +215,7 @@ def generate_samples(
     compile: bool = True,
     detokenise: Convention | None = None,
 ) -> list[str]:
-    """Several continuations of a prompt, computed together until all have ended; arguments and errors as `generate`."""
+    """Return several continuations of a prompt, computed together; arguments and errors as in `generate`."""
     stops = [StopStrings(stop) for _ in range(samples)]
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None

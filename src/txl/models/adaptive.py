@@ -11,15 +11,16 @@ Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from txl.config import ModelConfig
+from txl.devices import runs_ahead
 from txl.errors import UserError
 from txl.models.cross_entropy import linear_cross_entropy
 from txl.models.layers import linear, logits
@@ -48,6 +49,18 @@ def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> li
     """
     parts = list(tables)
     return parts if len(parts) > 1 else list(parts[0].split([end - first for first, end in bounds]))
+
+
+def _places(mask: Bool[Tensor, " N"], room: int) -> Int64[Tensor, " room"]:
+    """Return where a mask is true, in order, and then places where it is not, without waiting for the device.
+
+    Args:
+        mask: true in `room` places or less.
+        room: at most N.
+    """
+    order = torch.where(mask, mask.cumsum(0) - 1, mask.sum() + (~mask).cumsum(0) - 1)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(mask), device=mask.device))
+    return places[:room]
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -85,7 +98,9 @@ class AdaptiveEmbedding(nn.Module):
         return self.projections[cluster if self.split else 0]
 
     def forward(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
-        """Embed tokens."""
+        """Embed tokens; on a GPU with shapes that do not depend on them, so that nobody waits for it."""
+        if self.split and runs_ahead(tokens):
+            return self.of_every_cluster(tokens)
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])
             if len(self.projections) > 0:
@@ -147,24 +162,49 @@ class AdaptiveSoftmax(nn.Module):
             if shared is not None and not tied:
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
 
+    def tail_rows(self, targets: Int64[Tensor, "*rows"]) -> tuple[int, ...]:
+        """Count the targets of each tail cluster, on a CPU."""
+        edges = torch.tensor([first for first, _ in self.bounds[1:]])
+        cluster = torch.bucketize(targets.flatten(), edges, right=True)
+        return tuple(cluster.bincount(minlength=len(self.bounds))[1:].tolist())
+
     def nll(
-        self, hidden: Float[Tensor, "N E"], targets: Int64[Tensor, " N"], embedding: AdaptiveEmbedding
+        self,
+        hidden: Float[Tensor, "N E"],
+        targets: Int64[Tensor, " N"],
+        embedding: AdaptiveEmbedding,
+        tail_rows: Sequence[int] | None = None,
     ) -> Float[Tensor, " N"]:
-        """Return the negative log-likelihood of each target in nats, each in its own place."""
+        """Return the negative log-likelihood of each target in nats, each in its own place.
+
+        Args:
+            hidden: h^N.
+            targets: tokens.
+            embedding: whose tables are shared.
+            tail_rows: see `Objective`; a room with less rows than targets would leave some without the tail's part.
+        """
         tables = self._tables(embedding)
         if len(self.bounds) == 1:
             return linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
         # In the head a tail token is represented by its cluster's logit.
-        edges = torch.tensor([first for first, _ in self.bounds[1:]], device=targets.device)
-        cluster = torch.bucketize(targets.contiguous(), edges, right=True)
+        cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
+        assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
         nll = linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):
-            places = (cluster == tail).nonzero().squeeze(1)
+            here = cluster == tail
+            places = here.nonzero().squeeze(1) if tail_rows is None else _places(here, tail_rows[tail - 1])
             if places.numel():
                 there = self._projected(hidden[places], embedding, tail)
-                within = linear_cross_entropy(there, *self._layer(tables, tail), targets[places] - first)
+                inside = targets[places] - first
+                if tail_rows is None:
+                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside)
+                else:
+                    meant = here[places]
+                    inside = torch.where(meant, inside, 0)
+                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside)
+                    within = torch.where(meant, within, 0)
                 nll = nll.index_add(0, places, within)
         return nll
 

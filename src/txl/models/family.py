@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.config import Lengths, Limit, ModelConfig, TrainConfig
+from txl.config import Lengths, Limit, LossName, ModelConfig, TrainConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT
+from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT, TailRows
 from txl.models.layers import make_dropout, word_mask
 from txl.models.mixture import MixtureOfSoftmaxes
 
@@ -182,6 +182,12 @@ class FamilyModel(LanguageModel[StateT]):
         hidden, state = self.hidden_states(tokens, state)
         return *self._terms_of(hidden, targets, objective), state.detach()
 
+    def tail_rows(self, targets: Int64[Tensor, "B T"], loss: LossName) -> TailRows | None:
+        """Count the targets of each tail cluster that count in the loss, for an `Objective`: of a CPU's tensor."""
+        if not self.config.cutoffs:
+            return None
+        return self.softmax.tail_rows(targets[:, -Objective(loss).counted(targets.shape[1]) :])
+
     def _terms_of(
         self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"], objective: Objective
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -194,17 +200,19 @@ class FamilyModel(LanguageModel[StateT]):
         if self.config.temporal_reg > 0 and targets.shape[1] > 1:
             penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
         counted = objective.counted(targets.shape[1])
-        return self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:]).mean(), penalty
+        nll = self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:], objective.tail_rows)
+        return nll.mean(), penalty
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Return the negative log-likelihood of each target; see `LanguageModel.nll_of`."""
         return self._nll_of_dropped(self.dropout_out(hidden), targets)
 
-    def _nll_of_dropped(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Compute `nll_of` from hidden states that had their dropout."""
+    def _nll_of_dropped(self, hidden: Tensor, targets: Tensor, tail_rows: TailRows | None = None) -> Tensor:
+        """Compute `nll_of` from hidden states that had their dropout; `tail_rows` as in `Objective`."""
         if self.mixture is not None:
-            return self.mixture.nll(hidden, targets, self.softmax, self.embedding)
-        return self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding).view_as(targets)
+            return self.mixture.nll(hidden, targets, self.softmax, self.embedding, tail_rows)
+        nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding, tail_rows)
+        return nll.view_as(targets)
 
     def log_probs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T V"], StateT]:
         """Return log-probabilities of the next token; see `LanguageModel.log_probs`."""

@@ -22,6 +22,9 @@ from txl.config import Lengths, Limit, LossName, ModelConfig
 from txl.errors import UserError
 from txl.models.cross_entropy import nll_at_temperature
 
+TailRows = tuple[int, ...]
+"""Rows for the targets of each tail cluster of an adaptive softmax."""
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -31,6 +34,9 @@ class Objective:
     """full: every position's; half: that of the recent half (Section 4.2, Table 6); last: the last one's alone."""
     progress: float = 0.0
     """Fraction of all updates made so far, 0 to 1, for schedules of auxiliary losses."""
+    tail_rows: TailRows | None = None
+    """Room for as many targets of each tail cluster as there are, or more, if the caller knows; None: they are counted,
+    for which a device has to be waited for."""
 
     def counted(self, n_position: int) -> int:
         """Return how many of a segment's positions count, the most recent ones; of an odd number the larger half."""

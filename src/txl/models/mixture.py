@@ -8,6 +8,8 @@ Shapes: N tokens, E_h width of a model's hidden states, E d_model, K softmaxes, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -31,10 +33,12 @@ class MixtureOfSoftmaxes(nn.Module):
         targets: Int64[Tensor, "B T"],
         softmax: AdaptiveSoftmax,
         embedding: AdaptiveEmbedding,
+        tail_rows: Sequence[int] | None = None,
     ) -> Float[Tensor, "B T"]:
-        """Return the negative log-likelihood of each target in nats."""
+        """Return the negative log-likelihood of each target in nats; `tail_rows` as in `Objective`."""
         repeated = targets[..., None].expand(*targets.shape, self.n_softmax)
-        nll = softmax.nll(self._parts(hidden).flatten(0, -2), repeated.flatten(), embedding)
+        rows = None if tail_rows is None else [self.n_softmax * each for each in tail_rows]
+        nll = softmax.nll(self._parts(hidden).flatten(0, -2), repeated.flatten(), embedding, rows)
         return -(self._log_prior(hidden) - nll.view_as(repeated)).logsumexp(dim=-1)
 
     def log_probs(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
+from txl.data.streams import Segment
+from txl.devices import sent
 from txl.errors import RunInterrupted
 from txl.runs.events import EventName
+from txl.training.captured import CapturedStep
 from txl.training.display import Pace, Reading
 from txl.training.optimisers import WeightAverage, average_begins, learning_rate, set_learning_rate
 from txl.training.recovery import check_end, report_spike, skip_update
@@ -18,8 +23,46 @@ from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
-from txl.training.step import StepAbandoned, training_step
+from txl.training.step import StepAbandoned, StepResult, skips_on_device, training_step
 from txl.training.validation import ValidationStopped, evaluate_in_training
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """An update that was handed to the device."""
+
+    result: StepResult
+    segment: Segment
+    random: tuple[Tensor, Tensor | None]
+    """The states of the generators before it."""
+    averaged: bool
+    """True: the average of the weights has counted it."""
+    device: str
+
+    def forget(self, state: TrainingState) -> None:
+        """Let it not have been: the device has skipped it."""
+        _set_random(self.random, self.device)
+        self.forget_average(state)
+
+    def forget_average(self, state: TrainingState) -> None:
+        """Let the average not count it; its weights are as they were."""
+        if self.averaged and state.average is not None:
+            state.average.count -= 1
+
+
+def _set_random(random: tuple[Tensor, Tensor | None], device: str) -> None:
+    torch.set_rng_state(random[0])
+    if random[1] is not None:
+        torch.cuda.set_rng_state(random[1], device)
+
+
+def looks_later(setup: TrainingSetup, state: TrainingState) -> bool:
+    """Return whether an update's loss and norm are looked at after the next update was handed over.
+
+    On a GPU, where to look is to wait; unless the host has to decide whether there is an update, or goes back to a
+    checkpoint when the loss leaps.
+    """
+    return setup.device != "cpu" and skips_on_device(state.optimizer) and setup.run.train.on_spike == "report"
 
 
 class TrainingLoop:
@@ -34,6 +77,10 @@ class TrainingLoop:
         self.setup, self.state = setup, state
         self.saver = CheckpointSaver(setup)
         self.stop = StopRequest()
+        self._looks_later = looks_later(setup, state)
+        self._captured = CapturedStep() if setup.run.train.capture else None
+        self._unsettled: _Launched | None = None
+        self._grad_norm = math.nan
 
     def train(self) -> None:
         """Make all steps that are left.
@@ -60,29 +107,30 @@ class TrainingLoop:
             rate = learning_rate(self.state.counters.step, train)
             rate *= train.average_lr_factor if self.state.average else 1.0
             pace.begin_step()
-            grad_norm = self._step(rate)
+            self._step(rate)
             pace.end_step()
             counters = self.state.counters
             counters.seconds += pace.tick()
             step, is_last = counters.step, counters.step == train.steps
-            reading = self._reading(rate, grad_norm, pace)
+            reading = self._reading(rate, pace)
             self.setup.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
                 pace.new_line(counters.tokens_read)
             self._evaluate_and_save(step, is_last)
             if not is_last and (received := self._asked_to_stop()):
+                self._settle()
                 self._interrupt(received)
         self.state.counters.seconds += pace.tick()
 
-    def _reading(self, rate: float, grad_norm: float, pace: Pace) -> Reading:
+    def _reading(self, rate: float, pace: Pace) -> Reading:
         counters = self.state.counters
         return Reading(
             step=counters.step,
             loss=counters.loss_sum / counters.loss_count if counters.loss_count else math.nan,
             tokens_per_second=pace.tokens_per_second(counters.tokens_read),
             learning_rate=rate,
-            grad_norm=grad_norm,
+            grad_norm=self._grad_norm,
             seconds_left=pace.seconds_left(self.setup.run.train.steps - counters.step),
             tokens=counters.tokens,
             tokens_read=counters.tokens_read,
@@ -106,6 +154,9 @@ class TrainingLoop:
         """Return the signal that any process has received; 0 for none."""
         return self.setup.trained.processes.most(self.stop.received or 0)
 
+    def _is_to_stop(self) -> bool:
+        return self._asked_to_stop() > 0
+
     def _begin_average(self) -> None:
         """Average the weights of every step from here on, if it is time."""
         state, train = self.state, self.setup.run.train
@@ -115,41 +166,79 @@ class TrainingLoop:
             self.setup.log.record(EventName.AVERAGE, step)
             self.setup.display.message(f"step {step}: from here on the weights are averaged")
 
-    def _step(self, rate: float) -> float:
-        """Make one update and return the norm of its gradient.
+    def _step(self, rate: float) -> None:
+        """Make one update.
+
+        The device computes it while the loop goes on: what came of it is looked at after the next one was handed over
+        (`_settle`). An update that turns out to have been skipped has the next one skipped on the device too, and made
+        anew, so that all is as if each had been looked at in its turn.
+        """
+        launched = self._launch(rate)
+        if not self._settle():
+            launched.forget(self.state)
+            return
+        self._commit(launched)
+        if not self._looks_later or self._is_due(self.state.counters.step):
+            self._settle()
+
+    def _launch(self, rate: float) -> _Launched:
+        """Hand over the next update; of the state only weights, optimiser and averages change.
 
         With segments of random length the learning rate is in proportion to the length, as AWD-LSTM has it: short
         segments would otherwise weigh more, a token, than long ones.
         """
         state, setup, train = self.state, self.setup, self.setup.run.train
-        counters, device = state.counters, setup.device
+        device, count = setup.device, state.counters.step
         segment = setup.stream.read(state.position)
-        if segment.starts_epoch:
-            state.memory = setup.empty_memory()
+        memory = setup.empty_memory() if segment.starts_epoch else state.memory
         if train.random_segments:
             rate *= segment.tokens.shape[1] / train.segment
         set_learning_rate(state.optimizer, rate)
         lanes = setup.trained.processes.share(train.batch_size)
-        tokens, targets = (each[lanes.start : lanes.stop].to(device) for each in (segment.tokens, segment.targets))
+        tokens, targets = (each[lanes.start : lanes.stop] for each in (segment.tokens, segment.targets))
+        rows = None
+        if device != "cpu":
+            rows = [state.model.tail_rows(part, train.loss) for part in targets.chunk(len(memory))]
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if "cuda" in device else None
-        done, abandon = counters.step / train.steps, lambda: self._asked_to_stop() > 0
+        void = None if self._unsettled is None else self._unsettled.result.skipped
+        step, text = self._captured or training_step, (sent(tokens, device), sent(targets, device))
+        rest = (memory, train, count / train.steps, self._is_to_stop, void, rows)
         try:
-            result = training_step(setup.trained, state.optimizer, tokens, targets, state.memory, train, done, abandon)
+            result = step(setup.trained, state.optimizer, *text, *rest)
         except StepAbandoned:
             # As if it had not begun: only random numbers had been drawn for it.
-            torch.set_rng_state(random[0])
-            if random[1] is not None:
-                torch.cuda.set_rng_state(random[1], device)
+            _set_random(random, device)
+            self._settle()
             self._interrupt(self._asked_to_stop())
-        if state.average is not None and result.updated:
-            state.average.update(state.model)
-        state.memory, state.position = result.states, segment.next
-        counters.step += 1
-        counters.tokens += result.targets
-        counters.tokens_read += segment.tokens.numel()
+        result.send()
+        averaged = state.average is not None and (self._looks_later or result.updated)
+        if state.average is not None and averaged:
+            state.average.update(state.model, result.skipped if self._looks_later else None)
+        return _Launched(result, segment, random, averaged, device)
+
+    def _commit(self, launched: _Launched) -> None:
+        """Let the state be that after an update, but for what its loss and norm decide."""
+        state = self.state
+        state.memory, state.position = launched.result.states, launched.segment.next
+        state.counters.step += 1
+        state.counters.tokens += launched.result.targets
+        state.counters.tokens_read += launched.segment.tokens.numel()
+        self._unsettled = launched
+
+    def _settle(self) -> bool:
+        """Look at what came of the update that was committed last, and return whether all is well.
+
+        False: it was skipped, and whatever was handed over after it has to be forgotten.
+        """
+        launched, self._unsettled = self._unsettled, None
+        if launched is None:
+            return True
+        state, result, counters, train = self.state, launched.result, self.state.counters, self.setup.run.train
+        self._grad_norm = result.grad_norm
         if not result.updated:
-            skip_update(state, setup, self.saver, result, segment)
-            return result.grad_norm
+            launched.forget_average(state)
+            skip_update(state, self.setup, self.saver, result, launched.segment)
+            return False
         counters.skipped_in_a_row = 0
         counters.last_loss = result.loss
         if counters.first_loss is None:
@@ -157,8 +246,14 @@ class TrainingLoop:
         counters.loss_sum += result.loss * result.targets
         counters.loss_count += result.targets
         if train.spike is not None and counters.watch.sees(result.loss, train.spike):
-            report_spike(state, setup, self.saver, result)
-        return result.grad_norm
+            report_spike(state, self.setup, self.saver, result)
+        return True
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether something after this step needs to know all about it."""
+        train = self.setup.run.train
+        every = (train.log_every, train.eval_every, train.checkpoint_every)
+        return step == train.steps or any(each and step % each == 0 for each in every)
 
     def _log(self, reading: Reading) -> None:
         counters = self.state.counters

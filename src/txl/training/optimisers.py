@@ -1,21 +1,20 @@
 """Updates of the weights: learning rate by step, optimisers and their state as named tensors, averages of weights.
 
-The average over the later part of training, which evaluation uses, is PyTorch's `AveragedModel`. With the plain mean it
-is averaged SGD's (Polyak and Juditsky 1992), begun at a step of the user's or, as AWD-LSTM begins it, when the
-validation stops improving (Merity et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step
-counted from its beginning, is that same mean.
+The average over the later part of training, which evaluation uses, is with the plain mean that of averaged SGD (Polyak
+and Juditsky 1992), begun at a step of the user's or, as AWD-LSTM begins it, when the validation stops improving (Merity
+et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step counted from its beginning, is that
+same mean.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import math
 from collections.abc import MutableMapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from txl.config import TrainConfig
 from txl.errors import UserError
@@ -146,19 +145,27 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
             fused=(momentum == 0 and not is_sharded) or None,
         )
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(
+    optimizer = kind(
         divided,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
+        capturable=config.capture,
     )
+    if config.capture:  # a recorded step reads its rate from where `set_learning_rate` puts it
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(config.learning_rate, device=model.softmax.bias.device)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the rate of the next update, times each group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * group["lr_factor"])
+        else:
+            group["lr"] = rate * group["lr_factor"]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -205,33 +212,32 @@ class WeightAverage(Generic[ModelT]):
     """
 
     def __init__(self, model: ModelT, mu: float | None = None):
-        self._averaged = AveragedModel(model, multi_avg_fn=functools.partial(_mix, mu=mu))
-        self._averaged.requires_grad_(False).eval()
-
-    @property
-    def model(self) -> ModelT:
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
         """The model with the averaged weights, to evaluate and to save."""
-        return cast("ModelT", self._averaged.module)
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """Weights averaged so far; 0: the copy it began with."""
-        return int(self._averaged.n_averaged)
+        self._mu = mu
 
-    @count.setter
-    def count(self, value: int) -> None:
-        self._averaged.n_averaged.fill_(value)
+    @torch.no_grad()
+    def update(self, model: nn.Module, unless: Tensor | None = None) -> None:
+        """Take in the weights that a step has led to: average + mu (newest - average).
 
-    def update(self, model: nn.Module) -> None:
-        """Take in the weights that a step has led to."""
-        self._averaged.update_parameters(model)
-
-
-def _mix(averages: Sequence[Tensor], newest: Sequence[Tensor], count: Tensor | int, mu: float | None) -> None:
-    """Set each tensor to average + mu (newest - average), in place; `count` weights are in the averages."""
-    weight = 1 / (int(count) + 1) if mu is None else mu
-    for average, new in zip(averages, newest, strict=True):
-        average.lerp_(new, weight)
+        Args:
+            model: the one that trains.
+            unless: on the device, no dimension: true if the step was skipped. Nothing waits for it; the average stays
+                then, and its count is the caller's to put right.
+        """
+        weight = 1 / (self.count + 1) if self._mu is None else self._mu
+        for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
+            if self.count == 0:
+                average.copy_(newest)
+            elif unless is None:
+                average.lerp_(newest, weight)
+            else:
+                average.lerp_(newest, torch.where(unless, 0.0, weight).to(average.dtype))
+        for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
+            average.copy_(newest)
+        self.count += 1
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:

@@ -155,5 +155,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether each process holds a part of a parameter."""
+    return hasattr(parameter, "to_local")
+
+
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
+from txl.devices import float32_products
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
@@ -28,6 +29,7 @@ from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
 from txl.runs.events import EventName
+from txl.training.captured import check_capture
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
@@ -81,12 +83,16 @@ class Trainer:
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
         FAMILIES[type(run.model)].check_device(run.model, self.device)  # before any text is fetched
+        if run.train.capture:
+            check_capture(run, self.device)
+        if run.train.tf32 and not self.device.startswith("cuda"):
+            raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {self.device}; leave it out")
         self._compiled = False
         self._init_note: str | None = None
         self.processes = Processes()
 
     def fit(self) -> JsonObject:
-        """Train to the last step, or go on to it.
+        """Train up to the last step; resume first if the directory holds a run.
 
         Returns:
             directory, step, tokens, seconds, best_nll and best_step (None without validation).
@@ -95,7 +101,7 @@ class Trainer:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
+            TrainingDiverged: if losses are no longer finite, or the model is worse than guessing at the end.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
@@ -127,7 +133,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text."""
+        """Return whether the directory holds a run of this configuration and text, which `fit` would resume."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -152,7 +158,8 @@ class Trainer:
         corpus = opened[0] if opened else self._corpus(is_new, source)
         # The caller's random numbers stay as they were.
         devices = [self.device] if self.device.startswith("cuda") else []
-        with torch.random.fork_rng(devices=devices), self._display(corpus.unit) as display:
+        precision = float32_products(self.run.train.tf32) if devices else nullcontext()
+        with torch.random.fork_rng(devices=devices), precision, self._display(corpus.unit) as display:
             loop = self._loop(corpus, source, display, is_new)
             if is_new:
                 self._begin(loop, keep_weights=source is not None)
@@ -338,6 +345,8 @@ class Trainer:
 def _check_lanes(run: RunConfig, processes: Processes) -> None:
     """Refuse lanes that cannot be divided over processes and parts, and an average of sharded weights."""
     train, count = run.train, processes.count
+    if count > 1 and train.capture:
+        raise UserError(f"train.capture serves one process, and these are {count}; leave it out")
     if train.batch_size % (count * train.micro_batches):
         raise UserError(
             f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "

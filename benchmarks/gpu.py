@@ -1,0 +1,353 @@
+"""The first minutes on a GPU: everything that can only be known there, the most valuable first.
+
+    python -m benchmarks.gpu --minutes 9            # on a machine with an NVIDIA GPU; or: make gpu
+    python -m benchmarks.gpu --rehearse             # the same rows of tiny models on a CPU; or: make gpu-rehearse
+
+In order: (1) the tests marked `gpu`; (2) training tokens a second, and the share of the dense bfloat16 rate measured in
+the same run, of enwik8-12L, wt103-base and enwik8-24L with each attention, eager, compiled and captured; (3) Hugging
+Face's model and the authors' equations in plain PyTorch; (4) decoding of 1, 32 and 256 streams beside the bandwidth's
+bound; (5) Table 9; (6) peak memory as T and M double; (7) a step by kernel. Compiled layers, which take a minute each,
+come last.
+
+A row begins only if its estimate fits into what is left of the minutes. Each is written as soon as it is there, to
+`gpu-NAME.json` and a page beside it, `gpu-NAME.md`. A row that fails is recorded with its error, and the next one goes
+on; one that breaks the process or takes far too long has the others go on in a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks import gpu_rows
+from benchmarks.gpu_rows import Bench, Figures, as_if_recorded
+from benchmarks.record import git
+
+from txl.devices import Captured
+from txl.errors import UserError
+from txl.runs.environment import describe_hardware, describe_software
+
+ITEMS = {
+    1: "Tests",
+    2: "Training",
+    3: "Training beside others",
+    4: "Decoding",
+    5: "Table 9",
+    6: "Memory",
+    7: "A step by kernel",
+}
+AIMS = {
+    2: "Aim: enwik8-12L at 0.40 of the dense bfloat16 rate.",
+    4: "Aim: 0.70 of the bandwidth's bound with 256 streams; with one, launches and time are what matters.",
+    5: "Aim: beyond 1,874 at 3,800, the paper's.",
+}
+_PATIENCE = 3.0
+"""A row that takes so many times its estimate, and a minute, is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Something to measure."""
+
+    item: int
+    function: str
+    """In `gpu_rows`."""
+    given: Figures
+    estimate: float
+    """Seconds on a GPU."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return " ".join([self.function, *(str(each) for each in self.given.values())])
+
+
+def rows() -> list[Row]:
+    """Return everything, the most valuable first."""
+
+    def train(seconds: float, preset: str, attention: str, mode: str, **more: bool) -> Row:
+        return Row(2, "training", {"preset": preset, "attention": attention, "mode": mode, **more}, seconds)
+
+    found = [
+        Row(1, "tests", {}, 120),
+        train(15, "enwik8-12L", "triton", "captured"),
+        train(12, "enwik8-12L", "shifted", "eager"),
+        train(12, "enwik8-12L", "triton", "eager"),
+        train(15, "enwik8-12L", "shifted", "captured"),
+        train(15, "enwik8-12L", "triton", "captured", dropout=True),
+        train(20, "wt103-base", "triton", "captured"),
+        train(15, "wt103-base", "shifted", "eager"),
+        train(20, "enwik8-24L", "triton", "captured"),
+        train(20, "enwik8-24L", "shifted", "eager"),
+        train(15, "enwik8-12L", "factorised", "eager"),
+        train(40, "enwik8-12L", "flex", "eager"),
+        Row(3, "equations", {"preset": "enwik8-12L"}, 15),
+        Row(3, "huggingface", {"dtype": "bfloat16"}, 30),
+        Row(3, "huggingface", {"dtype": "float32"}, 30),
+        *(Row(4, "decoding", {"streams": streams}, 20) for streams in (256, 32, 1)),
+        *(Row(5, "table9", {"length": length}, 8) for length in (3800, 800, 1800, 2800)),
+        *(
+            Row(6, "memory", {"attention": attention, "length": length}, 4)
+            for length in (512, 1024, 2048, 4096)
+            for attention in ("triton", "shifted")
+        ),
+        Row(7, "kernels", {"attention": "triton"}, 12),
+        Row(7, "kernels", {"attention": "shifted"}, 12),
+    ]
+    others = [train(15, "wt103-base", "triton", "eager"), train(20, "enwik8-24L", "triton", "eager")]
+    for preset in ("enwik8-12L", "wt103-base", "enwik8-24L"):
+        for mode in ("compiled captured", "compiled"):
+            others.append(train(60, preset, "triton", mode))
+    return [*found, *others, train(60, "enwik8-12L", "shifted", "compiled captured")]
+
+
+class Measured:
+    """The rows so far, on disk after each of them.
+
+    Args:
+        folder: where the record and its page are written.
+        name: of the device, for the files.
+        header: how and where the rows are measured.
+    """
+
+    def __init__(self, folder: Path, name: str, header: Figures):
+        self.path = folder / f"gpu-{name}.json"
+        self.header, self.rows = header, list[Figures]()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    def add(self, row: Row, outcome: Figures) -> None:
+        """Take in a row, say so, and write everything."""
+        self.rows.append({"item": row.item, "function": row.function, "given": row.given, **outcome})
+        told = outcome.get("error", "") or summary(outcome.get("figures", {}))
+        seconds = f" in {outcome['seconds']:.1f} s" if "seconds" in outcome else ""
+        print(f"{row.name}: {outcome['status']}{seconds}{': ' if told else ''}{told}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the record and its page."""
+        value = {**self.header, "rows": self.rows}
+        self.path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        self.path.with_suffix(".md").write_text(page(value), encoding="utf-8")
+
+
+def summary(figures: Figures) -> str:
+    """Return a row's figures in one line."""
+    plain = {name: each for name, each in figures.items() if isinstance(each, (int, float))}
+    return ", ".join(f"{name} {_number(each)}" for name, each in plain.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) or abs(value) >= 1e5 else f"{value:.4g}"
+
+
+COLUMNS = {
+    "tests": ["passed", "failed", "error", "skipped"],
+    "training": ["tokens_per_second", "fraction_of_rate", "step_seconds", "peak_bytes", "loss"],
+    "equations": ["tokens_per_second", "largest_difference", "peak_bytes"],
+    "huggingface": ["tokens_per_second", "largest_difference"],
+    "decoding": ["tokens_per_second", "fraction_of_bandwidth", "step_seconds", "launches"],
+    "table9": ["ratio", "published"],
+    "memory": ["peak_bytes"],
+    "kernels": ["microseconds"],
+}
+
+
+def page(record: Figures) -> str:
+    """Return the record as a page."""
+    hardware, software = record["hardware"], record["software"]
+    lines = [f"# {hardware.get('gpu', hardware['cpu'])}", ""]
+    if record["rehearsed"]:
+        lines += ["**A rehearsal of tiny models on a CPU: none of these figures says anything about a GPU.**", ""]
+    lines += [
+        f"`{record['command']}`: commit {record['commit'][:7]}, {record['date']}, torch {software['torch']}, "
+        f"{record['minutes']:g} minutes. Times are of steps handed over one after the other. Training is in bfloat16 "
+        f"(autocast), without dropout unless it says so.",
+        "",
+    ]
+    for item, title in ITEMS.items():
+        of_item = [row for row in record["rows"] if row["item"] == item]
+        if not of_item:
+            continue
+        lines += [f"## {title}", "", *([AIMS[item], ""] if item in AIMS else [])]
+        for function in dict.fromkeys(row["function"] for row in of_item):
+            lines += [*_table([row for row in of_item if row["function"] == function], COLUMNS[function]), ""]
+        for row in of_item:
+            lines += _details(row)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(of_one: list[Figures], columns: list[str]) -> list[str]:
+    names = list(dict.fromkeys(name for row in of_one for name in row["given"]))
+    heads = [*names, *(each.replace("_", " ") for each in columns), "status"]
+    table = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for row in of_one:
+        figures = row.get("figures", {})
+        told = [str(row["given"].get(name, "")) for name in names]
+        for column in columns:
+            value = figures.get(column)
+            if isinstance(value, dict):
+                told.append(", ".join(f"{name} {count}" for name, count in value.items()))
+            else:
+                told.append("" if value is None else _number(value))
+        table.append(f"| {' | '.join([*told, row['status']])} |")
+    return table
+
+
+def _details(row: Figures) -> list[str]:
+    """Return what a table has no place for: errors, failed tests, the longest kernels."""
+    name, figures = " ".join(str(each) for each in row["given"].values()), row.get("figures", {})
+    lines = [f"- {row['function']} {name}: {row['error']}"] if "error" in row else []
+    lines += [f"- failed: {each}" for each in figures.get("failures", [])]
+    if "kernels" in figures:
+        lines += [f"Share of the time, {name}:", "", "| kernel | share |", "| --- | --- |"]
+        lines += [f"| `{each['name'].replace('|', '/')}` | {each['share']:.3f} |" for each in figures["kernels"]]
+    return [*lines, ""] if lines else []
+
+
+def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured) -> None:
+    """Measure rows in a process that may break: then the others go on in a new one."""
+    left = list(wanted)
+    while left:
+        words = [sys.executable, "-m", "benchmarks.gpu", "--worker", bench.device, *["--rehearse"][: bench.rehearsed]]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            json.dump({"deadline": deadline, "rows": [dataclasses.asdict(each) for each in left]}, worker.stdin)
+            worker.stdin.close()
+            late, limit = False, 0.0
+            while left:
+                limit = max(60.0, _PATIENCE * left[0].estimate)
+
+                def give_up(worker: subprocess.Popen[str] = worker) -> None:
+                    nonlocal late
+                    late = True
+                    worker.kill()
+
+                timer = threading.Timer(limit, give_up)
+                timer.start()
+                outcome = next(_outcomes(worker.stdout), None)
+                timer.cancel()
+                if outcome is None:
+                    break
+                measured.add(left.pop(0), outcome)
+            code = worker.wait()
+        if left and (late or code != _BROKEN):
+            error = f"given up after {limit:.0f} s" if late else f"its process ended with {code}"
+            measured.add(left.pop(0), {"status": "failed", "error": error})
+
+
+_BROKEN = 3
+"""Exit code of a worker that has reported its last row, after which the device is of no use to it."""
+
+
+def _outcomes(lines: Any) -> Iterator[Figures]:
+    """Yield what a worker says of its rows; whatever else it prints is passed on."""
+    for line in lines:
+        if line.startswith("ROW "):
+            yield json.loads(line[4:])
+        else:
+            sys.stderr.write(line)
+
+
+def work(bench: Bench) -> int:
+    """Measure the rows that standard input has, and print a line for each."""
+    if bench.rehearsed:
+        Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
+    given = json.load(sys.stdin)
+    for row in (Row(**each) for each in given["rows"]):
+        left = given["deadline"] - time.time()
+        if not bench.rehearsed and row.estimate > left:
+            error = f"its estimate of {row.estimate:.0f} s does not fit into the {max(0, left):.0f} s that are left"
+            print("ROW " + json.dumps({"status": "left out", "error": error}), flush=True)
+            continue
+        outcome, broken = _tried(row, bench)
+        print("ROW " + json.dumps(outcome), flush=True)
+        if broken:
+            return _BROKEN
+    return 0
+
+
+def _tried(row: Row, bench: Bench) -> tuple[Figures, bool]:
+    """Return what came of a row, and whether the device is of no use to this process any more."""
+    began, broken = time.perf_counter(), False
+    try:
+        outcome: Figures = {"status": "done", "figures": getattr(gpu_rows, row.function)(bench, **row.given)}
+    except UserError as error:
+        outcome = {"status": "refused", "error": str(error)}
+    except Exception as error:  # whatever it is, it belongs into the record
+        last = traceback.format_exc().strip().splitlines()[-12:]
+        first = next(iter(str(error).splitlines()), "")
+        outcome = {"status": "failed", "error": f"{type(error).__name__}: {first}", "traceback": last}
+        broken = "CUDA error" in str(error)
+    if bench.device.startswith("cuda") and not broken:
+        torch.cuda.empty_cache()
+    return outcome | {"seconds": time.perf_counter() - began}, broken
+
+
+def device_name(device: str) -> str:
+    """Return the device's name as a part of a file's."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def header(command: str, device: str, **more: Any) -> Figures:
+    """Return how, where and of what a record is."""
+    commit = "unknown"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy of the tree without its history
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        commit = git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
+    return {
+        "command": command,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": describe_hardware(device),
+        "software": describe_software(),
+        **more,
+    }
+
+
+def main() -> int:
+    """Measure; exit 1 if a row failed, 2 if there is no GPU."""
+    parser = argparse.ArgumentParser(description="Measure what can only be known on a GPU.")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no row begins that would end later (default: 9)")
+    parser.add_argument("--rehearse", action="store_true", help="the same rows of tiny models on a CPU")
+    parser.add_argument("--out", type=Path, help="folder of the record (default: results; rehearsed: one that goes)")
+    parser.add_argument("--items", default="1,2,3,4,5,6,7", help="which of the seven (default: all)")
+    parser.add_argument("--worker", metavar="DEVICE", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        return work(Bench(given.worker, given.rehearse))
+    if not given.rehearse and not torch.cuda.is_available():
+        print("there is no NVIDIA GPU here, or PyTorch was not built for it; --rehearse needs none", file=sys.stderr)
+        return 2
+    deadline, bench = time.time() + 60 * given.minutes, Bench("cpu" if given.rehearse else "cuda", given.rehearse)
+    items = {int(each) for each in given.items.split(",")}
+    command = f"python -m benchmarks.gpu {'--rehearse' if given.rehearse else f'--minutes {given.minutes:g}'}"
+    with tempfile.TemporaryDirectory() as passing:
+        folder = given.out or Path(passing if given.rehearse else "results")
+        about = header(command, bench.device, minutes=given.minutes, rehearsed=given.rehearse)
+        measured = Measured(folder, device_name(bench.device), about)
+        measure([row for row in rows() if row.item in items], bench, deadline, measured)
+        if given.out or not given.rehearse:
+            print(f"written: {measured.path} and {measured.path.with_suffix('.md').name}")
+    bad = [row for row in measured.rows if row["status"] == "failed" or row.get("figures", {}).get("failures")]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""What `benchmarks.gpu` measures: each row by itself, from a few plain values to figures ready for JSON.
+
+`--rehearse` measures the same rows of tiny models on a CPU, where a graph is done again at each replay.
+
+Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import txl
+from txl.attention import KeyScope
+from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth, synchronize
+from txl.benchmarking.table9 import slowdown
+from txl.benchmarking.workloads import transformer_xl_of
+from txl.config import RunConfig, TransformerXLConfig
+from txl.devices import Captured, sent
+from txl.errors import UserError
+from txl.generation.steps import StaticStep
+from txl.models import build_model
+from txl.models.family import FamilyModel
+from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
+from txl.training.budget import peak_bytes, ranked_tokens
+from txl.training.captured import WARM, CapturedStep
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+from txl.training.trainer import compile_layers
+
+Figures = dict[str, Any]
+VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735}
+NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0, "dropout_r": 0.0}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where rows are measured, and how large they are."""
+
+    device: str
+    rehearsed: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps that are timed."""
+        return 2 if self.rehearsed else 10
+
+    def run(self, preset: str, **train: Any) -> RunConfig:
+        """Return a preset without dropout; tiny in the rehearsal."""
+        run = txl.preset(preset)
+        shape = dataclasses.replace(transformer_xl_of(run), **NO_DROPOUT)
+        if self.rehearsed:
+            tiny = {"n_layer": 2, "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48, "mem_len": 16}
+            cutoffs = (20, 60) if shape.cutoffs else ()
+            shape = dataclasses.replace(shape, **tiny, d_embed=None, cutoffs=cutoffs)
+            train = {"segment": 16, "batch_size": 2} | train
+        run.model = shape
+        run.train = dataclasses.replace(run.train, **({"dtype": "bfloat16", "micro_batches": 1} | train))
+        return run
+
+    def attention(self, name: Any, mode: str = "eager") -> Any:
+        """Return the attention to measure; the rehearsal has a stand-in for those that need a GPU.
+
+        Raises:
+            UserError: for layers that would only be compiled once more.
+        """
+        if not self.rehearsed or name not in ("triton", "flex"):
+            return name
+        if "compiled" in mode:
+            raise UserError(
+                f"not rehearsed: {name} needs a GPU, and shifted's layers are compiled in a row of their own"
+            )
+        return "shifted"
+
+    def vocabulary(self, preset: str) -> int:
+        """Return the tokens of a preset's vocabulary."""
+        return 100 if self.rehearsed else VOCABULARY[preset]
+
+    def rate(self) -> float:
+        """Return the dense bfloat16 rate, measured: operations a second."""
+        return matmul_rate(
+            torch.bfloat16, self.device, 128 if self.rehearsed else 8192, 0.05 if self.rehearsed else 0.5
+        )
+
+
+def as_if_recorded(self: Captured) -> Callable[[], None]:
+    """Stand in for `Captured._record` where there is no GPU: to replay is to do it again, into the same tensors."""
+
+    def replay() -> None:
+        new = self._function(*self.inputs)
+        if not self.outputs:
+            self.outputs = tuple(each.clone() for each in new)
+        for kept, each in zip(self.outputs, new, strict=True):
+            kept.copy_(each)
+
+    return replay
+
+
+def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
+    """Return the mean seconds of steps that are handed over one after the other, as a program does."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - began) / steps
+
+
+def tests(bench: Bench) -> Figures:
+    """Run the tests marked `gpu`: every backend and every path beside the oracle."""
+    root = Path(__file__).parent.parent
+    marked = [each for each in (root / "tests").rglob("test_*.py") if "mark.gpu" in each.read_text(encoding="utf-8")]
+    files = [str(each.relative_to(root)) for each in sorted(marked)]
+    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *files],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout[-2000:])}
+    if done.returncode not in (0, 1) or not counts:
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    return {**counts, "failures": failures, "output": done.stdout[-6000:] if failures else ""}
+
+
+def operations(model: FamilyModel, targets: Tensor, segment: int, memory: int) -> int:
+    """Count the operations of a training step by the formula of `forward_operations`, an adaptive softmax included."""
+    shape = model.config
+    assert isinstance(shape, TransformerXLConfig)
+    lanes, rows = len(targets), targets.numel()
+    plain = dataclasses.replace(shape, cutoffs=(), d_embed=None, div_val=1)
+    layers = forward_operations(plain, 0, lanes, segment, memory, shape.window)
+    tails = model.tail_rows(targets, "full") or ()
+    softmax = 0
+    for cluster, (first, end) in enumerate(model.softmax.bounds):
+        width = (shape.d_embed or shape.d_model) // shape.div_val**cluster
+        size = end - first + (len(tails) if cluster == 0 else 0)
+        projected = shape.d_model if model.embedding.projection(cluster) is not None else 0
+        softmax += 2 * (rows if cluster == 0 else tails[cluster - 1]) * width * (projected + size)
+    return 3 * (layers + softmax)
+
+
+class TrainingCase:
+    """A model that trains on made-up tokens behind a full memory."""
+
+    def __init__(self, bench: Bench, run: RunConfig, vocab_size: int, compiled: bool = False, captured: bool = False):
+        torch.manual_seed(0)
+        run.train = dataclasses.replace(run.train, capture=captured)
+        self.run, device = run, bench.device
+        self.model = build_model(run.model, vocab_size, device).to(device).train()
+        if compiled and (reason := compile_layers(self.model, device)) is not None:
+            raise UserError(f"nothing is compiled here: {reason}")
+        self.optimizer = build_optimizer(self.model, run.train)
+        self.text = ranked_tokens(vocab_size, run.train.batch_size, run.train.segment)
+        self._tokens, self._rows = sent(self.text, device), [self.model.tail_rows(self.text, "full")]
+        self._states = [self.model.init_state(run.train.batch_size).filled_with_noise()]
+        self._step = CapturedStep() if captured else training_step
+        self.loss = float("nan")
+
+    def step(self) -> None:
+        """Make an update; nothing waits for it."""
+        given = (self._tokens, self._tokens, self._states, self.run.train)
+        self._made = self._step(self.model, self.optimizer, *given, tail_rows=self._rows)  # pyright: ignore
+        self._states = self._made.states
+
+    def time(self, bench: Bench) -> Figures:
+        """Time steps, after enough of them that everything is compiled and recorded."""
+        for _ in range(WARM + 2):
+            self.step()
+        cuda = bench.device.startswith("cuda")
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = seconds_each(self.step, bench.steps, bench.device)
+        train = self.run.train
+        count = operations(self.model, self.text, train.segment, transformer_xl_of(self.run).lengths().capacity)
+        if not self._made.updated:
+            raise RuntimeError(f"the loss is {self._made.loss}, the gradient's norm {self._made.grad_norm}")
+        return {
+            "batch_size": train.batch_size,
+            "segment": train.segment,
+            "step_seconds": seconds,
+            "tokens_per_second": train.batch_size * train.segment / seconds,
+            "operations_per_second": count / seconds,
+            "loss": self._made.loss,
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        }
+
+
+def training(bench: Bench, preset: str, attention: Any, mode: str, dropout: bool = False) -> Figures:
+    """Time training steps of a preset with a backend: eager, compiled, captured, or compiled and captured."""
+    run = bench.run(preset)
+    if dropout:
+        own = transformer_xl_of(txl.preset(preset))
+        run.model = dataclasses.replace(run.model, **{name: getattr(own, name) for name in NO_DROPOUT})
+    run.model = dataclasses.replace(run.model, attention=bench.attention(attention, mode))
+    case = TrainingCase(bench, run, bench.vocabulary(preset), "compiled" in mode, "captured" in mode)
+    figures = case.time(bench)
+    rate = bench.rate()
+    return figures | {"bfloat16_rate": rate, "fraction_of_rate": figures["operations_per_second"] / rate}
+
+
+def authors_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    u: Tensor,
+    v: Tensor,
+    scope: KeyScope,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute `reference_attention` as Appendix B of the paper describes it, in plain PyTorch: all scores, shifted.
+
+    The shift of row i by T-1-i to the left pads a column, and reads the matrix with its two sizes swapped.
+    """
+    n_query, n_key = query.shape[1], key.shape[1]
+    content = torch.einsum("bihd,bjhd->bhij", query + u, key)
+    by_distance = torch.einsum("bihd,jhd->bhij", query + v, position)
+    lanes, heads = by_distance.shape[:2]
+    shifted = F.pad(by_distance, (1, 0)).view(lanes, heads, n_key + 1, n_query)[:, :, 1:].reshape_as(by_distance)
+    scores = (content + shifted) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(~scope.mask(n_query, query.device), float("-inf"))
+    weights = F.dropout(scores.float().softmax(dim=-1), dropout).to(value.dtype)
+    return torch.einsum("bhij,bjhd->bihd", weights, value)
+
+
+def equations(bench: Bench, preset: str) -> Figures:
+    """Time training steps with the authors' equations in plain PyTorch, compared with ours: the same weights."""
+    run = bench.run(preset)
+    run.model = dataclasses.replace(run.model, attention="shifted")
+    case = TrainingCase(bench, run, bench.vocabulary(preset))
+    model = case.model
+    assert isinstance(model, TransformerXL)
+    with torch.no_grad():
+        text = case.text[:1].to(bench.device)
+        state = model.init_state(1).filled_with_noise()
+        ours, _ = model.log_probs(text, state)
+        for layer in model.layers:
+            assert isinstance(layer, TransformerXLLayer)
+            layer.attention.attend = authors_attention
+        theirs, _ = model.log_probs(text, state)
+    return case.time(bench) | {"largest_difference": (ours - theirs).abs().max().item()}
+
+
+def huggingface(bench: Bench, dtype: str) -> Figures:
+    """Time training steps of Hugging Face's model, compared with ours: the same weights, the same losses."""
+    try:
+        from benchmarks import peers
+    except ImportError as error:
+        raise UserError(f"Hugging Face's model is not here (transformers 4.37.2): {error}") from None
+    run = bench.run("enwik8-12L", dtype=dtype)
+    train, shape = run.train, transformer_xl_of(run)
+    vocab_size, lengths = bench.vocabulary("enwik8-12L"), (train.batch_size, train.segment, shape.mem_len)
+    work = peers.Workload("training step", "enwik8-12L", vocab_size, *lengths, (0, 0), training=True)
+    peer = peers.peer_of(run, work)
+    model = peers.ours_of(peer).to(bench.device).train()
+    peer.to(bench.device).train()
+    tokens = ranked_tokens(vocab_size, *lengths[:2]).to(bench.device)
+    state = model.init_state(lengths[0]).filled_with_noise()
+    mems = [each.transpose(0, 1).contiguous() for each in state.hidden]
+    with torch.no_grad():
+        ours, _ = model.nll(tokens, tokens.roll(-1, 1), state)
+        theirs = peer(tokens, mems=mems, labels=tokens).losses
+    worst = (ours[:, :-1] - theirs.view(tokens.shape[0], -1)).abs().max().item()
+    optimizer = torch.optim.Adam(peer.parameters(), lr=train.learning_rate, fused=True)
+
+    def step() -> None:
+        nonlocal mems
+        with torch.autocast(torch.device(bench.device).type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            out = peer(tokens, mems=mems, labels=tokens)
+        out.loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mems = out.mems
+
+    step()
+    seconds = seconds_each(step, bench.steps, bench.device)
+    per_second = tokens.numel() / seconds
+    return {"step_seconds": seconds, "tokens_per_second": per_second, "largest_difference": worst}
+
+
+def decoding(bench: Bench, streams: int) -> Figures:
+    """Time tokens of streams behind a full memory, beside the time of reading weights, keys and values once."""
+    run, device = bench.run("enwik8-12L"), bench.device
+    torch.manual_seed(0)
+    memory = 8 if bench.rehearsed else 2100
+    model = build_model(run.model, bench.vocabulary("enwik8-12L"), device).to(device).eval()
+    assert isinstance(model, TransformerXL)
+    settings = {"max_streams": streams, "dtype": torch.bfloat16, "mem_len": memory}
+    engine = txl.DecodeEngine(model, **settings, compile=not bench.rehearsed)
+    if bench.rehearsed and isinstance(engine._step, StaticStep):
+        engine._step.captured = True
+    first = engine.join(ranked_tokens(model.vocab_size, 1, memory + 1)[0], seed=0)
+    for number in range(1, streams):
+        engine.fork(first, seed=number)
+    for _ in range(40):  # by then steps that draw alike are recorded whole
+        engine.step()
+    seconds = seconds_each(engine.step, bench.steps * 5, device)
+    shape = engine.model.config
+    once = bytes_read_once(engine.model, memory)
+    of_a_stream = 2 * shape.n_layer * (memory + 1) * shape.n_head * shape.d_head * 2
+    bandwidth = read_bandwidth(device)
+    bound = (once + (streams - 1) * of_a_stream) / bandwidth
+    with profile(activities=_activities(device)) as profiler:
+        engine.step()
+    launches = {
+        event.key: event.count for event in profiler.key_averages() if re.search("Launch|Memcpy|Synchronize", event.key)
+    }
+    return {
+        "streams": streams,
+        "memory": memory,
+        "step_seconds": seconds,
+        "tokens_per_second": streams / seconds,
+        "bandwidth": bandwidth,
+        "fraction_of_bandwidth": bound / seconds,
+        "launches": launches,
+    }
+
+
+def table9(bench: Bench, length: int) -> Figures:
+    """Measure one row of Table 9 in bfloat16."""
+    run = bench.run("enwik8-12L")
+    given = (32, 8, 1) if bench.rehearsed else (length, 128, 5)
+    vocab_size = bench.vocabulary("enwik8-12L")
+    measured = slowdown(transformer_xl_of(run), vocab_size, *given, bench.device, "bfloat16").to_dict()
+    return measured | {"attention_length": length}
+
+
+def memory(bench: Bench, attention: Any, length: int) -> Figures:
+    """Measure the peak memory of a training step at T = M, four lanes."""
+    run = bench.run("enwik8-12L", batch_size=4, segment=min(length, 16) if bench.rehearsed else length)
+    run.model = dataclasses.replace(run.model, attention=bench.attention(attention), mem_len=run.train.segment)
+    return {"length": length, "peak_bytes": peak_bytes(run, bench.vocabulary("enwik8-12L"), bench.device)}
+
+
+def kernels(bench: Bench, attention: Any) -> Figures:
+    """Profile a training step by kernel: the longest ones, with their share of the device's time."""
+    run = bench.run("enwik8-12L")
+    run.model = dataclasses.replace(run.model, attention=bench.attention(attention))
+    case = TrainingCase(bench, run, bench.vocabulary("enwik8-12L"))
+    for _ in range(WARM):
+        case.step()
+    with profile(activities=_activities(bench.device)) as profiler:
+        case.step()
+        synchronize(bench.device)
+    on_gpu = bench.device.startswith("cuda")
+    times = {
+        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        for event in profiler.key_averages()
+    }
+    total = sum(times.values())
+    longest = sorted(times.items(), key=lambda item: -item[1])[:25]
+    return {"microseconds": total, "kernels": [{"name": name[:120], "share": each / total} for name, each in longest]}
+
+
+def _activities(device: str) -> Sequence[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]

@@ -1,0 +1,270 @@
+"""Steps that run ahead of the program, as on a GPU: nothing waits for them, and what comes of it is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.conftest import small_run
+from tests.training.test_guards import events, spoil_gradients
+from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.waiting import AHEAD, Waits
+
+import txl
+from txl.config import ModelConfig, RecurrentConfig, TrainConfig, TransformerXLConfig, VanillaConfig
+from txl.devices import Captured, sent
+from txl.errors import RunInterrupted, UserError
+from txl.models import build_model
+from txl.models.language_model import State
+from txl.models.memory import Memory
+from txl.training import captured as captured_module
+from txl.training import loop as loop_module
+from txl.training.captured import CapturedStep
+from txl.training.optimisers import WeightAverage, build_optimizer
+from txl.training.step import StepResult, training_step
+from txl.training.trainer import Trainer
+
+ADAM = sys.modules[torch.optim.Adam.__module__]
+
+
+@pytest.fixture
+def whole_pytorch(monkeypatch):
+    """What PyTorch lacks for the device that computes nothing: autocast, and the fused Adam."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    monkeypatch.setattr(ADAM, "_get_fused_kernels_supported_devices", lambda: ["cpu", AHEAD], raising=False)
+    monkeypatch.setattr(ADAM, "_device_dtype_check_for_fused", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(torch, "_fused_adam_", lambda *_, **__: None)
+
+
+SHAPE = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6)
+FAMILIES: dict[str, ModelConfig] = {
+    "plain": SHAPE,
+    "window, pre-norm, dropout": dataclasses.replace(SHAPE, window=5, pre_norm=True, dropatt=0.1, dropout_words=0.1),
+    "adaptive": dataclasses.replace(SHAPE, cutoffs=(4, 9), div_val=2),
+    "mixture": dataclasses.replace(SHAPE, cutoffs=(4,), n_softmax=2),
+    "Shaw": dataclasses.replace(SHAPE, encoding="shaw", max_distance=4),
+    "vanilla": VanillaConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, max_segment=6),
+    "QRNN": RecurrentConfig(kind="qrnn", n_layer=2, d_model=8, kernel_sizes=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=list(FAMILIES))
+def test_a_step_does_not_wait_for_the_device(model, whole_pytorch):
+    """Two steps of two parts, the second behind memory, with an average; the loss is not looked at."""
+    train_config = TrainConfig(batch_size=4, segment=6, micro_batches=2)
+    made = build_model(model, 20).to(AHEAD).train()
+    optimizer, average = build_optimizer(made, train_config), WeightAverage(made)
+    text = torch.randint(20, (4, 7))
+    rows = [made.tail_rows(part, "full") for part in text[:, 1:].chunk(2)]
+    states: list[State] = [made.init_state(2), made.init_state(2)]
+    void = None
+    for _ in range(2):
+        with Waits():
+            tokens, targets = sent(text[:, :-1], AHEAD), sent(text[:, 1:], AHEAD)
+            result = training_step(made, optimizer, tokens, targets, states, train_config, void=void, tail_rows=rows)
+            average.update(made, result.skipped)
+        states, void = result.states, result.skipped
+        with pytest.raises(Exception, match="meta"):
+            print(result.loss)
+
+
+def test_a_wait_is_found():
+    """The test above can fail: by a copy, and by a look at what shapes depend on."""
+    with Waits(), pytest.raises(AssertionError, match="waits"):
+        torch.ones(3).to(AHEAD)
+    made = build_model(FAMILIES["adaptive"], 20).to(AHEAD).train()
+    hidden, targets = (
+        torch.empty(5, *more, device=AHEAD, dtype=dtype) for more, dtype in (((8,), None), ((), torch.long))
+    )
+    made.softmax.nll(hidden, targets, made.embedding, (2, 1))
+    with pytest.raises(NotImplementedError):
+        made.softmax.nll(hidden, targets, made.embedding)
+
+
+@pytest.mark.parametrize("rows", [(7, 3), (9, 20), (30, 30)], ids=str)
+def test_room_for_the_targets_of_tail_clusters_changes_no_loss(rows):
+    """Exactly as many rows as there are targets, more, and as many as there are tokens; one cluster has none."""
+    made = build_model(FAMILIES["adaptive"], 20).double()
+    hidden, targets = torch.randn(30, 8, dtype=torch.float64, requires_grad=True), torch.zeros(30, dtype=torch.int64)
+    targets[[1, 2, 5, 8, 13, 21, 29]] = torch.tensor([4, 5, 6, 7, 8, 4, 5])
+    targets[[0, 9, 20]] = torch.tensor([9, 19, 12])
+    assert made.softmax.tail_rows(targets) == (7, 3)
+    parameters = [hidden, *made.softmax.parameters(), *made.embedding.parameters()]
+    results = []
+    for room in (None, rows):
+        nll = made.softmax.nll(hidden, targets, made.embedding, room)
+        results.append([nll, *torch.autograd.grad((nll * torch.arange(30)).sum(), parameters)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+SPOILT = {5, 6}
+
+
+@pytest.fixture
+def looking_later(monkeypatch):
+    monkeypatch.setattr(loop_module, "looks_later", lambda setup, state: True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train.log_every": "7", "train.eval_every": "12"},
+        {"train.log_every": "7", "train.average_from": "2", "train.average_mu": "0.3"},
+        {"train.log_every": "7", "train.average_from": "4", "train.micro_batches": "2"},
+        {"train.log_every": "1"},
+    ],
+    ids=str,
+)
+def test_a_run_that_looks_later_is_the_same_run(options, story, data_dir, tmp_path, monkeypatch):
+    """Two bad updates in a row, with losses in the dark meanwhile: the same bits in the end, and the same reports."""
+    run = small_run(str(story), **options, **{"train.checkpoint_every": "0"})
+    for later in (False, True):
+        with monkeypatch.context() as patch:
+            spoil_by_step(patch)
+            patch.setattr(loop_module, "looks_later", lambda setup, state, later=later: later)
+            train(run, tmp_path / str(later), data_dir)
+    assert_same_end(tmp_path / "True", tmp_path / "False")
+    told = [
+        [
+            {
+                key: value
+                for key, value in each.items()
+                if key in ("event", "step", "loss", "grad_norm", "in_a_row", "nll")
+            }
+            for each in events(tmp_path / str(later), name)
+        ]
+        for later in (False, True)
+        for name in ("skipped", "train", "valid")
+    ]
+    assert told[:3] == told[3:]
+    assert [each["step"] for each in told[0]] == sorted(SPOILT)
+
+
+def spoil_by_step(monkeypatch) -> None:
+    """Make the gradients of two steps infinite, told by their text, however often they are made."""
+    real, texts = loop_module.training_step, []
+
+    def spoiled(*args, **options):
+        tokens = args[2].clone()
+        if not any(torch.equal(tokens, each) for each in texts):
+            texts.append(tokens)
+        number = 1 + next(place for place, each in enumerate(texts) if torch.equal(tokens, each))
+        with monkeypatch.context() as patch:
+            if number in SPOILT:
+                spoil_gradients(patch, {1})
+            return real(*args, **options)
+
+    monkeypatch.setattr(loop_module, "training_step", spoiled)
+    monkeypatch.setattr(captured_module, "training_step", spoiled)
+
+
+def nowhere_finite(state: State) -> Memory:
+    assert isinstance(state, Memory)
+    return dataclasses.replace(state, hidden=tuple(each * math.nan for each in state.hidden))
+
+
+def test_memory_that_is_not_finite_is_emptied_before_the_next_update_counts(
+    story, data_dir, tmp_path, monkeypatch, looking_later
+):
+    """The update after a bad one is made anew, behind the memory that the bad one has left, or none."""
+    lengths, real = [], loop_module.training_step
+
+    def poisoned(*args):
+        lengths.append(args[4][0].length)
+        result = real(*args)
+        if len(lengths) == 5:
+            bad = torch.ones((), dtype=torch.bool)
+            states: list[State] = [nowhere_finite(each) for each in result.states]
+            return StepResult(torch.tensor([math.nan, math.nan, 1.0]), bad, states, result.targets)
+        return result
+
+    monkeypatch.setattr(loop_module, "training_step", poisoned)
+    outcome = train(small_run(str(story), **{"train.log_every": "6"}), tmp_path / "run", data_dir)
+    assert outcome["step"] == 12
+    assert lengths == [0, 8, 8, 8, 8, 8, 0, 8, 8, 8, 8, 8, 8]  # the sixth was made twice
+    assert len(events(tmp_path / "run", "skipped")) == 1
+
+
+def test_a_run_that_looks_later_can_be_stopped_anywhere(story, data_dir, tmp_path, monkeypatch, looking_later):
+    run = small_run(str(story), **{"train.log_every": "7", "train.checkpoint_every": "0"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Graphs for a CPU: what is recorded is done again, into the same tensors, and recording itself does nothing."""
+    recorded = []
+
+    def record(self: Captured) -> Callable[[], None]:
+        recorded.append(self)
+
+        def replay() -> None:
+            new = self._function(*self.inputs)
+            if not self.outputs:
+                self.outputs = tuple(each.clone() for each in new)
+            for kept, each in zip(self.outputs, new, strict=True):
+                kept.copy_(each)
+
+        return replay
+
+    monkeypatch.setattr(Captured, "_record", record)
+    monkeypatch.setattr("txl.training.trainer.check_capture", lambda *_: None)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"train.micro_batches": "2", "train.average_from": "4"},
+        {"data.unit": "word", "model.cutoffs": "10,30", "model.div_val": "2"},
+        {"train.steps": "45", "train.batch_size": "8", "train.epoch_shift": "3"},
+        {"train.steps": "40", "train.random_segments": "true"},
+    ],
+    ids=str,
+)
+def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monkeypatch, recording, looking_later):
+    """Bad updates, words in tail clusters, and the end of an epoch, whose last segment is short, among its steps."""
+    every = {"train.log_every": "50", "train.eval_every": "0", "train.checkpoint_every": "0"}
+    run = small_run(str(story), **every, **options, **{"train.capture": "true"})
+    for step in (CapturedStep, lambda: None):
+        with monkeypatch.context() as patch:
+            spoil_by_step(patch)
+            patch.setattr(loop_module, "CapturedStep", step)
+            train(run, tmp_path / step.__name__, data_dir)
+    assert len(recording) == 1 if "train.random_segments" not in options else len(recording) > 2
+    assert_same_end(tmp_path / "CapturedStep", tmp_path / "<lambda>")
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "reason"),
+    [
+        ({}, "cpu", "needs an NVIDIA GPU, and this run trains on cpu"),
+        ({"train.optimizer": "muon"}, "cuda", "needs train.optimizer adam or adamw, and it is muon"),
+        ({"train.on_spike": "rollback"}, "cuda", "needs train.on_spike report"),
+    ],
+)
+def test_what_a_graph_cannot_serve_is_refused(options, device, reason, tmp_path):
+    run = small_run("stdlib", **options, **{"train.capture": "true"})
+    with pytest.raises(UserError, match=f"^train.capture {reason}.*; leave it out$"):
+        Trainer(run, tmp_path / "run", device=device)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tf32_needs_a_gpu(tmp_path):
+    run = dataclasses.replace(txl.preset("stdlib-tiny"), train=TrainConfig(tf32=True))
+    with pytest.raises(UserError, match=r"train.tf32 needs an NVIDIA GPU, and this run trains on cpu; leave it out"):
+        Trainer(run, tmp_path / "run", device="cpu")
+    assert torch.get_float32_matmul_precision() == "highest"
