@@ -3,9 +3,9 @@
     python examples/fine_tune.py transfo-xl-wt103 --corpus my.txt --out runs/tuned
     python examples/fine_tune.py model.pt --vocabulary vocab.txt --corpus my.txt --out runs/tuned --steps 500
 
-The checkpoint may be of any earlier implementation (docs/migrating.md); nothing in it is executed. The text is read in
-the checkpoint's own vocabulary: words that it lacks become `<unk>`. Called again with the same options, a run that was
-stopped goes on. `txl import`, `txl train --init-from` and `txl eval` do the same from the command line.
+The checkpoint may be of any earlier implementation (docs/how-to/import.md); nothing in it is executed. The text is read
+in the checkpoint's own vocabulary: words that it lacks become `<unk>`. Called again with the same options, a run that
+was stopped goes on. `txl import`, `txl train --init-from` and `txl eval` do the same from the command line.
 """
 
 from __future__ import annotations
