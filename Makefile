@@ -114,7 +114,7 @@ LIBRARIES := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),1)
 build: $(STAMP)
 	rm -rf build dist
 	TXL_LIBRARIES=$(LIBRARIES) $(BIN)/python -m build --no-isolation
-	$(if $(LIBRARIES),PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl && rm dist/*-linux_x86_64.whl)
+	$(if $(LIBRARIES),PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl && rm dist/*-linux_x86_64.whl)
 
 # What was built, installed by itself and used where there is no compiler and no home.
 package: build
