@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton bench-peers lint bench build clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton gpu gpu-rehearse bench-peers lint bench build clean
 
 setup: $(STAMP)
 
@@ -82,6 +82,16 @@ triton: .venv-triton/.installed
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-triton.txt \
 		torch triton safetensors tokenizers numpy pytest pytest-xdist rich platformdirs lazy_loader portalocker jaxtyping beartype
 	@touch $@
+
+# The first minutes on a machine with an NVIDIA GPU: tests, speed, memory, a profile; writes results/gpu-NAME.json and .md.
+MINUTES ?= 9
+gpu: $(STAMP)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --minutes $(MINUTES)
+
+# All of it with tiny models on a CPU, so that nothing but the device is new on the day.
+gpu-rehearse: $(STAMP)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

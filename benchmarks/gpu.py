@@ -72,7 +72,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name for messages."""
         return " ".join([self.function, *(str(each) for each in self.given.values())])
 
 

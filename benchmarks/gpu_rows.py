@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: each row by itself, from a few plain values to figures ready for JSON.
+"""Rows of `benchmarks.gpu`: each is measured by itself, from a few plain values to figures ready for JSON.
 
 `--rehearse` measures the same rows of tiny models on a CPU, where a graph is done again at each replay.
 
