@@ -90,8 +90,8 @@ gpu: $(STAMP)
 
 # All of it with tiny models on a CPU, so that nothing but the device is new on the day.
 gpu-rehearse: $(STAMP)
-	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
-	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
