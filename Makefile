@@ -86,7 +86,7 @@ triton: .venv-triton/.installed
 
 # The documentation as a site of plain files in site/; broken links and anchors end it.
 docs: .venv-docs/.installed
-	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -a -d .venv-docs/doctrees docs site
+	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -E -d .venv-docs/doctrees docs site
 	@echo "open site/index.html"
 
 .venv-docs/.installed: constraints-docs.txt
