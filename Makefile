@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton gpu gpu-rehearse bench-peers lint bench build clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton gpu gpu-rehearse bench-peers docs lint bench build package clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,7 @@ demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/txl demo --out runs/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/browser --ignore tests/package
 
 # The playground in Chromium, if there is one on the path.
 test-browser: $(VENV)/.browser
@@ -93,6 +93,18 @@ gpu-rehearse: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
 
+# The documentation as a site of plain files in site/; broken links and anchors end it.
+docs: .venv-docs/.installed
+	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -a -d .venv-docs/doctrees docs site
+	@echo "open site/index.html"
+
+.venv-docs/.installed: constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt \
+		sphinx furo myst-parser sphinx-copybutton torch safetensors tokenizers numpy rich platformdirs lazy_loader portalocker \
+		jaxtyping zstandard pooch matplotlib huggingface_hub
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,8 +118,17 @@ bench: $(STAMP)
 bench-peers: .venv-oracle/.installed
 	PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.peers
 
+# The source archive, and from it the wheel. On Linux (x86-64) the wheel carries compiled code, and is named after the
+# oldest glibc that it runs with; elsewhere it is one of Python alone.
+LIBRARIES := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),1)
 build: $(STAMP)
-	$(BIN)/python -m build --no-isolation --wheel
+	rm -rf build dist
+	TXL_LIBRARIES=$(LIBRARIES) $(BIN)/python -m build --no-isolation
+	$(if $(LIBRARIES),PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl && rm dist/*-linux_x86_64.whl)
+
+# What was built, installed by itself and used where there is no compiler and no home.
+package: build
+	$(BIN)/python -m pytest tests/package
 
 clean:
-	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval .venv-triton build dist
+	rm -rf $(VENV) .venv-oracle .venv-tensorflow .venv-huggingface .venv-lm-eval .venv-triton .venv-docs site build dist

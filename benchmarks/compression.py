@@ -50,7 +50,7 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float]:
 
 def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
     """There and back by two commands in which IN, FILE and OUT stand for paths."""
-    file, back = folder / "file", folder / "back"
+    file, back = folder / "text.packed", folder / "back"  # 7z gives a name without a suffix one of its own
     file.unlink(missing_ok=True)
     names = {"IN": str(text), "FILE": str(file), "OUT": str(back)}
     there = timed([names.get(word, word) for word in pack], None if "FILE" in pack else file)

@@ -1,4 +1,4 @@
-"""`docs/performance.md` and its figures, from the records in `results/`.
+"""`docs/explanation/performance.md` and its figures, from the records in `results/`.
 
     python -m benchmarks.performance_page            # writes the page
     python -m benchmarks.performance_page --check    # exit code 1 if the page is not what the records give
@@ -21,10 +21,12 @@ from benchmarks.performance_plots import FIGURES
 ROOT = Path(__file__).parents[1]
 HEAD = """# Performance
 
-What bounds each kind of work, and how its cost grows. This page is written by `python -m benchmarks.performance_page`
-from the records in `results/`, each of which holds its command, commit, hardware and software; a test compares the two.
-Ratios are of one run on one machine. Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys,
-E model width, H heads, D width of a head, N layers, V vocabulary.
+How fast each kind of work is, what bounds it, and how its cost grows. Every ratio compares two timings of one run on
+one machine; the line below each section names the record. `python -m benchmarks.performance_page` writes this page from
+the records, and a test compares the two.
+
+Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
+head, N layers, V vocabulary.
 """
 Record = dict[str, Any]
 REACHED = {"fraction_of_bandwidth": "the bandwidth", "fraction_of_matmul_rate": "the matrix rate"}
@@ -63,12 +65,13 @@ def roofline(record: Record) -> str:
         bound = "reading" if intensity * bandwidth < best["float32"] else "arithmetic"
         rows.append([work["name"], f"{intensity:,.1f}", f"{rate / 1e9:,.1f}", bound, f"{rate / roof:.2f}"])
     return (
-        f"Memory is read at {bandwidth / 1e9:.1f} GB/s, so arithmetic in float32 begins to count above "
-        f"{best['float32'] / bandwidth:.0f} operations a byte. Square matrix products, GFLOP/s:\n\n"
+        f"This machine reads memory at {bandwidth / 1e9:.1f} GB/s. Work with fewer than "
+        f"{best['float32'] / bandwidth:.0f} operations a byte is bound by reading, other work by arithmetic (float32). "
+        "Rate of square matrix products, GFLOP/s:\n\n"
         f"{table(['size', *rates], by_size)}\n\n"
-        "Against that roof, enwik8-12L in float32. A byte counts once, however often it is read: weights, and the "
-        "keys, values and W_kR R of memory.\n\n"
-        f"{table(['work', 'operations a byte', 'GFLOP/s', 'bound by', 'of the roof'], rows)}\n"
+        "enwik8-12L in float32, compared with these limits. Each byte counts once: weights, and the keys, values and "
+        "W_kR R of memory.\n\n"
+        f"{table(['work', 'operations a byte', 'GFLOP/s', 'bound by', 'share of the limit'], rows)}\n"
     )
 
 
@@ -76,11 +79,11 @@ def growth(record: Record) -> str:
     """Time and operations of every point, relative to the axis's first."""
     base = record["base"]
     parts = [
-        "One axis grows, everything else stays at "
+        "One quantity grows, all others stay at "
         f"T {base['segment']}, M {base['memory']}, {base['layers']} layers, B {base['batch']}, V {base['vocabulary']} "
-        f"({record['shape']}, float32). Times are relative to the first column; in parentheses the same ratio of "
-        "counted operations. Where time grows more slowly than operations, small products were inefficient; where it "
-        "grows faster, memory or a part that has no matrix products counts.\n"
+        f"({record['shape']}, float32). Times are relative to the first column. In parentheses: counted "
+        "operations, relative to the first column. Where time grows more slowly than operations, small products were "
+        "inefficient. Where it grows faster, reading memory or work outside of matrix products takes the time.\n"
     ]
     for axis, rows in record["axes"].items():
         lines = []
@@ -108,8 +111,8 @@ def training_memory(record: Record) -> str:
     ways = [way for way in record["rows"][0]["peak_bytes"] if way != "peer"]
     heads = ["T = M", "peer, MiB", *ways, *(f"peer / {way}" for way in ways)]
     return (
-        f"Most memory held in a step over what is held between steps; {record['shape']}, {record['n_layer']} layers, "
-        f"B {record['batch_size']}, no dropout; the peer is {record['peer']}.\n\n{table(heads, rows)}\n"
+        f"Peak memory of a step, minus what is held between steps: {record['shape']}, {record['n_layer']} layers, "
+        f"B {record['batch_size']}, no dropout. The peer is {record['peer']}.\n\n{table(heads, rows)}\n"
     )
 
 
@@ -119,11 +122,12 @@ def training_attention(output: Record) -> str:
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
     peaks = ["MiB of a step", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
     return (
-        "Times as fast as `shifted` in float32, forward and backward, by processor time of one thread, in one run; "
-        "`compiled` is `--model.attention compiled`.\n\n"
+        "Speed relative to `shifted` in float32: forward and backward, processor time of one thread. `compiled` is "
+        "`--model.attention compiled`.\n\n"
         + table(["", *ways], rows)
-        + f"\n\nMost memory of a step as in the table above, T = M = {output['memory_length']:,}.\n\n"
+        + f"\n\nPeak memory of a step, measured as above, T = M = {output['memory_length']:,}.\n\n"
         + table(["", *ways], [peaks])
+        + "\n"
     )
 
 
@@ -131,8 +135,8 @@ def vocabulary_memory(record: Record) -> str:
     """Peak bytes of a step by the way of its cross-entropy."""
     rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
     return (
-        f"A training step of {record['shape']} on {record['vocabulary']:,} words, {record['tokens']:,} tokens: the "
-        f"most memory held over the model.\n\n{table(['cross-entropy', 'MiB'], rows)}\n"
+        f"Peak memory of a training step, minus the model: {record['shape']}, {record['vocabulary']:,} words, "
+        f"{record['tokens']:,} tokens.\n\n{table(['cross-entropy', 'MiB'], rows)}\n"
     )
 
 
@@ -145,10 +149,11 @@ def peers(record: Record) -> str:
         aim = row["aim"] if isinstance(row["aim"], (int, float)) else row["aim"][0]
         rows.append([row["name"], shape, row["dtype"], f"{row['ratio']:.1f}", f"{aim:g}", "; ".join(bounds)])
     return (
-        f"Times faster than {record['peer']}, same weights and memory, in one run;\na time a token where "
-        "segments differ. What is told of the bandwidth is the time of reading\nweights and memory once, over the "
-        "step's.\n\n"
-        f"{table(['work', 'shape', 'arithmetic', 'times', 'aim', 'ours reaches'], rows)}\n"
+        f'Speed relative to {record["peer"]}, with the same weights, memory and results, in one run. For "our '
+        'segment" it is the speed for each token, with longer segments on our side. "Reached" compares with the '
+        "machine: the time to read weights and memory once, or the rate of its largest matrix products.\n\n"
+        "![Times faster than Hugging Face's model, by kind of work](../images/speed.svg)\n\n"
+        f"{table(['work', 'shape', 'our arithmetic', 'times faster', 'aim', 'reached'], rows)}\n"
     )
 
 
@@ -165,8 +170,8 @@ def segment_profile(record: Record) -> str:
         rows.append([shape, row["dtype"], *cells])
     parts = list(record["rows"][0]["share"])
     return (
-        "Shares of the time of a segment that is read without gradients; in parentheses the part's operations a second "
-        "over those of the machine's largest matrix products in the same run.\n\n"
+        "Shares of the time of a segment read without gradients. In parentheses: the rate of that part's operations, "
+        "relative to the machine's largest matrix products.\n\n"
         f"{table(['shape', 'arithmetic', *parts], rows)}\n"
     )
 
@@ -191,9 +196,12 @@ def table9(record: Record) -> str:
         [f"{row['attention_length']:,}", f"{row['ratio']:,.0f}", f"{row['published']:,}" if row["published"] else ""]
         for row in record["results"]
     ]
-    heads = ["attention length", "times slower a token", "the paper, one GPU"]
+    heads = ["attention length", "times slower for each token", "the paper, one GPU"]
     dtype = record["results"][0]["dtype"]
-    return f"A vanilla Transformer recomputes its window for every token ({dtype}).\n\n{table(heads, rows)}\n"
+    return (
+        "A Transformer without memory computes its whole window again for every token. Table 9 of the paper compares "
+        f"it with Transformer-XL ({dtype}).\n\n{table(heads, rows)}\n"
+    )
 
 
 def compiled(record: Record) -> str:
@@ -212,7 +220,7 @@ def compiled(record: Record) -> str:
     first = record["results"][0]
     shape = f"{record['preset']}, B {first['batch_size']}, T {first['segment']}, M {first['mem_len']}"
     return (
-        f"A training step of {shape} with `--train.compile` over one without, in one run.\n\n"
+        f"Speed of a training step of {shape} with `--train.compile`, relative to one without.\n\n"
         f"{table(['arithmetic', 'times as fast'], rows)}\n"
     )
 
@@ -220,19 +228,18 @@ def compiled(record: Record) -> str:
 def long_stream(record: Record) -> str:
     """Memory and drift."""
     return (
-        f"{record['tokens']:,} tokens in segments of {record['segment']}: after the first tenth the process grew by "
-        f"{record['largest_growth_after_a_tenth'] / 2**20:.1f} MiB at most. The last losses differ from those of a "
-        f"fresh reading of its end by {record['largest_difference_from_fresh_float32']:.1e} nats, and from a fresh one "
-        f"in float64 by {record['largest_difference_from_fresh_float64']:.1e}, where float32 itself is off by "
+        f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
+        f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**20:.1f} MiB. The last losses differ by "
+        f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of reading only the end, and by "
+        f"{record['largest_difference_from_fresh_float64']:.1e} from the same in float64. Rounding of float32 alone is "
         f"{record['rounding_of_fresh_float32']:.1e}.\n"
     )
 
 
 RECORD = "python benchmarks/record.py results/{}.json {}"
 SECTIONS = (
-    Section("The roofline", "scaling", "python -m benchmarks.scaling results/scaling.json", roofline, ("roofline",)),
-    Section("How cost grows", "scaling", "python -m benchmarks.scaling results/scaling.json", growth, ("growth",)),
     Section("Beside Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
+    Section("The roofline", "scaling", "python -m benchmarks.scaling results/scaling.json", roofline, ("roofline",)),
     Section(
         "Where a segment's time goes",
         "segment-profile",
@@ -245,7 +252,13 @@ SECTIONS = (
         "python -m benchmarks.training_profile results/training-profile.json",
         training_profile,
     ),
-    Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
+    Section(
+        "Compiled attention in training",
+        "training-attention",
+        "python -m benchmarks.training_attention results/training-attention.json",
+        training_attention,
+    ),
+    Section("How cost grows", "scaling", "python -m benchmarks.scaling results/scaling.json", growth, ("growth",)),
     Section(
         "Memory of a training step",
         "training-memory",
@@ -254,17 +267,12 @@ SECTIONS = (
         ("training-memory",),
     ),
     Section(
-        "Compiled attention in training",
-        "training-attention",
-        "python -m benchmarks.training_attention results/training-attention.json",
-        training_attention,
-    ),
-    Section(
         "Memory and the vocabulary",
         "vocabulary-memory",
         "python -m benchmarks.vocabulary_memory results/vocabulary-memory.json",
         vocabulary_memory,
     ),
+    Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
     Section(
         "Compiled layers", "bench-compile", RECORD.format("bench-compile", "bench train --compile --json"), compiled
     ),
@@ -320,7 +328,7 @@ def check_page(results: Path, docs: Path) -> list[str]:
 
 def main() -> None:
     """Write or check."""
-    results, docs = ROOT / "results", ROOT / "docs"
+    results, docs = ROOT / "results", ROOT / "docs" / "explanation"
     if sys.argv[1:] == ["--check"]:
         if wrong := check_page(results, docs):
             sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.performance_page")

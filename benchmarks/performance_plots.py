@@ -1,4 +1,4 @@
-"""The figures of `docs/performance.md`, in the style of the reports' figures."""
+"""The figures of `docs/explanation/performance.md`, in the style of the reports' figures."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     python -m benchmarks.serving --quick          # that it works, in a few seconds
 
 For each shape: one text through the server beside `txl.generate`, in turns; 1, 8 and 32 texts together beside the
-engine's own steps; latency of the first token and of the pieces that follow, with half and all of 8 places taken; and
-the time to save and restore a stream whose memory is full. The server has a process of its own, as it always has; the
-client's share of the machine counts against it.
+engine alone, which reads the same prompts; latency of the first token and of the pieces that follow, with half and all
+of 8 places taken; and the time to save and restore a stream whose memory is full. The server has a process of its own,
+as it always has; the client's share of the machine counts against it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ def child(preset: str, places: int, tell: Any) -> None:
     from txl.serving.app import address_of, bound_socket, build_app, serve
     from txl.serving.service import Served, Service
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in `txl serve`
     model, vocabulary, lengths = made(preset)
-    service = Service(Served(model, vocabulary, preset, max_streams=places, **lengths))
+    service = Service(Served(model, vocabulary, preset, max_streams=places, threads=threads, **lengths))
     listening = bound_socket("127.0.0.1", 0)
     serve(build_app(service), service, listening, lambda stop: tell.send(address_of(listening)))
 
@@ -113,31 +115,30 @@ def generate_rate(preset: str, n_token: int) -> float:
 
 
 def engine_rate(preset: str, n_stream: int, n_token: int) -> float:
-    """Tokens a second of the engine alone."""
+    """Tokens a second of the engine alone: it reads the prompts one after the other, then decodes them together."""
     model, vocabulary, lengths = made(preset)
     engine = txl.DecodeEngine(model, max_streams=n_stream, **lengths)
+    began = time.perf_counter()
     for seed in range(n_stream):
         engine.join(torch.as_tensor(vocabulary.encode(PROMPT)), seed=seed)
-    engine.step()
-    began = time.perf_counter()
     for _ in range(n_token):
         engine.step()
     return n_stream * n_token / (time.perf_counter() - began)
 
 
 def together_rate(url: str, n_stream: int, n_token: int) -> float:
-    """Tokens a second of so many texts at once, between the first and the last step that all of them take part in."""
-    rates: list[tuple[float, float]] = []
+    """Tokens a second of so many texts at once, from the first request to the last token: prompts are read in it."""
+    times: list[tuple[float, float]] = []
     gate = threading.Barrier(n_stream)
 
     def ask(seed: int) -> None:
         gate.wait()
-        times = arrivals(url, n_token, seed)
-        rates.append((times[1], times[-1]))
+        found = arrivals(url, n_token, seed)
+        times.append((found[0], found[-1]))
 
     with ThreadPoolExecutor(n_stream) as pool:
         list(pool.map(ask, range(n_stream)))
-    return n_stream * (n_token - 1) / (max(end for _, end in rates) - min(first for first, _ in rates))
+    return n_stream * n_token / (max(end for _, end in times) - min(began for began, _ in times))
 
 
 def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, float]:

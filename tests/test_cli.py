@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +263,101 @@ def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoti
     assert (vars(parsed)["model.mem_len"], vars(parsed)["train.batch_size"]) == ("3", "2")
 
 
+def parsers(parser: Any = None) -> Iterator[Any]:
+    """Yields the parsers of all commands, those of `txl data` and `txl bench` too."""
+    parser = build_parser() if parser is None else parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield each
+                yield from parsers(each)
+
+
+def test_every_help_begins_with_an_example_and_fits_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    whole = build_parser()
+    for each in [whole, *parsers(whole)]:
+        shown = each.format_help()
+        example = shown.splitlines()[0].removeprefix("example: ")
+        words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
+        assert words[: len(each.prog.split())] == each.prog.split()
+        whole.parse_args(words[1:])
+        lines = shown.splitlines()
+        assert lines[1].startswith(f"usage: {each.prog}")
+        assert max(map(len, lines)) <= 80, max(lines, key=len)
+        assert "==SUPPRESS==" not in shown
+
+
+def test_the_help_groups_commands_by_task(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    listed = re.findall(r"^  ([a-z]\w+)  ", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(each.prog.split()[1] for each in parsers() if each.prog.count(" ") == 1)
+    train = shown[shown.index("\ntrain:") : shown.index("\nmeasure:")]
+    assert re.findall(r"^  (\w+)", train, re.MULTILINE) == ["train", "status", "report"]
+
+
+def test_the_help_of_training_shows_what_matters_first_and_the_preset_s_values(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        main(["train", "stdlib-tiny", "--help"])
+    shown = capsys.readouterr().out
+    titles = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert titles[:3] == ["arguments", "what matters most", "this run"]
+    first = shown[shown.index("what matters most") : shown.index("this run:")]
+    assert re.findall(r"^  (-[-\w]+)", first, re.MULTILINE) == [
+        *("-o", "--corpus", "--unit", "--n-layer", "--d-model", "--mem-len", "--steps", "--batch-size", "--segment"),
+        "--learning-rate",
+    ]
+    assert re.search(r"--steps, --train.steps N +updates of the weights \[1000\]", first)
+    assert "--model.n_layer" not in shown
+
+
+def test_short_forms_are_the_same_options():
+    short = ["-o", "x", "--corpus", "a.txt", "--unit", "char", "--n-layer", "3", "--steps", "9", "--mem-len", "5"]
+    long = ["--out", "x", "--data.corpus", "a.txt", "--data.unit", "char", "--model.n-layer", "3", "--train.steps", "9"]
+    parse = build_parser().parse_args
+    given, expected = (
+        {name: value for name, value in vars(parse(["train", "ptb", *words])).items() if name != "parse"}
+        for words in (short, [*long, "--model.mem-len", "5"])
+    )
+    assert given == expected
+    assert vars(parse(["eval", "x", "--corpus", "a.txt"]))["data.corpus"] == "a.txt"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_a_shell_completes_commands_options_presets_and_files(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "txl.bash").write_text(capsys.readouterr().out)
+    (tmp_path / "runs").mkdir()
+    lines = [
+        "ev",
+        "train stdlib-t",
+        "train ptb --data.u",
+        "train ptb --unit b",
+        "eval ru",
+        "data inf",
+        "train ptb -o ru",
+    ]
+    script = "source txl.bash; found=$(complete -p txl); found=${found##*-F }; function=${found%% *}\n"
+    for line in lines:
+        words = ["txl", *line.split(" ")]
+        script += f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); $function; "
+        script += 'echo "${COMPREPLY[*]}"\n'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["eval", "stdlib-tiny", "--data.unit", "byte bpe", "runs", "info", "runs"]
+
+
+def test_completion_for_zsh_names_what_a_command_does(capsys):
+    assert main(["completion", "zsh"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#compdef txl")
+    assert "train:'train a model, or go on with a run that was stopped'" in script
+    assert "enwik8-12L" in script
+    assert main(["completion", "csh"]) == 2
+
+
 def test_python_m_txl_is_the_same_command():
     for words in (["--version"], ["--help"], ["train", "--help"]):
         done = subprocess.run([sys.executable, "-m", "txl", *words], capture_output=True, text=True, check=True)
@@ -378,21 +477,21 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["train", "stdlib-tiny", "--out", "x", "--model.window", "999"], "needs at least 998 positions of memory"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "warp"], "--device warp cannot be used here"),
         (["train", "stdlib-tiny"], "--out is missing"),
-        (["train"], "the following arguments are required: PRESET"),
-        (["fly"], "unknown command 'fly'; expected one of presets, data, train"),
+        (["train"], "missing: PRESET"),
+        (["fly"], "unknown command 'fly'; expected one of demo, presets, data, train"),
         (["evel", "x"], "unknown command 'evel'; did you mean eval"),
         (["data", "lst"], "unknown command 'lst'; did you mean list?"),
-        (["eval", "x", "--dtype", "bfloat61"], "argument --dtype: invalid choice: 'bfloat61'; did you mean bfloat16 or"),
+        (["eval", "x", "--dtype", "bfloat61"], "--dtype is 'bfloat61'; did you mean bfloat16 or"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
          "unknown option --model.n_layers; did you mean --model.n-layer or --model."),
-        ([], "required: COMMAND"),
+        ([], "missing: COMMAND"),
         (["presets", "extra"], "unknown argument extra"),
         (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),
         (["data", "info", "no/such/file.txt"], "no/such/file.txt: no such file or folder"),
         (["data", "prepare", "stdlib", "--unit", "letter"], "--unit is 'letter'"),
         (["eval", "no-such-run"], "no-such-run: no such directory"),
         (["generate", "no-such-run", "--prompt", "x"], "no-such-run: no such directory"),
-        (["generate", "no-such-run"], "one of the arguments --prompt --prompt-file is required"),
+        (["generate", "no-such-run"], "missing: one of --prompt --prompt-file"),
         (["report", "no-such-run"], "no-such-run: no such directory"),
         (["bench", "train", "--steps", "0"], "--steps is 0"),
         (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
@@ -445,9 +544,9 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["eval", "RUN", "--segment", "0"], "segment is 0"),
         (["eval", "RUN", "--batch", "0"], "batch is 0"),
         (["eval", "RUN", "--mem-len", "4", "--window", "9"], "window 9 needs at least 8"),
-        (["eval", "RUN", "--mem-len", "many"], "argument --mem-len: invalid int value: 'many'"),
-        (["eval", "RUN", "--window", "wide"], "argument --window: invalid number or none value: 'wide'"),
-        (["eval", "RUN", "--mem-lens", "1,x"], "argument --mem-lens: invalid list of numbers value"),
+        (["eval", "RUN", "--mem-len", "many"], "--mem-len is 'many'; expected a whole number"),
+        (["eval", "RUN", "--window", "wide"], "--window is 'wide'; expected a whole number or none"),
+        (["eval", "RUN", "--mem-lens", "1,x"], "--mem-lens is '1,x'; expected whole numbers separated by commas"),
         (["eval", "RUN", "--mem-lens", "1,2", "--window", "3"], "--window with --mem-lens can only be none"),
         (["eval", "RUN", "--checkpoint", "²"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--mem-lens", "1,2", "--mem-len", "3"], "--mem-len and --mem-lens were both given"),
@@ -462,7 +561,7 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "top_k is 0"),
         (["generate", "RUN", "--prompt", "x", "--samples", "0"], "samples is 0"),
         (["generate", "RUN", "--prompt", "x", "--seed", "-1"], "--seed is -1"),
-        (["recl", "RUN", "--longest", HUGE], f"argument --longest: {HUGE}: {IN_RANGE}"),
+        (["recl", "RUN", "--longest", HUGE], f"--longest is '{HUGE}'; {IN_RANGE}"),
         (["score", "RUN", "-", "--segment", HUGE], IN_RANGE),
         (["score", "RUN", "-", "--sliding", f"-{HUGE}"], IN_RANGE),
         (["samples", "RUN", "--seed", HUGE], IN_RANGE),

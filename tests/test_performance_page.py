@@ -1,4 +1,4 @@
-"""`docs/performance.md` says what the records in `results/` say, and the benches that make them run."""
+"""`docs/explanation/performance.md` says what the records in `results/` say, and the benches that make them run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = {
 
 
 def test_the_page_is_what_the_records_give():
-    wrong = performance_page.check_page(ROOT / "results", ROOT / "docs")
+    wrong = performance_page.check_page(ROOT / "results", ROOT / "docs" / "explanation")
     assert not wrong, "run python -m benchmarks.performance_page"
 
 

@@ -19,51 +19,115 @@ import txl
 from txl.commands.options import bounded_int
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean
 
-COMMANDS = (
-    "presets",
-    "data",
-    "train",
-    "status",
-    "evaluate",
-    "cache",
-    "dynamic",
-    "score",
-    "recl",
-    "attention",
-    "reproduce",
-    "generate",
-    "serve",
-    "samples",
-    "compress",
-    "report",
-    "import_",
-    "export",
-    "bench",
-    "demo",
-)
-"""The modules of `txl.commands`, in the order of the help."""
+COMMANDS = {
+    "start": ("demo", "presets", "data"),
+    "train": ("train", "status", "report"),
+    "measure": ("eval", "dynamic", "cache", "score", "recl"),
+    "look inside": ("attention", "samples"),
+    "use": ("generate", "serve", "compress"),
+    "bring in and take out": ("import_", "export"),
+    "compare": ("reproduce", "bench"),
+    "shell": ("completion",),
+}
+"""The modules of `txl.commands` by task, in the order of the help."""
 
 _NO_ROOM = r"out of memory|not enough memory|can't allocate|calculation overflowed"
 """Messages of PyTorch for tensors that do not fit into memory; the last is for sizes beyond 64 bits."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s, and which never guesses an abbreviated option."""
+_PLAIN = {
+    r"^the following arguments are required: ": "missing: ",
+    r"^one of the arguments (.*) is required$": r"missing: one of \1",
+    r"^argument (\S+): expected (?:at least )?one argument$": r"\1 needs a value",
+    r"^argument (\S+): not allowed with argument (\S+)$": r"\1 and \2 were both given; expected one of them",
+}
+"""Messages of argparse, and how they are said here."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+class _Help(argparse.HelpFormatter):
+    """Options by their first spelling, and room for the long ones."""
+
+    def __init__(self, prog: str, **settings: Any):
+        super().__init__(prog, max_help_position=32, **settings)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "_" not in name]
+        if not names:
+            return super()._format_action_invocation(action)
+        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
+        return ", ".join(names) + value
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s, and which never guesses an abbreviated option.
+
+    Args:
+        example: a command that a reader of the help can copy; it stands first there.
+    """
+
+    def __init__(self, *args: Any, example: str = "", **settings: Any):
+        super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **settings)
+        self._positionals.title = "arguments"
+        self.example = example
+        self.groups: dict[str, list[argparse.Action]] = {}
+        """Commands by task, of the parser that has commands."""
         self.register("type", int, bounded_int)  # every type=int, of every command
+
+    def format_usage(self) -> str:
+        """Return what has to be given, in one line; options that may be left out are in the help alone."""
+        return f"usage: {self.usage or self._needed()}\n"
+
+    def _needed(self) -> str:
+        """Return the command with its arguments and the options that it needs."""
+        words = [self.prog, *(_shown(action) for action in self._actions if not action.option_strings)]
+        words += [_shown(action) for action in self._actions if action.option_strings and action.required]
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                words.append(f"({' | '.join(_shown(action) for action in group._group_actions)})")
+        return " ".join(words if self._subparsers else [*words, "[options]"])
+
+    def format_help(self) -> str:
+        """Return an example, the usage, what the command does, and its options in groups."""
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        for title, actions in self.groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        alone = [self._optionals] if len(self._optionals._group_actions) == 1 else []  # --help, which all know
+        for group in [*(each for each in self._action_groups if each not in alone), *alone]:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return f"example: {self.example}\n{self.format_usage()}\n{formatter.format_help()}"
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Read a value; one of the wrong kind is refused in the words of the configuration's fields."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            kind = {int: "a whole number", float: "a number"}.get(action.type, getattr(action.type, "__name__", ""))
+            if error.message.startswith("invalid "):
+                error.message = f"expected {kind}"
+            if error.message.startswith("expected "):
+                raise argparse.ArgumentError(None, f"{_name(action)} is {arg_string!r}; {error.message}") from None
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is not among the choices, naming the nearest."""
         if action.choices is not None and value not in action.choices:
-            what = f"unknown command {value!r}" if action.dest in ("command", "action", "workload") else None
+            is_command = isinstance(action, argparse._SubParsersAction)
+            what = f"unknown command {value!r}" if is_command else f"{_name(action)} is {value!r}"
             choices = [str(each) for each in action.choices]
             hint = did_you_mean(str(value), choices) or f"expected one of {', '.join(choices)}"
-            raise argparse.ArgumentError(None if what else action, f"{what or f'invalid choice: {value!r}'}; {hint}")
+            raise argparse.ArgumentError(None, f"{what}; {hint}")
 
     def error(self, message: str) -> NoReturn:
         """Refuse, in one line."""
+        for pattern, plain in _PLAIN.items():
+            message = re.sub(pattern, plain, message)
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,13 +144,34 @@ class Parser(argparse.ArgumentParser):
         return namespace, []
 
 
+def _name(action: argparse.Action) -> str:
+    """Return an option's long name, or what the help calls an argument."""
+    return next((name for name in action.option_strings if name.startswith("--")), f"{action.metavar or action.dest}")
+
+
+def _shown(action: argparse.Action) -> str:
+    """Return an argument, or an option with its value, as the usage shows it."""
+    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    if action.option_strings:
+        return f"{action.option_strings[0]} {value}"
+    return {"?": f"[{value}]", "+": f"{value} ...", argparse.PARSER: f"{value} ..."}.get(str(action.nargs), value)
+
+
 def build_parser() -> Parser:
     """Return the parser of the whole command line."""
-    parser = Parser(prog="txl", description="Transformer-XL: language models that read past a fixed-length context.")
-    parser.add_argument("--version", action="version", version=f"txl {txl.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        import_module(f"txl.commands.{command}").add_parser(commands)
+    parser = Parser(
+        prog="txl",
+        example="txl demo",
+        description="Language models that read past a fixed-length context: train, measure and use them.",
+        epilog="txl COMMAND --help shows an example and the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"txl {txl.__version__}", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    for task, modules in COMMANDS.items():
+        known = len(commands._choices_actions)
+        for module in modules:
+            import_module(f"txl.commands.{module}").add_parser(commands)
+        parser.groups[task] = commands._choices_actions[known:]
     parser.set_defaults(parse=parser.parse_args)  # a command that runs others parses their words with it
     return parser
 

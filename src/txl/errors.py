@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 class RunInterrupted(Exception):
-    """Training was stopped by a signal after its state had been saved; the message says how to go on."""
+    """Training was stopped by a signal after its state was saved; the message says how to resume."""
 
     def __init__(self, message: str, exit_code: int = 130):
         super().__init__(message)

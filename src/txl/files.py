@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,8 +66,11 @@ def read_json(path: Path, remedy: str = "") -> Any:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file or folder is on the disk. Windows opens files alone, and syncs those that may be written."""
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -221,7 +221,7 @@ def test_declarations_say_what_they_mean():
 
 
 def test_the_documentation_says_what_the_declarations_say():
-    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "attention.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     told = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in BACKENDS}
     yes = {True: "yes", False: "no"}

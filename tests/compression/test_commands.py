@@ -88,7 +88,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
         (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "not both"),
         (["compress", "TEXT", "--online", "--mem-len", "3", "-o", "OUT"], "leave it out with --online"),
         (["compress", "TEXT", "--online", "--dynamic", "-o", "OUT"], "learns anyway"),
-        (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is of --online"),
+        (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is for --online"),
         (["compress", "TEXT", "--model", "RUN", "--dynamic", "sgd", "-o", "OUT"], "--dynamic-learning-rate"),
         (["compress", "TEXT", "--model", "RUN", "--dynamic-decay", "1", "-o", "OUT"], "belongs to --dynamic"),
         (["compress", "TEXT", "--online", "-o", "TEXT"], "is the source itself"),

@@ -199,7 +199,7 @@ def test_a_model_in_training_is_read_without_dropout_and_stays_in_training():
 
 
 def test_what_the_documentation_shows(trained):
-    text = (Path(__file__).parents[2] / "docs/decoding.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/generate.md").read_text(encoding="utf-8")
     block = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(block.replace("runs/demo", str(trained)).replace("range(100)", "range(3)"), names)

@@ -71,7 +71,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
     found = json.loads(capsys.readouterr().out)
     assert {found[each]["temperature"] for each in ("with", "without")} == {temperature}
     assert main(words) == 0
-    printed = capsys.readouterr().out.partition("with the cache again: txl ")[2]
+    printed = capsys.readouterr().out.partition("to measure this again: txl ")[2]
     assert main([*shlex.split(printed), "--json"]) == 0, capsys.readouterr().err
     again = json.loads(capsys.readouterr().out)
     assert again["nll"] == found["with"]["nll"]

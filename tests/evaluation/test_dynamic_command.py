@@ -47,7 +47,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     assert main([*words, *grid]) == 0
     printed = capsys.readouterr().out
     assert "dynamic evaluation by rms (learning rate 0.000" in printed
-    assert "the best learning rate is at an end of those that may be tried; give others: --learning-rates" in printed
+    assert "the best learning rate is the least or the greatest that was tried; try others: --learning-rates" in printed
     # The report's result stays the model's own.
     assert main(["report", str(run), "--data-dir", str(data_dir)]) == 0
 
@@ -68,7 +68,7 @@ def test_the_printed_command_gives_the_reported_number(options, run, data_dir, c
     assert main([*words, "--json"]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
     assert main(words) == 0
-    printed = capsys.readouterr().out.partition("the same again: txl ")[2]
+    printed = capsys.readouterr().out.partition("to measure this again: txl ")[2]
     assert main([*shlex.split(printed), "--json"]) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["nll"] == found["dynamic"]["nll"]
 
@@ -118,7 +118,7 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
     ("words", "message"),
     [
         (["eval", "--dynamic", "rms"], "needs --dynamic-learning-rate; txl dynamic finds it"),
-        (["eval", "--dynamic", "adam"], "invalid choice: 'adam'"),
+        (["eval", "--dynamic", "adam"], "--dynamic is 'adam'; expected one of rms, sgd"),
         (["eval", "--dynamic-decay", "0.1"], "--dynamic-decay was given without --dynamic"),
         (["eval", "--dynamic-statistics-segments", "all"], "--dynamic-statistics-segments was given without --dynamic"),
         (["eval", "--dynamic-preset", "no"], "expected one of enwik8-24L"),
@@ -129,7 +129,7 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
         ([*RMS, "--batch", "0"], "batch is 0"),
         ([*SGD, "--dynamic-epsilon", "0.1"], "--dynamic-epsilon was given, but sgd"),
         ([*SGD, "--dynamic-decay", "-1"], "decay of the adaptation is -1.0"),
-        ([*SGD[:-1], "1e30"], "the weights diverged while they adapted"),
+        ([*SGD[:-1], "1e30"], "the weights diverged while adapting"),
         (["dynamic", "--split", "valid"], "both valid"),
         (["dynamic", "--split", "no"], "no split 'no'"),
         (["dynamic", "--learning-rates", "a"], "list of numbers"),

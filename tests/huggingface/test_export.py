@@ -308,11 +308,11 @@ def test_registration_is_ours():
 
 def test_the_python_of_the_documentation_runs(exported, monkeypatch):
     if (exported / "hf" / "tokenizer.json").is_file():
-        page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+        page = (Path(__file__).parents[2] / "docs" / "how-to" / "import.md").read_text(encoding="utf-8")
         (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
         monkeypatch.chdir(exported)
         found: dict[str, Any] = {}
-        exec(compile(code.replace('"exported"', '"hf"'), "migrating.md", "exec"), found)
+        exec(compile(code.replace('"exported"', '"hf"'), "import.md", "exec"), found)
         assert len(found["text"]) > len("It was")
         assert found["state"].get_seq_length() == found["prompt"]["input_ids"].shape[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from tests.models.test_contract import VARIANTS, B, lively, stream
 
 from txl.models.compiled_step import LayerWeights, few_rows
 from txl.models.transformer_xl import TransformerXL
-from txl.native import build
+from txl.native import build, compiling
 from txl.native.build import compiled_code, why_not
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
@@ -179,12 +180,12 @@ def test_without_a_compiler_one_line_says_so_and_pytorch_computes(monkeypatch, t
     model = lively(VARIANTS["post-norm"])
     tokens = stream()[0]
     expected, _ = read(model, tokens, model.init_state(B))
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     build._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING), torch.no_grad():
             found, _ = read(model, tokens, model.init_state(B))
-            assert why_not() == "no C++ compiler found (c++, g++, clang++)" or "CXX" in build.os.environ
+            assert why_not() == "no C++ compiler found (c++, g++, clang++)" or "CXX" in os.environ
     finally:
         build._load.cache_clear()
     assert [record.message.split(":")[0] for record in caplog.records] == [
@@ -231,7 +232,7 @@ echo 'int txl_nothing;' | {shlex.quote(real_compiler())} -shared -fPIC -x c++ - 
 
 
 def real_compiler() -> str:
-    return next((path for path in map(shutil.which, build.COMPILERS) if path), "no compiler")
+    return next((path for path in map(shutil.which, compiling.COMPILERS) if path), "no compiler")
 
 
 def compilations(calls) -> int:

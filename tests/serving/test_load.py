@@ -51,8 +51,8 @@ def test_clients_that_disconnect_at_random(server_with):
             except TimeoutError:
                 pass
 
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(misbehave, range(60)))
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(misbehave, range(200)))
     wait_for(server.is_empty)
     assert texts(server) == expected
     for each in server.get("/v1/streams")["data"]:

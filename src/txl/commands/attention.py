@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import (
     add_memory_options,
+    add_out,
     add_run_options,
     bounded_int,
     memory_settings,
@@ -27,33 +28,52 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("attention", help="show where the heads look, by distance and in the text")
+    parser = commands.add_parser(
+        "attention",
+        help="show where the heads look, by distance and in the text",
+        example="txl attention runs/mine --tokens 20000",
+        description="Average every head's attention by distance, find the heads that look farthest, and show in the "
+        "text what they look at (Appendix D): a page, figures and a JSON record.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
+    add_out(parser, "DIR", "where to write (default: DIR/attention)")
     parser.add_argument("--split", default="valid", metavar="NAME", help="train, valid or test (default: valid)")
     parser.add_argument(
-        "--tokens", type=number_or_all, default=100_000, metavar="N", help="tokens to read (100000), or all"
+        "--tokens", type=number_or_all, default=100_000, metavar="N", help="tokens to read, or all (default: 100000)"
+    )
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
+    parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
+    parser.add_argument(
+        "--min-keys", type=int, metavar="N", help="average over tokens that see N or more (default: a full memory)"
+    )
+    parser.add_argument(
+        "--far", type=int, metavar="K", help="a distance of K tokens or more is far (default: half of the longest)"
+    )
+    parser.add_argument(
+        "--terms",
+        action=argparse.BooleanOptionalAction,
+        help="show the terms of the attention score apart (default: if the model has them)",
+    )
+    shown = parser.add_argument_group("what the page shows")
+    shown.add_argument("--layers", type=numbers, metavar="N,N,...", help="these layers alone, counted from 1")
+    shown.add_argument(
+        "--heads", type=_heads, metavar="L:H,...", help="these heads in the text (default: those that look farthest)"
+    )
+    shown.add_argument(
+        "--positions", type=numbers, metavar="P,P,...", help="attention at these tokens of the split (default: drawn)"
+    )
+    shown.add_argument(
+        "--rows", type=int, default=16, metavar="N", help="... and at the N tokens up to them (default: 16)"
+    )
+    shown.add_argument(
+        "--seed", type=int, default=1, metavar="S", help="draws a position, if none is given (default: 1)"
     )
     add_memory_options(parser)
-    parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
-    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel")
-    parser.add_argument("--min-keys", type=int, metavar="N", help="average over tokens that see N keys (full memory)")
-    parser.add_argument("--layers", type=numbers, metavar="N,N,...", help="only these layers, counted from 1")
-    parser.add_argument(
-        "--heads", type=_heads, metavar="L:H,...", help="show these heads in the text (default: those looking farthest)"
-    )
-    parser.add_argument("--positions", type=numbers, metavar="P,P,...", help="... at these tokens of the split")
-    parser.add_argument("--rows", type=int, default=16, metavar="N", help="... and so many tokens up to them (16)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="draws the position, if none is given (1)")
-    parser.add_argument("--far", type=int, metavar="K", help="count attention at K tokens or farther (half the reach)")
-    parser.add_argument(
-        "--terms", action=argparse.BooleanOptionalAction, help="the score's terms apart (default: if the model has any)"
-    )
-    parser.add_argument("--out", metavar="FOLDER", help="where to write (default: DIR/attention)")
     add_run_options(parser)
     parser.set_defaults(run=run)
 
 
-@named("list of LAYER:HEAD")
+@named("pairs LAYER:HEAD separated by commas")
 def _heads(text: str) -> list[tuple[int, int]]:
     pairs = [part.split(":") for part in text.split(",")]
     return [(bounded_int(layer) - 1, bounded_int(head) - 1) for layer, head in pairs]
@@ -110,8 +130,7 @@ def _print(record: dict[str, Any], out: Path) -> None:
     farthest = sorted(record["heads"], key=lambda row: -row["mean_distance"])[:8]
     even = {"layer": "even", "head": "", **record["even"]}
     print_table(
-        f"farthest-looking heads, {settings['queries']:,} tokens of the {settings['split']} split; even: a head that "
-        f"looked at all keys alike",
+        f"the heads that look farthest, on {settings['queries']:,} tokens of the {settings['split']} split",
         ("layer", "head", "mean distance", f"at {settings['far']:,} or farther", "effective keys"),
         [
             (
@@ -124,5 +143,6 @@ def _print(record: dict[str, Any], out: Path) -> None:
             for row in (*farthest, even)
         ],
     )
+    print("even: a head that would look at all keys alike")
     made = "figures 5 to 7" if record["terms"] else "figures 5 and 6"
-    print(f"{out / 'attention.html'}: {made}, and the text with what is attended to marked")
+    print(f"{out / 'attention.html'}: {made}, and what heads look at in the text")

@@ -13,6 +13,7 @@ from txl.commands.options import (
     add_config_options,
     add_data_dir,
     add_device,
+    add_dtype,
     add_json,
     base_config,
     config_options,
@@ -27,39 +28,73 @@ if TYPE_CHECKING:
     from txl.benchmarking.workloads import Speed
     from txl.commands.options import Subparsers
 
-_LENGTHS = "attention lengths (default: the paper's, 800,1800,2800,3800)"
-
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command and its workloads to the command line."""
-    parser = commands.add_parser("bench", help="measure speed beside the machine's matrix-multiplication rate")
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed beside the machine's own rate",
+        example="txl bench train",
+        description="Measure speed beside the machine's rate of matrix products, or beside a vanilla Transformer's; or "
+        "find what fits into a given memory.",
+    )
     workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
-    for workload, what in (("train", "a training step"), ("eval", "evaluation in segments")):
-        each = workloads.add_parser(workload, help=what, description=f"Time {what} on random tokens.", add_help=False)
-        each.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
-        each.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
-        each.add_argument("--steps", type=int, default=8, metavar="N", help="steps that are timed (default: 8)")
-        each.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both", help="default: both")
+    for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
+        each = workloads.add_parser(
+            workload,
+            help=f"time {what}",
+            example=f"txl bench {workload} enwik8-12L --dtype float32",
+            description=f"Time {what} on random tokens, beside the machine's rate of matrix products.",
+            add_help=False,
+        )
+        _add_workload(each)
+        each.add_argument("--steps", type=int, default=8, metavar="N", help="steps to time (default: 8)")
+        each.add_argument(
+            "--dtype", choices=("float32", "bfloat16", "both"), default="both", help="arithmetic (default: both)"
+        )
         if workload == "train":
-            each.add_argument("--compile", action="store_true", help="also with compiled layers, and how much it gains")
-        add_device(each)
-        add_json(each)
+            each.add_argument("--compile", action="store_true", help="time compiled layers too, and compare")
         add_config_options(each, ("model", workload), "transformer-xl")
         each.set_defaults(run=run)
-    what = "how much slower a vanilla Transformer is to evaluate"
-    about = f"Measure {what} (Table 9), on random tokens."
-    table = workloads.add_parser("table9", help=what, description=about, add_help=False)
-    table.add_argument("preset", metavar="PRESET", nargs="?", default="enwik8-12L", help="default: enwik8-12L")
-    table.add_argument("--vocabulary", type=int, default=204, metavar="V", help="tokens in it (default: 204)")
-    table.add_argument("--lengths", type=numbers, default=[800, 1800, 2800, 3800], metavar="L,L,...", help=_LENGTHS)
-    table.add_argument("--segment", type=int, default=128, metavar="T", help="tokens Transformer-XL reads at once")
-    table.add_argument("--steps", type=int, default=5, metavar="N", help="windows that are timed (default: 5)")
-    table.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    add_device(table)
-    add_json(table)
+    table = workloads.add_parser(
+        "table9",
+        help="time evaluation beside a vanilla Transformer's",
+        example="txl bench table9 --lengths 800,1800",
+        description="Measure how much slower a vanilla Transformer is to evaluate (Table 9), on random tokens.",
+        add_help=False,
+    )
+    _add_workload(table)
+    table.add_argument(
+        "--lengths",
+        type=numbers,
+        default=[800, 1800, 2800, 3800],
+        metavar="L,L,...",
+        help="attention lengths (default: the paper's, 800,1800,2800,3800)",
+    )
+    table.add_argument(
+        "--segment", type=int, default=128, metavar="T", help="tokens that Transformer-XL reads at once (default: 128)"
+    )
+    table.add_argument("--steps", type=int, default=5, metavar="N", help="windows to time (default: 5)")
+    add_dtype(table)
     add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
     _add_budget(workloads)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add what the workloads on random tokens share."""
+    parser.add_argument(
+        "preset",
+        metavar="PRESET",
+        nargs="?",
+        default="enwik8-12L",
+        help="a configuration by name (default: enwik8-12L)",
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=204, metavar="V", help="tokens of its vocabulary (default: 204)"
+    )
+    add_device(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -122,9 +157,10 @@ def _say(speed: Speed, name: str, quiet: bool) -> None:
     if not quiet:
         compiled = ", compiled layers" if speed.compiled else ""
         print(
-            f"{name} {speed.workload}, {speed.dtype}, B {speed.batch_size} T {speed.segment} "
-            f"M {speed.mem_len}, {speed.attention} attention{compiled}: {speed.tokens_per_second:,.0f} tokens/s, "
-            f"{speed.fraction:.2f} of the matrix rate ({speed.matmul_rate / 1e9:,.0f} GFLOP/s)",
+            f"{name} {speed.workload}, {speed.dtype}, {speed.attention} attention{compiled}, "
+            f"{speed.batch_size} lanes, segment {speed.segment}, memory {speed.mem_len}:\n"
+            f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.fraction:.0%} of the rate of matrix products "
+            f"({speed.matmul_rate / 1e9:,.0f} GFLOP/s)",
             flush=True,
         )
 
@@ -139,7 +175,7 @@ def _compare(results: list[Speed]) -> None:
     if len(eager) == 2:
         ratio = eager[1].tokens_per_second / eager[0].tokens_per_second
         rate_ratio = eager[1].matmul_rate / eager[0].matmul_rate
-        print(f"bfloat16 is {ratio:.2f} times as fast as float32; the machine's own products {rate_ratio:.2f} times")
+        print(f"bfloat16 is {ratio:.2f} times as fast as float32, matrix products alone {rate_ratio:.2f} times")
 
 
 def run_table9(arguments: argparse.Namespace) -> None:
@@ -168,8 +204,8 @@ def run_table9(arguments: argparse.Namespace) -> None:
         if not arguments.json:
             published = f", {rows[-1]['published']:,} in the paper (another machine)" if rows[-1]["published"] else ""
             print(
-                f"{config.name}, attention length {length:,}, segments of {row.segment}, {row.dtype}: the vanilla "
-                f"Transformer is {row.ratio:,.0f} times slower a token{published}",
+                f"{config.name}, attention length {length:,}, segments of {row.segment}, {row.dtype}:\n"
+                f"  a vanilla Transformer takes {row.ratio:,.0f} times as long per token{published}",
                 flush=True,
             )
     if arguments.json:
@@ -188,18 +224,19 @@ def _add_budget(workloads: Subparsers) -> None:
     """Add `txl bench budget PRESET --like REFERENCE`: the longest segment that trains in the same memory (Table 10)."""
     parser = workloads.add_parser(
         "budget",
-        help="the longest segment that trains in a given memory",
-        description="Find, by measurement, the longest segment whose training holds no more memory than a reference "
-        "configuration's, or than a number of bytes (Table 10). Options of the configuration are for both.",
+        help="find the longest segment that trains in a given memory",
+        example="txl bench budget wt103-ablation --like wt103-ablation-no-memory",
+        description="Find, by measurement, the longest segment that trains in as much memory as a reference "
+        "configuration takes, or in a number of bytes (Table 10). Options of the configuration are for both.",
         add_help=False,
     )
+    parser.add_argument("preset", metavar="PRESET", help="configuration whose segment is sought, or a run directory")
+    parser.add_argument("--like", metavar="PRESET", help="configuration that may use as much memory as it takes")
+    parser.add_argument("--bytes", type=int, metavar="N", help="the memory itself, instead of --like")
+    parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens of the vocabulary (default: the corpus's)")
     parser.add_argument(
-        "preset", metavar="PRESET", help="the configuration whose segment is sought, or a run directory"
+        "--at-most", type=int, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
     )
-    parser.add_argument("--like", metavar="REFERENCE", help="the configuration whose memory is the budget")
-    parser.add_argument("--bytes", type=int, metavar="N", help="the budget itself")
-    parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens in it (default: the corpus's)")
-    parser.add_argument("--at-most", type=int, default=1 << 14, metavar="T", help="no longer segment (default: 16384)")
     add_data_dir(parser)
     add_device(parser)
     add_json(parser)
@@ -210,7 +247,7 @@ def _add_budget(workloads: Subparsers) -> None:
 def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
-        raise UserError("expected one of --like REFERENCE and --bytes N: the memory that may be used")
+        raise UserError("expected --like PRESET or --bytes N, one of them: the memory that may be used")
     for name in ("bytes", "vocabulary", "at_most"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -229,14 +266,14 @@ def run_budget(arguments: argparse.Namespace) -> None:
         reference = _configuration(arguments.like, options)
         reference = with_segment(reference, reference.train.segment)  # options may have changed what it agrees with
         budget = peak_bytes(reference, vocab_size, device)
-        say(f"{reference.name}, segments of {reference.train.segment}: {budget:,} bytes at most")
+        say(f"{reference.name}, segments of {reference.train.segment}: {budget:,} bytes at its peak")
     fit = longest_segment(
         config,
         budget,
         vocab_size,
         device,
         arguments.at_most,
-        on_measured=lambda segment, peak: say(f"{config.name}, segments of {segment}: {peak:,} bytes at most"),
+        on_measured=lambda segment, peak: say(f"{config.name}, segments of {segment}: {peak:,} bytes at its peak"),
     )
     if arguments.json:
         found = with_segment(config, fit.segment)

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluations import eval_command, evaluation_settings, fractions, print_rows, refuse_not_a_number
-from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions
+from txl.commands.evaluation_results import print_rows, refuse_not_a_number
+from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
 from txl.runs.events import EventName
@@ -22,22 +23,24 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "cache",
-        help="tune a continuous cache (Grave et al. 2016) and measure it",
-        description="Find theta and lambda of a continuous cache on the validation split, then measure the test split "
-        "with and without it.",
+        help="find settings of a continuous cache, and measure it",
+        example="txl cache runs/mine --size 2000",
+        description="Find theta and lambda of a continuous cache (Grave et al. 2016) on the validation split, then "
+        "measure the test split with and without it. The cache makes words likelier that were seen lately in alike "
+        "contexts.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that the cache holds (2000)")
+    parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that it holds (default: 2000)")
     parser.add_argument("--thetas", type=fractions, metavar="X,X,...", help="to try (default: suited to the model)")
     parser.add_argument("--lambdas", type=fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
-    parser.add_argument("--split", default="test", metavar="NAME", help="to measure (default: test)")
+    parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
     parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
-    add_memory_options(parser)
-    parser.add_argument("--segment", type=int, metavar="T", help="tokens of a lane in one step")
-    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with a cache of its own")
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
+    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with its own cache")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_dtype(parser)
+    add_memory_options(parser)
     add_run_options(parser)
     parser.set_defaults(run=run)
 
@@ -93,10 +96,11 @@ def run(arguments: argparse.Namespace) -> None:
 def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[dict[str, Any]]) -> None:
     print(
         f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: theta {tuned.theta:g}, lambda "
-        f"{tuned.weight:g} ({tuned.plain_nll:.4f} -> {tuned.best_nll:.4f} nats a token)"
+        f"{tuned.weight:g}\n"
+        f"nats per token there: {tuned.plain_nll:.4f} without the cache, {tuned.best_nll:.4f} with it"
     )
     for name in tuned.at_edge:
-        print(f"the best {name} is at an end of those that were tried; try others with --{name}s")
+        print(f"the best {name} is the least or the greatest that was tried; try others: --{name}s")
     print_rows(rows)
     found = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
-    print(f"with the cache again: {eval_command(arguments, found)}")
+    print(f"to measure this again: {eval_command(arguments, found)}")

@@ -35,32 +35,47 @@ _LEARNING_RATE = 0.03
 
 def add_parser(commands: Subparsers) -> None:
     """Add both commands to the command line."""
-    parser = commands.add_parser("compress", help="compress a file by a model's probabilities, without loss")
+    parser = commands.add_parser(
+        "compress",
+        help="compress a file by a model's probabilities, without loss",
+        example="txl compress notes.txt --model runs/mine -o notes.txlz",
+        description="Compress a file by a model's probabilities, without loss. The same program, model and kind of "
+        "machine give it back: txl decompress. A second process decodes it at once to make sure.",
+    )
     parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")
     _add_ends(parser)
-    parser.add_argument("--model", metavar="DIR", help="a run directory, of bytes, characters or byte pairs")
-    parser.add_argument("--online", action="store_true", help="without a model: one that learns the file as it goes")
+    parser.add_argument("--model", metavar="DIR", help="a run directory; its units are bytes, characters or byte pairs")
+    parser.add_argument(
+        "--online", action="store_true", help="no trained model: a small one learns the file as it goes"
+    )
     parser.add_argument(
         "--dynamic",
         nargs="?",
         const="run",
         choices=("run", "rms", "sgd"),
-        help="let the model adapt to what has been coded: as the run was last measured with (txl dynamic finds it), or "
-        f"by a rule; default: run if it was, else sgd at learning rate {_LEARNING_RATE}",
+        help="let the model adapt to what it has coded: as it was last measured with (run; the default), or by a rule "
+        f"of txl dynamic; without a measurement, sgd at learning rate {_LEARNING_RATE}",
     )
     parser.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="of --dynamic rms or sgd")
     parser.add_argument("--dynamic-decay", type=float, metavar="X", help="of --dynamic rms or sgd (default: 0)")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens between two updates of --dynamic rms or sgd")
-    parser.add_argument("--seed", type=int, metavar="S", help="online: of the first weights (default: 1)")
-    parser.add_argument("--lanes", type=int, metavar="B", help="read B parts of a block side by side: faster, larger")
-    parser.add_argument("--no-verify", action="store_true", help="do not decode it beside, in a second process")
-    add_memory_options(parser)
+    parser.add_argument("--seed", type=int, metavar="S", help="of the first weights of --online (default: 1)")
+    parser.add_argument(
+        "--lanes", type=int, metavar="B", help="code B parts of a block in parallel: faster, and a larger file"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not decode it at once in a second process")
     add_checkpoint(parser)
     add_data_dir(parser)
     add_json(parser)
+    add_memory_options(parser)
     parser.set_defaults(run=run)
 
-    parser = commands.add_parser("decompress", help="have a file back that txl compress made")
+    parser = commands.add_parser(
+        "decompress",
+        help="give back a file that txl compress made",
+        example="txl decompress notes.txlz --model runs/mine -o notes.txt",
+        description="Give back a file that txl compress made. It refuses another model, or arithmetic that differs.",
+    )
     parser.add_argument("file", metavar="FILE", help="the compressed file, or - for standard input")
     _add_ends(parser)
     parser.add_argument("--model", metavar="DIR", help="the run directory that it was compressed with")
@@ -72,17 +87,21 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_ends(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="where to write; it appears when it is whole (- for stdout)"
+        "-o",
+        "--out",
+        required=True,
+        metavar="OUT",
+        help="where to write, or - for standard output; it appears when whole",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Compress, and say how far."""
     if (arguments.model is None) != arguments.online:
-        raise UserError("expected --model DIR or --online, and not both")
+        raise UserError("expected one of --model DIR and --online")
     given = [name for name in ("mem_len", "window", "clamp_len", "checkpoint") if getattr(arguments, name) is not None]
     if arguments.online and given:
-        raise UserError(f"--{given[0].replace('_', '-')} is a trained model's; leave it out with --online")
+        raise UserError(f"--{given[0].replace('_', '-')} is for a trained model; leave it out with --online")
     rule_options = ("dynamic_learning_rate", "dynamic_decay", "segment")
     given = [name for name in rule_options if getattr(arguments, name) is not None]
     if given and arguments.dynamic not in ("rms", "sgd"):
@@ -90,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.online and arguments.dynamic:
         raise UserError("--online and --dynamic were both given; an online model learns anyway")
     if arguments.seed is not None and not arguments.online:
-        raise UserError("--seed is of --online alone; a trained model has its weights")
+        raise UserError("--seed is for --online alone; a trained model has its weights")
     if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
         raise UserError(f"--seed is {arguments.seed}; expected 0 to 2^63 - 1")
     with _source(arguments) as (source, size):
@@ -169,7 +188,9 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     run_directory = RunDirectory(existing_run(arguments.model))
     model, vocabulary = run_directory.load(run_directory.checkpoint(arguments.checkpoint), device="cpu")
     if vocabulary is None:
-        raise UserError(f"{run_directory.path} has no vocabulary, so no file can be read; give one when importing")
+        raise UserError(
+            f"{run_directory.path} has no vocabulary to read the file with; import it again with --vocabulary FILE"
+        )
 
     def training() -> Tokens:
         corpus = open_run_corpus(run_directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
@@ -191,7 +212,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
         events = RunDirectory(Path(arguments.model)).events()
         measured = [event for event in events if event["event"] == EventName.EVAL and event.get("dynamic")]
         if not measured:
-            say(f"note: txl dynamic has tuned nothing for this run; sgd at learning rate {_LEARNING_RATE} is used")
+            say(f"note: no dynamic evaluation of this run is in its log; sgd at learning rate {_LEARNING_RATE} is used")
             return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))
         used = measured[-1]["dynamic"]
         names = {each.name for each in fields(Adaptation)}
@@ -220,7 +241,7 @@ def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more:
             }
         )
         return
-    shown = "" if bits is None else f", {bits:.4f} bits a byte"
+    shown = "" if bits is None else f", {bits:.4f} bits per byte"
     there, back = (sizes.text, sizes.file) if arguments.command == "compress" else (sizes.file, sizes.text)
     speed = f"{sizes.text / 1000 / seconds:,.1f} kB/s"
     say(f"{there:,} -> {back:,} bytes{shown}; {speed}" + ("; decoded and compared" if more.get("verified") else ""))

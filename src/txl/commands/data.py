@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 import typing
 from typing import TYPE_CHECKING, Any
 
 from txl.commands.options import add_data_dir, add_json
 from txl.commands.output import print_json
-from txl.config import DataConfig, RunConfig, parse_value, validate
+from txl.config import DataConfig, RunConfig, parse_value, placeholder, validate
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
+_WIDTH = 80
+"""Characters of a line that any terminal shows."""
+
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command and its three actions to the command line."""
-    parser = commands.add_parser("data", help="prepare corpora and tell about them")
+    parser = commands.add_parser(
+        "data",
+        help="prepare a corpus, or show what is known of one",
+        example="txl data info my.txt --unit word",
+        description="Prepare a corpus, or show what is known of one. txl train prepares its text by itself.",
+    )
     actions = parser.add_subparsers(dest="action", metavar="prepare|info|list", required=True)
-    for action, what in (("prepare", "cut a text into tokens, once"), ("info", "counts and hashes of a corpus")):
-        each = actions.add_parser(action, help=what)
-        each.add_argument("name", metavar="NAME", help="name of a corpus, or a file, folder or glob")
+    for action, what, example in (
+        ("prepare", "cut a text into tokens, once", "txl data prepare wikitext-103"),
+        ("info", "show counts and hashes of a corpus; prepare it if need be", "txl data info my.txt --unit word"),
+    ):
+        each = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
+        each.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
         hints = typing.get_type_hints(DataConfig)
         for field in dataclasses.fields(DataConfig):
             if field.name != "corpus":
                 option = f"--{field.name.replace('_', '-')}"
                 switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[field.name] is bool else {}
-                each.add_argument(option, metavar="X", help=field.metadata["help"], **switch)
+                each.add_argument(option, metavar=placeholder(hints[field.name]), help=field.metadata["help"], **switch)
         add_data_dir(each)
         add_json(each)
         each.set_defaults(run=run_open)
-    listing = actions.add_parser("list", help="the corpora that have a name")
+    what = "list the corpora that have a name"
+    listing = actions.add_parser("list", help=what, example="txl data list", description=f"{what.capitalize()}.")
     add_json(listing)
     listing.set_defaults(run=run_list)
 
@@ -78,5 +91,6 @@ def run_list(arguments: argparse.Namespace) -> None:
         print_json({"corpora": corpora})
         return
     for each in corpora:
-        print(f"{each['name']:14} {each['description']}")
-    print("... or any file, folder or glob of your own.")
+        lines = textwrap.wrap(each["description"], width=_WIDTH - 15)
+        print(f"{each['name']:14} " + f"\n{'':15}".join(lines))
+    print("Or a file, folder or glob of your own: txl data info my.txt")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_data_dir, config_options
+from txl.commands.options import add_config_options, add_data_dir, add_out, config_options
 from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
@@ -25,13 +25,19 @@ _SHOWN = 12
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    about = "train, evaluate, generate and report in minutes, without a download"
-    parser = commands.add_parser("demo", help=about, add_help=False)
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="the run directory (default: runs/demo)")
-    parser.add_argument("--preset", default=_PRESET, metavar="NAME", help=f"default: {_PRESET}")
-    parser.add_argument("--test-tokens", type=int, metavar="N", help="of the test split (default: all)")
+    parser = commands.add_parser(
+        "demo",
+        help="train, measure and generate in minutes, without a download",
+        example="txl demo",
+        description="Train a small model on the Python standard library's own source files, measure it with and "
+        "without memory, let it write, and make the report: some minutes on a CPU, without a download.",
+        add_help=False,
+    )
+    add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")
+    parser.add_argument("--preset", default=_PRESET, metavar="NAME", help=f"configuration (default: {_PRESET})")
+    parser.add_argument("--test-tokens", type=int, metavar="N", help="tokens of the test split to read (default: all)")
     add_data_dir(parser)
-    add_config_options(parser, ("model", "data", "train", "eval"))
+    add_config_options(parser, ("data", "model", "train", "eval"))
     parser.set_defaults(run=run)
 
 

@@ -6,23 +6,20 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from txl.commands.evaluations import (
+from txl.commands.evaluation_options import (
     BATCH,
     SEGMENTS,
     DynamicRequest,
     add_cache_options,
     add_rule_options,
-    collect_statistics,
     eval_command,
     evaluation_settings,
     fractions,
-    print_rows,
-    refuse_divergence,
-    refuse_not_a_number,
     refuse_statistics,
     with_cache,
 )
-from txl.commands.options import add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.evaluation_results import collect_statistics, print_rows, refuse_divergence, refuse_not_a_number
+from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.errors import UserError
 from txl.runs.events import EventName
@@ -36,25 +33,31 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "dynamic",
-        help="tune dynamic evaluation (Krause et al. 2018, 2019) and measure it",
-        description="Find learning rate and decay of dynamic evaluation on the validation split, then measure the test "
-        "split with and without it.",
+        help="find settings of dynamic evaluation, and measure it",
+        example="txl dynamic runs/mine --rule sgd",
+        description="Find a learning rate and a decay for dynamic evaluation (Krause et al. 2018, 2019) on the "
+        "validation split, then measure the test split with and without it. Dynamic evaluation scores a segment of "
+        "the text, then adapts a copy of the weights to it.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--rule", choices=("rms", "sgd"), default="rms", help="default: rms")
-    parser.add_argument("--learning-rates", type=fractions, metavar="X,X,...", help="to try (default: many)")
+    parser.add_argument(
+        "--rule", choices=("rms", "sgd"), default="rms", help="how weights adapt, see txl eval --help (default: rms)"
+    )
+    parser.add_argument("--learning-rates", type=fractions, metavar="X,X,...", help="to try (default: a wide range)")
     parser.add_argument("--decays", type=fractions, metavar="X,X,...", help="to try (default: 0 to 0.1)")
     add_rule_options(parser, "")
-    parser.add_argument("--split", default="test", metavar="NAME", help="to measure (default: test)")
+    parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
     parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
-    parser.add_argument("--tune-tokens", type=int, metavar="N", help="read only its first N tokens")
-    add_memory_options(parser)
+    parser.add_argument("--tune-tokens", type=int, metavar="N", help="tune on its first N tokens alone")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens between two updates")
-    parser.add_argument("--batch", type=int, metavar="B", help="lanes that adapt the weights together (1)")
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="lanes that adapt the weights together (default: 1, as published)"
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="measure only the first N tokens of the split")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    add_dtype(parser)
+    add_memory_options(parser)
     add_cache_options(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
     add_run_options(parser)
     parser.set_defaults(run=run)
 
@@ -127,14 +130,15 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[dict[st
     tuned = found.tuning
     best = tuned.adaptation
     print(
-        f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split: learning rate {best.learning_rate:g}, "
-        f"decay {best.decay:g} ({tuned.static_nll:.4f} -> {tuned.best_nll:.4f} nats a token, {len(tuned.tried)} tried)"
+        f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split, {len(tuned.tried)} settings tried: "
+        f"learning rate {best.learning_rate:g}, decay {best.decay:g}\n"
+        f"nats per token there: {tuned.static_nll:.4f} without it, {tuned.best_nll:.4f} with it"
     )
     for name in tuned.at_edge:
-        print(f"the best {name} is at an end of those that may be tried; give others: --{name.replace(' ', '-')}s")
+        print(f"the best {name} is the least or the greatest that was tried; try others: --{name.replace(' ', '-')}s")
     for row in rows:
         print_rows([row])
-    print(f"scoring and adapting took {found.times_static:.1f} times as long as scoring")
+    print(f"with it, the test took {found.times_static:.1f} times as long")
     words = ["--dynamic", arguments.rule, "--dynamic-learning-rate", repr(best.learning_rate)]
     words += ["--dynamic-decay", repr(best.decay)]
     for name in ("epsilon", "weights", "statistics_segments", "statistics_batch"):
@@ -142,4 +146,4 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[dict[st
             words += [f"--dynamic-{name.replace('_', '-')}", str(getattr(arguments, name))]
     if getattr(arguments, "statistics_segments", SEGMENTS) is None:
         words += ["--dynamic-statistics-segments", "all"]
-    print(f"the same again: {eval_command(arguments, words)}")
+    print(f"to measure this again: {eval_command(arguments, words)}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_checkpoint, add_json, run_to_read
+from txl.commands.options import add_checkpoint, add_json, add_out, run_to_read
 from txl.commands.output import print_json
 
 if TYPE_CHECKING:
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("export", help="write a run's model for other programs")
+    parser = commands.add_parser(
+        "export",
+        help="write a model for other programs",
+        example="txl export runs/mine --out exported",
+        description="Write a run's model as a directory that transformers opens (AutoModelForCausalLM, AutoTokenizer), "
+        "or as plain safetensors.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--format", metavar="F", default="huggingface", help="huggingface (default) or safetensors")
-    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write")
+    add_out(parser, "DIR", "the directory to write", required=True)
+    parser.add_argument(
+        "--format", metavar="NAME", default="huggingface", help="huggingface or safetensors (default: huggingface)"
+    )
     add_checkpoint(parser)
     add_json(parser)
     parser.set_defaults(run=run)

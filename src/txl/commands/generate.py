@@ -37,26 +37,35 @@ KEPT = 2000
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("generate", help="continue a prompt")
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        example='txl generate runs/mine --prompt "The river"',
+        description="Continue a prompt. Text appears as it is made; the run's log keeps its beginning.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="text to continue; it may be longer than the memory")
+    source.add_argument("--prompt", metavar="TEXT", help="text to continue, of any length")
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file (- for standard input)")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to make (default: 200)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations, made together (default: 1)")
-    add_sampling_options(parser)
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token (temperature 0)")
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="keep weights and memory in this precision (CPU only)"
+        "-n", "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
     )
-    parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="different continuations (default: 1)")
+    add_sampling_options(parser)
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default: drawn)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="precision of weights and memory, on a CPU (default: the run's)",
+    )
+    parser.add_argument("--no-compile", action="store_true", help="generate by PyTorch alone, without compiled code")
     add_detokenise(parser, default="none")
-    add_memory_options(parser)
     add_checkpoint(parser)
     add_device(parser)
     add_json(parser)
+    add_memory_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_json, config_options
+from txl.commands.options import add_config_options, add_json, add_out, config_options
 from txl.commands.output import print_json
-from txl.config import leaf_fields
+from txl.config import leaf_fields, shown
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "import",
-        help="bring in a checkpoint of an earlier implementation",
-        description="Bring in a checkpoint of an earlier implementation: the authors' model.pt, a directory of Hugging "
-        "Face's or a model's name on its Hub, NVIDIA's, or the authors' TensorFlow checkpoint. Nothing in it is run.",
+        help="read a checkpoint of an earlier implementation",
+        example="txl import model.pt --vocabulary vocab.txt --out runs/imported",
+        description="Read a checkpoint of an earlier implementation and write it as a run: the authors' model.pt or "
+        "TensorFlow checkpoint, a directory of Hugging Face's or a model's name on its Hub, or NVIDIA's checkpoint. No "
+        "code in the files is executed.",
         add_help=False,
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory, or a model's name on the Hugging Face Hub")
-    parser.add_argument("--out", metavar="DIR", required=True, help="the run directory to write")
+    add_out(parser, "DIR", "the run directory to write", required=True)
     parser.add_argument(
-        "--vocabulary", metavar="FILE", help="vocab.pkl, vocab.bin, cache.pt, vocab.txt or our own JSON"
+        "--vocabulary", metavar="FILE", help="vocab.pkl, vocab.bin, cache.pt, vocab.txt, or vocabulary.json of a run"
     )
-    parser.add_argument(
-        "--corpus", metavar="NAME", default="", help="the corpus that txl eval reads if not told another"
-    )
+    parser.add_argument("--corpus", metavar="NAME", default="", help="corpus that txl eval reads by default")
     add_config_options(parser, ("model",), "transformer-xl")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     for name, _, _, value in leaf_fields(config):
         if name.startswith(("model.", "eval.")):
-            print(f"{name:26} {'none' if value is None else value}")
+            print(f"{name:26} {shown(value)}")
     for note in notes:
         print(f"note: {note}")
-    print(f"imported into {out}; next: txl eval {out} --data.corpus ...")
+    print(f"imported into {out}; next: txl eval {out} --corpus my.txt")

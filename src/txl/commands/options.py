@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,11 +15,13 @@ from txl.commands.output import say
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
-    ModelConfig,
     RunConfig,
     chosen_family,
+    leaf_fields,
     options,
     parsed_options,
+    placeholder,
+    shown,
     whole_number,
     with_options,
 )
@@ -39,7 +41,7 @@ _NAMED = 8
 
 
 def named(name: str) -> Callable[[Parse], Parse]:
-    """Return a decorator that names an option's type for the message in which argparse refuses a value."""
+    """Return a decorator that gives an option's type a name: what a message expects where it refuses a value."""
 
     def rename(parse: Parse) -> Parse:
         parse.__name__ = name
@@ -48,39 +50,69 @@ def named(name: str) -> Callable[[Parse], Parse]:
     return rename
 
 
-def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...], help_of: str = "") -> None:
+def add_config_options(
+    parser: argparse.ArgumentParser,
+    sections: tuple[str, ...],
+    help_of: str = "",
+    short: Sequence[str] = (),
+    first: argparse._ArgumentGroup | None = None,
+) -> None:
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
     Args:
-        parser: where they are added, those of each class of models as a group.
+        parser: where they are added, those of each section and each class of models as a group.
         sections: model, data, train, eval.
         help_of: a family of models whose options alone are shown in the help. Empty: that of the preset, if one stands
             before --help, else all of them.
+        short: fields that have a short form too, ``--mem-len`` for ``model.mem_len``.
+        first: the group that has these, instead of their section's.
     """
     groups: dict[str, Any] = {}
-    for option in options():
-        section = option.name.partition(".")[0]
+    for option in sorted(options(), key=lambda each: _place(each.name, short)):
+        section, _, field = option.name.partition(".")
         if section not in sections:
             continue
-        title = f"{section}, {option.owner.title}" if option.owner else section
-        flag = f"--{option.name.replace('_', '-')}"
-        flags = [flag] if flag == f"--{option.name}" else [flag, f"--{option.name}"]
+        title = f"{section}.*, {option.owner.title}" if option.owner else _TITLES[section]
+        spellings = [option.name, *([field] if option.name in short else [])]
+        flags = [f"--{name.replace('_', '-')}" for name in reversed(spellings)]
+        flags += [f"--{option.name}"] if "_" in option.name else []
         switch: dict[str, Any] = (
             {"nargs": "?", "const": "true"} if option.hint is bool else {}
         )  # --model.pre-norm alone switches it on
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(
-            *flags, dest=option.name, metavar="X", default=argparse.SUPPRESS, help=option.help, **switch
+        group = first if option.name in short else groups.get(title)
+        if group is None:
+            group = groups[title] = parser.add_argument_group(title)
+        group.add_argument(
+            *flags,
+            dest=option.name,
+            metavar=placeholder(option.hint),
+            default=argparse.SUPPRESS,
+            help=option.help,
+            **switch,
         )
     if "model" in sections:
         parser.add_argument(
-            "-h", "--help", action=_Help, nargs=0, family=help_of, help="show this help message and exit"
+            "-h", "--help", action=_Help, nargs=0, family=help_of, help="show this help, with the values of PRESET"
         )
 
 
+_TITLES = {
+    "data": "data.*, the text",
+    "model": "model.*",
+    "train": "train.*",
+    "eval": "eval.*, if the command does not say otherwise",
+}
+
+
+def _place(name: str, short: Sequence[str]) -> tuple[int, int]:
+    """Return where an option stands: those with a short form in their order, then text, model, training, evaluation."""
+    if name in short:
+        return 0, list(short).index(name)
+    return 1, list(_TITLES).index(name.partition(".")[0])
+
+
 class _Help(argparse.Action):
-    """`--help` that shows the fields of one family of models alone."""
+    """`--help` that shows the fields of one family of models alone, and the values that a preset has."""
 
     def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
@@ -93,24 +125,24 @@ class _Help(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        family = MODEL_FAMILIES.get(self.family) or _family_of_preset(namespace)
+        family, values_of_preset = MODEL_FAMILIES.get(self.family), dict[str, Any]()
+        name = getattr(namespace, "preset", None)
+        if name is not None:
+            given = config_options(namespace)
+            with suppress(UserError):
+                config = base_config(name)
+                of_model = {key.partition(".")[2]: value for key, value in parsed_options(given).items()}
+                family = family or chosen_family(of_model, config.model)
+                values_of_preset = {key: value for key, _, _, value in leaf_fields(with_options(config, given))}
         for action in parser._actions:
-            section, _, name = action.dest.partition(".")
-            if family is not None and section == "model" and name not in family.__dataclass_fields__:
+            section, _, field = action.dest.partition(".")
+            if family is not None and section == "model" and field not in family.__dataclass_fields__:
                 action.help = argparse.SUPPRESS
+            elif action.dest in values_of_preset:
+                value = values_of_preset[action.dest]
+                action.help = f"{action.help}" + ("" if value == () else f" [{shown(value)}]")
         parser.print_help()
         parser.exit()
-
-
-def _family_of_preset(namespace: argparse.Namespace) -> type[ModelConfig] | None:
-    """Return the family of models of the configuration named before --help; None if none is named."""
-    name = getattr(namespace, "preset", None)
-    if name is None:
-        return None
-    with suppress(UserError):
-        given = {name.partition(".")[2]: value for name, value in parsed_options(config_options(namespace)).items()}
-        return chosen_family(given, base_config(name).model)
-    return None
 
 
 def base_config(name: str) -> RunConfig:
@@ -136,15 +168,22 @@ def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
-def add_data_dir(parser: argparse.ArgumentParser) -> None:
+def add_out(parser: argparse._ActionsContainer, metavar: str, help: str, **settings: Any) -> None:
+    """Add the option for where a command writes."""
+    parser.add_argument("-o", "--out", metavar=metavar, help=help, **settings)
+
+
+def add_data_dir(parser: argparse._ActionsContainer) -> None:
     """Add the option for the folder of prepared corpora."""
-    parser.add_argument("--data-dir", metavar="DIR", help="where prepared corpora live (default: TXL_DATA, or a cache)")
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="folder of prepared corpora (default: $TXL_DATA, else the user's cache)"
+    )
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: argparse._ActionsContainer) -> None:
     """Add the option for the device that the model runs on."""
     parser.add_argument(
-        "--device", type=_device, metavar="D", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
+        "--device", type=_device, metavar="NAME", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
     )
 
 
@@ -160,31 +199,64 @@ def _device(text: str) -> str:
     return text
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint(parser: argparse._ActionsContainer) -> None:
     """Add the option for the checkpoint that is used."""
-    parser.add_argument("--checkpoint", metavar="WHICH", help="best, latest or a step (default: best, else latest)")
+    parser.add_argument(
+        "--checkpoint", metavar="WHICH", help="best, latest, or a step's number (default: best, else latest)"
+    )
+
+
+def add_dtype(parser: argparse._ActionsContainer) -> None:
+    """Add the option for the arithmetic of an evaluation."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="arithmetic of matrix products (default: float32)",
+    )
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of memory, window and clamp; unset, they are the run's test settings."""
-    parser.add_argument("--mem-len", type=int, metavar="M", help="positions of memory; alone it also sets --window M")
-    parser.add_argument("--window", type=limit, metavar="N", help="keys a query sees, itself included, or none")
-    parser.add_argument("--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none")
+    group = parser.add_argument_group("memory (default: the run's test settings)")
+    group.add_argument(
+        "--mem-len", type=int, metavar="M", help="tokens of memory; without --window, the window is M too"
+    )
+    group.add_argument(
+        "--window", type=limit, metavar="N", help="tokens that a token attends to, itself included; none: no limit"
+    )
+    group.add_argument(
+        "--clamp-len", type=limit, metavar="C", help="distances above C count as C; none: every distance as it is"
+    )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: argparse._ActionsContainer) -> None:
     """Add the options of drawing tokens."""
-    parser.add_argument("--top-k", type=_top_k, default=40, metavar="K", help="draw from the K likeliest, or none")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that hold probability P")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="below 1 is safer, 0 is greedy")
+    parser.add_argument(
+        "--top-k",
+        type=_top_k,
+        default=40,
+        metavar="K",
+        help="draw from the K likeliest tokens; none: all (default: 40)",
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities reach P"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="below 1: likely tokens more often; 0: always the likeliest (default: 1)",
+    )
 
 
-@named("number or none")
+@named("a whole number or none")
 def _top_k(text: str) -> int | None:
     return None if text.lower() == "none" else bounded_int(text)
 
 
-def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
+def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
     """Add the option for putting the words of a benchmark together again."""
     parser.add_argument(
         "--detokenise",
@@ -192,7 +264,8 @@ def add_detokenise(parser: argparse.ArgumentParser, default: str) -> None:
         const="auto",
         default=default,
         choices=("auto", "wikitext", "ptb", "lm1b", "none"),
-        help=f"put a benchmark's words together again: auto tells by the vocabulary how (default: {default})",
+        help="join the words of a benchmark's text as they are written; auto: the benchmark is told by the vocabulary "
+        f"(default: {default})",
     )
 
 
@@ -209,18 +282,19 @@ def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
     return check_convention(name)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """Add the option for machine-readable output."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that read a run and a corpus: `--data.*`, checkpoint, data folder, device, JSON."""
-    add_config_options(parser, ("data",))
     add_checkpoint(parser)
-    add_data_dir(parser)
     add_device(parser)
     add_json(parser)
+    text = parser.add_argument_group("text (default: the run's own)")
+    add_config_options(parser, ("data",), short=("data.corpus",), first=text)
+    add_data_dir(text)
 
 
 def bounded_int(text: str) -> int:
@@ -233,22 +307,22 @@ def bounded_int(text: str) -> int:
     try:
         return whole_number(text)
     except OverflowError as error:
-        raise argparse.ArgumentTypeError(f"{text}: expected {error}") from None
+        raise argparse.ArgumentTypeError(f"expected {error}") from None
 
 
-@named("number or all")
+@named("a whole number or all")
 def number_or_all(text: str) -> int | None:
     """Return a whole number, or None for "all"."""
     return None if text.lower() == "all" else bounded_int(text)
 
 
-@named("number or none")
+@named("a whole number or none")
 def limit(text: str) -> int | Literal["none"]:
     """Return a whole number, or "none"."""
     return "none" if text.lower() == "none" else bounded_int(text)
 
 
-@named("list of numbers")
+@named("whole numbers separated by commas")
 def numbers(text: str) -> list[int]:
     """Return whole numbers separated by commas."""
     return [bounded_int(part) for part in text.split(",")]

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("presets", help="list the configurations that have a name")
+    parser = commands.add_parser(
+        "presets",
+        help="list the configurations that have a name",
+        example="txl presets",
+        description="List the configurations that have a name: the paper's models, those it compares with, and small "
+        "ones for a CPU.",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 

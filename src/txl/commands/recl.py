@@ -6,11 +6,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+from txl.commands.evaluation_options import fractions
 from txl.commands.options import (
     add_config_options,
     add_data_dir,
     add_device,
+    add_dtype,
     add_json,
+    add_out,
     clamp_setting,
     config_options,
     existing_run,
@@ -31,34 +34,48 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("recl", help="measure how much context each model of a group still gains from")
+    parser = commands.add_parser(
+        "recl",
+        help="measure how much context each of several models gains from",
+        example="txl recl runs/small runs/large --targets 500",
+        description="Measure the relative effective context length of a group of models (Section 4.3, Appendix C): the "
+        "longest context from which a model still gains, compared with the best of the group at shorter ones.",
+    )
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
     parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
-    parser.add_argument("--step", type=int, default=64, metavar="N", help="tokens between context lengths (64)")
-    parser.add_argument("--longest", type=int, default=512, metavar="N", help="the longest context length (512)")
-    parser.add_argument("--targets", type=int, default=1000, metavar="N", help="targets, spread over the split (1000)")
     parser.add_argument(
-        "--r", type=_fractions, default=[0.1, 0.5, 1.0], metavar="R,R,...", help="fractions of the hardest targets"
+        "--step", type=int, default=64, metavar="N", help="tokens between context lengths (default: 64)"
     )
-    parser.add_argument("--threshold", type=float, default=0.01, metavar="G", help="least relative gain (0.01)")
+    parser.add_argument("--longest", type=int, default=512, metavar="N", help="longest context (default: 512 tokens)")
     parser.add_argument(
-        "--clamp-len", type=limit, metavar="C", help="distances above it count as it, or none (default: the run's)"
+        "--targets",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="tokens to predict, spread over the split (default: 1000)",
     )
-    parser.add_argument("--batch", type=int, default=16, metavar="B", help="windows computed at once (16)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
-    parser.add_argument("--out", metavar="FOLDER", help="write recl.html, its figures and recl.json there")
-    add_config_options(parser, ("data",))
-    add_data_dir(parser)
+    parser.add_argument(
+        "--r",
+        type=fractions,
+        default=[0.1, 0.5, 1.0],
+        metavar="R,R,...",
+        help="shares of the targets, the hardest first (default: 0.1,0.5,1.0)",
+    )
+    parser.add_argument(
+        "--threshold", type=float, default=0.01, metavar="G", help="least relative gain that counts (default: 0.01)"
+    )
+    parser.add_argument(
+        "--clamp-len", type=limit, metavar="C", help="distances above C count as C, or none (default: the run's)"
+    )
+    parser.add_argument("--batch", type=int, default=16, metavar="B", help="contexts read in parallel (default: 16)")
+    add_dtype(parser)
+    add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
     add_device(parser)
     add_json(parser)
+    text = parser.add_argument_group("text (default: the runs' own)")
+    add_config_options(parser, ("data",), short=("data.corpus",), first=text)
+    add_data_dir(text)
     parser.set_defaults(run=run)
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers with commas between them") from None
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -186,7 +203,7 @@ def _print(result: dict[str, Any]) -> None:
     models = result["models"]
     heading = f"{result['split']} split, {result['targets']:,} targets"
     print_table(
-        f"relative effective context length, {heading}",
+        f"relative effective context length in tokens, {heading}",
         ("model", "parameters", *(f"r = {r}" for r in result["relative_gains"])),
         [(each["name"], f"{each['parameters']:,}", *(f"{n:,}" for n in each["recl"].values())) for each in models],
         text=("model",),
@@ -198,4 +215,5 @@ def _print(result: dict[str, Any]) -> None:
     )
     for note in held_notes(result):
         print(note)
-    print("Table 8 compares groups of the same parameter budget; the largest length means that gains never stopped")
+    print(f"{result['context_lengths'][-1]:,} means that a model still gained at the longest context")
+    print("the paper's Table 8 compares models of the same number of parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_data_dir, add_json, existing_run
+from txl.commands.options import add_data_dir, add_json, add_out, existing_run
 from txl.commands.output import print_json
 
 if TYPE_CHECKING:
@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("report", help="write report.html, one file that opens offline")
+    parser = commands.add_parser(
+        "report",
+        help="write a page about a run that opens in a browser",
+        example="txl report runs/mine",
+        description="Write report.html: curves, results, samples and settings of a run in one file that opens offline.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--out", metavar="FILE", help="where to write it (default: DIR/report.html)")
+    add_out(parser, "FILE", "where to write it (default: DIR/report.html)")
     parser.add_argument(
         "--after-training-text",
         action="store_true",
-        help="measure also what lzma needs for the test text when it has seen the training text (up to a minute)",
+        help="also compress the test text with lzma after it has seen the training text; takes up to a minute",
     )
     add_data_dir(parser)
     add_json(parser)

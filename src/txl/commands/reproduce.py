@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_data_dir, add_device, add_json, config_options, pick_device
+from txl.commands.options import (
+    add_config_options,
+    add_data_dir,
+    add_device,
+    add_json,
+    add_out,
+    config_options,
+    pick_device,
+)
 from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError
@@ -24,24 +32,26 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "reproduce",
         help="run a table or figure of the paper again, at a scale of yours",
-        description="Run a table or figure of the paper again. The same command goes on with one that was stopped.",
+        example="txl reproduce table6 --scale tiny --dry-run",
+        description="Train and measure every row of a table or figure of the paper again, and write one page beside "
+        "the paper's numbers. The same command goes on with one that was stopped.",
     )
-    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure3 ... figure7, samples")
-    parser.add_argument("--scale", default="tiny", metavar="S", help="tiny, small or paper (default: tiny)")
+    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure3 ... figure7, or samples")
+    add_out(parser, "DIR", "folder of the runs and the page (default: runs/reproduce/...)")
+    parser.add_argument("--scale", default="tiny", metavar="NAME", help="tiny, small or paper (default: tiny)")
     parser.add_argument(
-        "--corpus", metavar="C", help="name of a corpus, or a file, folder or glob (default: the scale's)"
+        "--corpus", metavar="NAME", help="a corpus by name, or a file, folder or glob (default: the scale's)"
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each model (default: the scale's)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of every model (default: the scale's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of every model (default: the scale's)")
     parser.add_argument(
-        "--eval-tokens", type=int, metavar="N", help="tokens of each split that are evaluated (default: the scale's)"
+        "--eval-tokens", type=int, metavar="N", help="tokens of each split to measure (default: the scale's)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="arithmetic of training, by autocast (default: the scale's)"
+        "--dtype", choices=("float32", "bfloat16"), help="arithmetic of training (default: the scale's)"
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the runs and the page (default: runs/reproduce/...)")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_config_options(parser, ("data",))
     add_data_dir(parser)
     add_device(parser)

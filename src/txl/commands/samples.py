@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from txl.commands.options import (
     add_detokenise,
     add_memory_options,
+    add_out,
     add_run_options,
     add_sampling_options,
     convention,
@@ -26,19 +27,29 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("samples", help="continue contexts of the test split, beside what follows there")
-    parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--out", metavar="DIR", help="folder for samples.html, .md and .json (default: DIR/samples)")
-    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
-    parser.add_argument("--count", type=int, default=3, metavar="N", help="contexts (default: 3)")
-    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a context (default: 512)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=500, metavar="N", help="tokens to make of each (default: 500, as the paper)"
+    parser = commands.add_parser(
+        "samples",
+        help="continue passages of the test split, beside what follows there",
+        example="txl samples runs/mine --count 3",
+        description="Let a model continue passages of the test split, and show its texts beside what follows there, "
+        "with measures of both (Appendix E).",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of contexts and texts (default: 0)")
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    add_out(parser, "DIR", "where samples.html, .md and .json go (default: DIR/samples)")
+    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="passages (default: 3)")
+    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a passage (default: 512)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=500,
+        metavar="N",
+        help="tokens to generate for each (default: 500, as the paper)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="chooses passages and texts (default: 0)")
     add_sampling_options(parser)
     add_detokenise(parser, default="auto")
-    parser.add_argument("--no-compile", action="store_true", help="PyTorch alone, without the compiled step")
+    parser.add_argument("--no-compile", action="store_true", help="generate by PyTorch alone, without compiled code")
     add_memory_options(parser)
     add_run_options(parser)
     parser.set_defaults(run=run)

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from txl.commands.evaluations import add_cache_options, with_cache
+from txl.commands.evaluation_options import add_cache_options, with_cache
 from txl.commands.options import (
     add_checkpoint,
     add_device,
+    add_dtype,
     add_memory_options,
+    add_out,
     check_out,
     clamp_setting,
     memory_settings,
@@ -34,27 +36,32 @@ _EVERY = 4096
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("score", help="write the surprisal of every token of a text")
+    parser = commands.add_parser(
+        "score",
+        help="write the surprisal of every token of a text",
+        example="txl score runs/mine article.txt --out surprisal.tsv",
+        description="Write the surprisal of every token of a text, in bits, as a table with one row a token.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("file", metavar="FILE", help="the text (.gz, .xz, .zst too), or - for standard input")
-    parser.add_argument("--out", metavar="FILE", help="where to write the table (default: standard output)")
-    parser.add_argument("--format", choices=("tsv", "jsonl"), default="tsv", help="tsv (default) or JSON lines")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="read before the text, not scored")
-    add_memory_options(parser)
+    parser.add_argument("file", metavar="FILE", help="the text (also .gz, .xz, .zst), or - for standard input")
+    add_out(parser, "FILE", "where to write the table (default: standard output)")
+    parser.add_argument("--format", choices=("tsv", "jsonl"), default="tsv", help="tabs or JSON lines (default: tsv)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to read first, without scoring it")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of one step")
     parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
     parser.add_argument(
-        "--sliding", type=int, metavar="L", help="predict each token from a window of L tokens of its own, recomputed"
+        "--sliding", type=int, metavar="L", help="predict each token from the L tokens before it alone; slow"
     )
-    add_cache_options(parser)
     parser.add_argument(
         "--normalise",
         action=argparse.BooleanOptionalAction,
-        help="leave out a byte order mark and read \\r\\n as one line's end (default: as the training text was read)",
+        help="leave out a byte order mark, and read \\r\\n as \\n (default: as the training text was read)",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="arithmetic (autocast)")
+    add_dtype(parser)
     add_checkpoint(parser)
     add_device(parser)
+    add_memory_options(parser)
+    add_cache_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -78,7 +85,9 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     if vocabulary is None:
-        raise UserError(f"{run_directory.path} has no vocabulary, so no text can be read; give one when importing")
+        raise UserError(
+            f"{run_directory.path} has no vocabulary to read the text with; import it again with --vocabulary FILE"
+        )
     settings: dict[str, Any] = {
         "sliding": arguments.sliding,
         "clamp_len": clamp_setting(arguments.clamp_len, config),
@@ -128,6 +137,6 @@ def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int |
             if size and index % _EVERY == 0:
                 move(row.end, size)
     file.flush()
-    mean = f", {total.bits:.6g} bits, {total.bits / total.scored:.6f} a token" if total.scored else ""
+    mean = f": {total.bits:,.6g} bits, {total.bits / total.scored:.6f} per token" if total.scored else ""
     say(f"{total.tokens:,} tokens, {total.scored:,} scored{mean}")
     return total

@@ -31,39 +31,55 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("serve", help="serve a model over HTTP")
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with a page to try it",
+        example="txl serve runs/mine --port 8000",
+        description="Serve a model over HTTP: a page to try it in a browser, and an interface for programs that is "
+        "like OpenAI's. Ctrl-C stops it.",
+    )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, metavar="P", help="port; 0: a free one (default: 8000)")
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: the directory's name)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0: any free one (default: 8000)")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the directory's)")
     parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="precision of weights and memory (default: the run's)"
+    )
+    add_checkpoint(parser)
+    add_device(parser)
+    access = parser.add_argument_group("who may use it")
+    access.add_argument(
+        "--api-key", metavar="KEY", help=f"key that clients have to send (default: ${KEY_VARIABLE}, or none)"
+    )
+    access.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="another name of this server; may be repeated"
+    )
+    access.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="another site whose pages may use it; may be repeated",
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
         "--max-streams",
         type=int,
         metavar="N",
-        help="texts decoded at the same time, and streams kept if --max-kept does not say (default: 8 and 64)",
+        help="texts generated at once (default: 8); it also sets --max-kept, if that is not given",
     )
-    parser.add_argument("--max-queue", type=int, metavar="N", help="texts that may wait for that (default: 128)")
-    parser.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests")
-    parser.add_argument("--max-body", type=int, metavar="BYTES", help="of a request (default: 8388608)")
-    parser.add_argument("--max-prompt", type=int, metavar="TOKENS", help="of one text (default: 1048576)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="generated for one text (default: 65536)")
-    parser.add_argument(
-        "--idle", type=float, metavar="SECONDS", help="after which an unused stream is deleted (default: 3600)"
+    limits.add_argument("--max-queue", type=int, metavar="N", help="texts that wait for a turn (default: 128)")
+    limits.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests (default: 64)")
+    limits.add_argument("--max-body", type=int, metavar="N", help="bytes of a request (default: 8388608)")
+    limits.add_argument("--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: 1048576)")
+    limits.add_argument("--max-tokens", type=int, metavar="N", help="tokens generated for one text (default: 65536)")
+    limits.add_argument(
+        "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
-    parser.add_argument("--streams", metavar="FOLDER", help="keep streams there over a restart")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"that clients have to know (default: ${KEY_VARIABLE}, or none)"
+    limits.add_argument(
+        "--streams", metavar="DIR", help="save streams there when the server stops, and open them again"
     )
-    parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a name that the server is reached by"
-    )
-    parser.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="another site whose pages may ask"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="keep weights and memory in this precision")
     add_memory_options(parser)
-    add_checkpoint(parser)
-    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -86,10 +102,14 @@ def run(arguments: argparse.Namespace) -> None:
     listening = bound_socket(arguments.host, arguments.port)
     with listening:
         keep_freed_memory()
+        # One thread here, so that the engine's thread alone has a team of workers. Two teams on the same processors are
+        # put to sleep between any two products by OpenMP, and a step of a small model takes half as long again.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
         if vocabulary is None:
             raise UserError(
-                f"{run_directory.path} has no vocabulary, so no text can be served; give one when importing"
+                f"{run_directory.path} has no vocabulary to serve text with; import it again with --vocabulary FILE"
             )
         served = Served(
             model,
@@ -98,6 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
+            threads=threads,
             **lengths,
         )
         service = Service(served, _limits(arguments))

@@ -14,8 +14,14 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser("status", help="tell how far a run is, its last good checkpoint and its restarts")
-    parser.add_argument("directory", metavar="DIR", help="a run directory; it may be training")
+    parser = commands.add_parser(
+        "status",
+        help="show how far a run is, and whether its checkpoints are intact",
+        example="txl status runs/mine",
+        description="Show how far a run is, its newest losses, its restarts, and whether its checkpoints are intact. "
+        "The run may be training.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
     add_json(parser)
     parser.set_defaults(run=run)
 

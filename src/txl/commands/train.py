@@ -12,17 +12,24 @@ from txl.commands.options import (
     add_data_dir,
     add_device,
     add_json,
+    add_out,
     base_config,
     check_corpus,
     config_options,
     pick_device,
 )
 from txl.commands.output import print_json, say
-from txl.config import RunConfig, leaf_fields, validate, with_options
+from txl.config import RunConfig, leaf_fields, shown, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+
+_SHORT = (
+    *("data.corpus", "data.unit", "model.n_layer", "model.d_model", "model.mem_len", "train.steps"),
+    *("train.batch_size", "train.segment", "train.learning_rate"),
+)
+"""Fields that most users set: text, size, steps."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -30,27 +37,28 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model, or go on with a run that was stopped",
-        description="Train a model. The same command goes on with a run that was stopped. Fields of the model are "
-        "those of the preset's family: txl train PRESET --help shows them.",
+        example="txl train stdlib-small --out runs/mine --corpus my.txt --steps 2000",
+        description="Train a model. The same command goes on with a run that was stopped. txl train PRESET --help "
+        "shows the options of that preset's models, with its values in brackets.",
         add_help=False,
     )
-    parser.add_argument("preset", metavar="PRESET", help="a configuration by name (see txl presets), or another run's")
-    parser.add_argument("--out", metavar="DIR", help="the run directory; required unless --dry-run")
-    parser.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
-    parser.add_argument(
+    parser.add_argument("preset", metavar="PRESET", help="a configuration by name (txl presets), or a run directory")
+    first = parser.add_argument_group("what matters most")
+    add_out(first, "DIR", "the run directory; needed unless --dry-run")
+    this_run = parser.add_argument_group("this run")
+    this_run.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
+    this_run.add_argument("--extend", action="store_true", help="go on beyond the run's end, to a larger --steps")
+    this_run.add_argument(
         "--fork",
         action="store_true",
-        help="where --out holds a run of another configuration, start a new one from its weights in OUT-fork-N",
+        help="if OUT holds a run of another configuration, start a new one from its weights in OUT-fork-N",
     )
-    parser.add_argument(
-        "--extend", action="store_true", help="go on with the run in --out beyond its end, to a larger --train.steps"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
-    add_config_options(parser, ("model", "data", "train", "eval"))
+    this_run.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
+    this_run.add_argument("--quiet", action="store_true", help="show no progress")
+    add_data_dir(this_run)
+    add_device(this_run)
+    add_json(this_run)
+    add_config_options(parser, ("data", "model", "train", "eval"), short=_SHORT, first=first)
     parser.set_defaults(run=run)
 
 
@@ -65,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         dry_run(config, arguments)
         return
     if arguments.out is None:
-        raise UserError("--out is missing; give the directory that the run is written to")
+        raise UserError("--out is missing; name the directory that the run is written to")
     if os.environ.get("RANK", "0") == "0":  # of several processes one says it
         check_corpus(config.data.corpus)
     _check_source(arguments)
@@ -94,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
         quiet=arguments.quiet or arguments.json,
     )
     if out != Path(arguments.out) and not arguments.quiet:
-        say(f"note: --fork: the run is {out}, with the weights that {arguments.out} has come to")
+        say(f"note: --fork: {out} starts from the weights of {arguments.out}")
     outcome = trainer.fit()
     if arguments.json:
         print_json(outcome)
@@ -124,15 +132,15 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
         return
     for name, _, _, value in leaf_fields(config):
-        print(f"{name:26} {'none' if value is None else value}")
+        print(f"{name:26} {shown(value)}")
     print(f"\nparameters at a vocabulary of {vocab_size:,}")
     for part, count in costs.parameters.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_parameters:>14,}")
-    print(f"\ntokens a step              {costs.tokens_per_step:>14,}")
+    print(f"\ntokens per step            {costs.tokens_per_step:>14,}")
     if costs.targets_per_step != costs.tokens_per_step:
-        print(f"targets that count         {costs.targets_per_step:>14,}")
-    print("memory, estimated (bytes)")
+        print(f"of them with a loss        {costs.targets_per_step:>14,}")
+    print("memory in bytes, estimated")
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_bytes:>14,}")

@@ -40,7 +40,7 @@ from txl.config.sections import (
     validate_temperature,
 )
 from txl.config.transformer_xl import AttentionName, TransformerXLConfig
-from txl.config.values import parse_value, whole_number
+from txl.config.values import choices_of, parse_value, placeholder, shown, whole_number
 from txl.config.vanilla import VanillaConfig
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "VanillaConfig",
     "WordRule",
     "as_family",
+    "choices_of",
     "chosen_family",
     "differences",
     "leaf_fields",
@@ -76,6 +77,8 @@ __all__ = [
     "options",
     "parse_value",
     "parsed_options",
+    "placeholder",
+    "shown",
     "validate",
     "validate_temperature",
     "whole_number",

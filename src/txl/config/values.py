@@ -152,6 +152,22 @@ def parse_value(expected: TypeHint, text: str, name: str) -> Any:
         raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
 
 
+def choices_of(hint: TypeHint) -> tuple[str, ...]:
+    """Return the words that a field takes, if it takes some words alone; else none."""
+    expected = _without_none(hint)
+    return typing.get_args(expected) if typing.get_origin(expected) is Literal else ()
+
+
+def placeholder(hint: TypeHint) -> str:
+    """Return what stands for a value in help: its choices if they are short, else a letter for its type."""
+    expected, choices = _without_none(hint), "|".join(choices_of(hint))
+    if choices:
+        return choices if len(choices) <= 24 else "NAME"
+    if typing.get_origin(expected) is tuple:
+        return "N,N,..."
+    return {int: "N", float: "X", bool: "true|false", str: "TEXT"}[expected]
+
+
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Refuse a value that breaks a rule."""
     if not holds:

@@ -57,7 +57,7 @@ class CacheTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Names of those of theta and lambda that lie at an end of their range, and may be better beyond it."""
+        """Names of the parameters, theta or lambda, whose best value is the first or last one tried."""
         thetas, lambdas = sorted(self.thetas), sorted(self.lambdas)
         found = []
         if len(thetas) > 1 and (self.theta == thetas[-1] or (self.theta == thetas[0] and self.theta > 0)):

@@ -129,8 +129,8 @@ class AdaptingModel:
     numbers on the same machine with the same number of threads.
 
     Args:
-        model: any language model, also a continuous cache: then the loss of the model inside is followed. Decay leads
-            back to its weights, which must not change meanwhile.
+        model: any language model. Of a continuous cache, the weights follow the inner model's loss. Decay pulls towards
+            the model's weights, which must not change meanwhile.
         adaptation: the rule.
         statistics: `gradient_statistics` of the model's training split; rms needs them.
         dtype: "float32", or "bfloat16" for autocast.

@@ -39,7 +39,7 @@ class DynamicTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Names of those of learning rate and decay that lie at an end of their range, and may be better beyond it."""
+        """Names of the parameters, learning rate or decay, whose best value is the first or last one tried."""
         rates, decays = sorted(self.learning_rates), sorted(self.decays)
         found = []
         if len(rates) > 1 and self.adaptation.learning_rate in (rates[0], rates[-1]):

@@ -196,12 +196,12 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """Return a new stream that goes on from what was read; several may go on from the same.
+        """Start a stream that continues from what was read; several streams may continue from the same state.
 
         Args:
-            read: a reading that is done, or a saved state; with at least one token.
+            read: a finished reading or a saved state, of at least one token.
             seed, sampling, forbidden: as in `join`.
-            drawn: tokens drawn with this seed before; a stream that goes on with both draws as if it had not stopped.
+            drawn: tokens that were drawn with this seed before; the stream continues that sequence of draws.
 
         Raises:
             UserError: if there is no room, or nothing was read.
@@ -235,10 +235,10 @@ class DecodeEngine:
         return StreamState(0, 0, nothing, nothing)
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as memory for a view of the model (by default the engine's), which reads segments.
+        """Return a saved state as a memory, from which a view of the model (by default the engine's) reads segments.
 
-        A saved state has keys and values but no hidden states: these are not numbers, so that whoever needed them would
-        get none rather than wrong ones.
+        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code which
+        needs them does not get wrong numbers.
         """
         self._rings()
         with torch.inference_mode():
@@ -336,7 +336,7 @@ class DecodeEngine:
         return log_probs
 
     def put(self, stream: Stream, token: int) -> None:
-        """Give a stream the token that it reads next, after `advance` or in the place of the token drawn last."""
+        """Set the token that a stream reads next: after `advance`, or instead of the token drawn last."""
         self._check_member(stream)
         with torch.inference_mode():
             self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]

@@ -41,7 +41,7 @@ class Sampling:
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
     def draw(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Draw one token a lane by its chance, from 0 to below 1, after checking that the probabilities are numbers."""
+        """Check the probabilities, then draw one token for each lane by its number in `chances`, from 0 to below 1."""
         allowed, obstacles = permitted(log_probs)
         for obstacle in obstacles.tolist():
             if (reason := REASONS[obstacle]) is not None:
@@ -49,7 +49,7 @@ class Sampling:
         return self.pick(allowed, chances)
 
     def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Compute `draw` for probabilities in which `permitted` has found a token to draw in every lane."""
+        """Draw as `draw` does, from probabilities that `permitted` has checked."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])

@@ -215,7 +215,7 @@ def generate_samples(
     compile: bool = True,
     detokenise: Convention | None = None,
 ) -> list[str]:
-    """Several continuations of a prompt, computed together until all have ended; arguments and errors as `generate`."""
+    """Return several continuations of a prompt, computed together; arguments and errors as in `generate`."""
     stops = [StopStrings(stop) for _ in range(samples)]
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None

@@ -11,6 +11,7 @@ Shapes: B lanes, T tokens of a segment, I features that enter a layer, H units o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,11 +50,6 @@ def linear_recurrence(
     Returns:
         c; its gradients to all three can be taken once (no second derivatives).
     """
-    return _apply(decay, drive, initial, chunk)  # pyright: ignore (PyTorch's decorator loses the arguments' types)
-
-
-@torch.compiler.disable  # a trace would unroll the positions: a graph for every length
-def _apply(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int | None) -> Tensor:
     n_position = decay.shape[1]
     if chunk is None:
         chunk = n_position if decay.device.type == "cpu" else math.isqrt(n_position - 1) + 1
@@ -220,6 +216,15 @@ class QRNNLayer(nn.Module):
         self.kernel_size, self.weight_drop, self.zoneout = kernel_size, weight_drop, zoneout
         self.convolution = nn.Linear(kernel_size * n_in, 3 * n_unit)  # of the K tokens side by side, oldest first
         self.fan = kernel_size * n_in
+        self.recurrence: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_recurrence
+
+    def compile(self, *arguments: Any, **settings: Any) -> None:
+        """Compile everything but the recurrence: a trace would unroll its positions, a graph for every length.
+
+        It is taken out here, not where it is defined, because that imports PyTorch's compiler: a second at every start.
+        """
+        self.recurrence = torch.compiler.disable(linear_recurrence)  # pyright: ignore (its decorators' type)
+        super().compile(*arguments, **settings)
 
     def empty(self, batch_size: int, like: Tensor) -> LayerState:
         """Return zeros: c [B,H], and as many inputs as the convolution looks back, [B,K-1,I]."""
@@ -239,7 +244,7 @@ class QRNNLayer(nn.Module):
         if self.training and self.zoneout > 0:
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
             forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
-        cells = linear_recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
+        cells = self.recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
         # Copies: views would keep the whole segment's tensors as long as the state lives. Contiguous, even of no
         # inputs: a compiled layer is compiled anew for other strides, and a view's depend on the segment's length.
         last = read[:, read.shape[1] - self.kernel_size + 1 :]

@@ -1,6 +1,6 @@
-"""The shared library of the C++ sources here: compiled once a machine, for the processor at hand.
+"""The shared library of the C++ sources here: one that the wheel brought, else compiled once, for this processor.
 
-Without a C++ compiler there is none; one line says so, and PyTorch computes the same.
+Where there is neither that nor a C++ compiler, one line says so, and PyTorch computes the same.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,12 +21,11 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from txl.cache_folder import usable_cache
+from txl.native.compiling import compile_library, compiler_flags, find_compiler
+from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources
 
-COMPILERS = ("c++", "g++", "clang++")
-# What these drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
-# order. -march=native: the library is for this machine.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = compiler_flags("-march=native")
 
 _logger = logging.getLogger(__name__)
 _wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
@@ -66,6 +63,15 @@ def identity() -> dict[str, str]:
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    # PyTorch first: a library of a wheel takes OpenMP's functions from those that PyTorch has loaded.
+    import torch  # noqa: F401
+
+    brought = find_prebuilt(Path(__file__).parent, cpp_sources(), _flags())
+    if brought is not None:
+        try:
+            return ctypes.CDLL(str(brought)), None
+        except OSError as error:
+            _logger.warning("%s cannot be loaded (%s); it is compiled instead", brought, error)
     try:
         return ctypes.CDLL(str(_built())), None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -82,9 +88,9 @@ def _built() -> Path:
     Raises:
         ValueError, OSError, SubprocessError: if that is not possible; the message says why.
     """
-    sources, compiler = cpp_sources(), _compiler()
+    sources, compiler = cpp_sources(), find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    told_apart = "\n".join([*sources.values(), *compiler, version, *FLAGS, _processor()])
+    told_apart = "\n".join([*sources.values(), *compiler, version, *_FLAGS, _processor()])
     name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = usable_cache(Path(root) / "transformer-xl") / "native"
@@ -97,7 +103,7 @@ def _built() -> Path:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
-        _compile(compiler, sources, made)
+        compile_library(compiler, _FLAGS, sources, made)
         with open(made, "rb") as file:
             os.fsync(file.fileno())
         whole = folder / _full_name(name, made)
@@ -111,48 +117,17 @@ def _full_name(name: str, library: Path) -> str:
         return f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()}.so"
 
 
-def _compiler() -> list[str]:
-    """Return the words that call the C++ compiler: those of CXX, if it is set, else the first compiler that there is.
-
-    Raises:
-        ValueError: if there is none, or that of CXX cannot be run.
-    """
-    given = os.environ.get("CXX", "").strip()
-    if not given:
-        found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-        if found is None:
-            raise ValueError(f"no C++ compiler found ({', '.join(COMPILERS)})")
-        return [found]
-    try:
-        first, *others = shlex.split(given)
-    except ValueError as error:
-        raise ValueError(f"CXX is {given!r}, which is no command ({error})") from None
-    found = shutil.which(first)
-    if found is None:
-        raise ValueError(f"CXX is {given!r}, and {first} cannot be run; set it to a C++ compiler, or unset it")
-    return [found, *others]
-
-
-def _compile(compiler: list[str], sources: dict[str, str], made: Path) -> None:
-    """Write the library from sources by file name, which are laid beside it.
-
-    Raises:
-        ValueError, OSError, SubprocessError: if that fails; the message quotes the compiler.
-    """
-    for name, text in sources.items():
-        made.with_name(name).write_text(text, encoding="utf-8")
-    files = [str(made.with_name(name)) for name in sources if name.endswith(".cpp")]
-    command = [*compiler, *FLAGS, *files, "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, check=False)
-    if done.returncode:
-        complaints = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-        raise ValueError(f"{shlex.join(compiler)}: {complaints[0]}")
-
-
 def _processor() -> str:
     """Return what `-march=native` depends on; a home folder may be shared by machines of several kinds."""
-    if sys.platform.startswith("linux"):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        kept = ("model name", "flags", "Features", "CPU part")
-        return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
-    return f"{platform.machine()} {platform.processor()}"
+    kept = ("model name", "flags", "Features", "CPU part")
+    lines = sorted({line for line in _cpuinfo() if line.startswith(kept)})
+    return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"
+
+
+def _flags() -> list[str]:
+    """Return the processor's extensions, as Linux names them."""
+    return next((line.partition(":")[2].split() for line in _cpuinfo() if line.startswith("flags")), [])
+
+
+def _cpuinfo() -> list[str]:
+    return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform.startswith("linux") else []

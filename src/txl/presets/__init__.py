@@ -30,5 +30,5 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str) -> RunConfig:
-    """Return a new configuration of that name, yours to change."""
+    """Return a new copy of a preset's configuration, yours to change."""
     return find_preset(name).make()

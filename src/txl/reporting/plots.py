@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
-from txl.reporting.style import LIGHT
+from txl.reporting.style import DARK, LIGHT
 from txl.reporting.wording import plain, split_text
 from txl.units import quality, quality_label, quality_text
 
@@ -57,6 +57,16 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "svg.hashsalt": "txl",  # the same data give the same file
 }
+_DARK_RULES = (
+    "\n@media (prefers-color-scheme: dark) {\n"
+    + "".join(
+        f'[style*="{use}: {LIGHT[name]}"] {{ {use}: {DARK[name]} !important }}\n'
+        for name in ("ink", "soft", "line", "accent", "second", "paper")
+        for use in ("fill", "stroke")
+    )
+    + 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg) }\n}\n'  # as on our pages
+)
+"""Style rules by which an SVG file takes the colours of dark mode; a viewer without them shows the light ones."""
 Draw = Callable[[Figure], None]
 
 
@@ -261,7 +271,7 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
     """
     buffer = io.BytesIO()
     with _style():
-        # Colours are written out, and so is the ground: a viewer in dark mode has none of its own that fits.
+        # The ground is drawn too: a viewer's own may fit neither set of colours.
         figure = _figure(draw, size)
         figure.set_facecolor("white")
         if path.suffix == ".png":
@@ -269,8 +279,11 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
         else:
             metadata = {"Date": None, "Creator": None, "Description": description}
             FigureCanvasSVG(figure).print_figure(buffer, metadata=metadata)
+    content = buffer.getvalue()
+    if path.suffix != ".png":
+        content = content.replace(b"</style>", f"{_DARK_RULES}</style>".encode(), 1)
     with replacing(path) as temporary:
-        temporary.write_bytes(buffer.getvalue())
+        temporary.write_bytes(content)
 
 
 def drawing(

@@ -32,7 +32,7 @@ def open_run_corpus(
         quiet: no progress on standard error.
     """
     if vocabulary is None:
-        raise UserError(f"{run.path} has no vocabulary, so no text can be read; give one when importing")
+        raise UserError(f"{run.path} has no vocabulary, so no text can be read; import it again with --vocabulary FILE")
     options = options or {}
     own, started = with_absolute_paths(run.config().data), run.started()
     data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)

@@ -166,7 +166,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
-        404: f"no route {request.url.path[:200]!r}; docs/serving.md lists them",
+        404: f"no route {request.url.path[:200]!r}; docs/reference/server.md lists them",
         405: f"{request.method} is not for {request.url.path[:200]}",
     }
     message = messages.get(error.status_code) or str(error.detail)

@@ -30,8 +30,9 @@ from txl.serving.metrics import Metrics
 
 CHECKPOINT_EVERY = 512
 """Tokens between two saved states of a kept stream, to which a fork can go back."""
-PACE = 0.01
-"""Seconds between two events of a stream: each costs as much as a token of a small model."""
+PACE = 0.04
+"""Seconds between two events of a stream: each costs as much as a token of a small model, and takes a processor away
+from the step that runs at the time. 25 a second read as a flow."""
 _SCORED_AT_ONCE = 1 << 22
 """Log-probabilities computed at once while text is scored: rows times vocabulary."""
 _logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Outbox:
     """Events on their way from the engine's thread to the event loop that is running now.
 
     Args:
-        progressive: pass events on as they come, at most a hundred times a second; else only when nothing more comes
+        progressive: pass events on as they come, at most once in `PACE` seconds; else only when nothing more comes
             from a work.
         n_work: works that put events here.
     """
@@ -236,10 +237,12 @@ class Scheduler(threading.Thread):
         engine: nobody else touches it.
         metrics: told of tokens and latencies.
         max_queue: most lanes that wait for a place.
+        threads: threads that a step computes with.
     """
 
-    def __init__(self, engine: DecodeEngine, metrics: Metrics, max_queue: int):
+    def __init__(self, engine: DecodeEngine, metrics: Metrics, max_queue: int, threads: int):
         super().__init__(name="txl engine", daemon=True)
+        self._threads = threads
         self.engine, self.metrics, self.max_queue = engine, metrics, max_queue
         self._inbox: SimpleQueue[Work | Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -289,6 +292,7 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         """Take, read and decode works until the scheduler is stopped."""
+        torch.set_num_threads(self._threads)
         try:
             while self._take():
                 self._drop_cancelled()

@@ -41,6 +41,8 @@ class Served:
     clamp_len: Any = None
     segment: int = 128
     """Tokens scored at once; with an exact window it changes no result."""
+    threads: int | None = None
+    """Threads that a step computes with; None: as many as PyTorch uses here."""
     model_hash: str = ""
     """Hash of the weights; empty: computed."""
 
@@ -75,7 +77,9 @@ class Service:
         """Step and library that the last bits of numbers depend on as well."""
         self.memory = state.capacity
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
-        self.scheduler = Scheduler(self.engine, self.metrics, limits.max_queue)
+        self.scheduler = Scheduler(
+            self.engine, self.metrics, limits.max_queue, served.threads or torch.get_num_threads()
+        )
         self._farewell: anyio.Event | None = None
         self._stopping: threading.Thread | None = None
 

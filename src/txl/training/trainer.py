@@ -92,7 +92,7 @@ class Trainer:
         self.processes = Processes()
 
     def fit(self) -> JsonObject:
-        """Train to the last step, or go on to it.
+        """Train up to the last step; resume first if the directory holds a run.
 
         Returns:
             directory, step, tokens, seconds, best_nll and best_step (None without validation).
@@ -101,7 +101,7 @@ class Trainer:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
                 is then as it was.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
+            TrainingDiverged: if losses are no longer finite, or the model is worse than guessing at the end.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
@@ -133,7 +133,7 @@ class Trainer:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
-        """Return whether the directory holds a run of this configuration and text."""
+        """Return whether the directory holds a run of this configuration and text, which `fit` would resume."""
         stored = self.directory.config()
         self.run = with_unset_data(self.run, stored)
         if changed_fields(stored, self.run):
@@ -369,7 +369,7 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
 
     All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
     for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
-    them (`models.scan`). Evaluation reads a view of the model, whose layers run eagerly.
+    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
 
     Returns:
         Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.

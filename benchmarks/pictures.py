@@ -1,0 +1,153 @@
+"""Draw the pictures of the README and of the site from the records in `results/`.
+
+python -m benchmarks.pictures            # writes docs/images/*.svg
+python -m benchmarks.pictures --check    # exit code 1 if a picture does not show what its records say
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from txl.reporting.plots import ACCENT, INK, LINE, SECOND, SOFT, draw_memory_curve, save_figure
+
+ROOT = Path(__file__).parents[1]
+Record = dict[str, Any]
+
+
+def draw_reach(figure: Figure, record: Record) -> None:
+    """Draw how strongly a prediction depends on each layer's input, by distance back."""
+    axes = figure.add_subplot()
+    window, segment, rows = record["window"], record["segment"], record["relative"]
+    length = len(rows[0])
+    for start in range(segment, length, 2 * segment):
+        axes.axvspan(start, min(start + segment, length), color=LINE, alpha=0.35, linewidth=0)
+    for number, row in enumerate(rows, start=1):
+        reach = record["farthest"][number - 1]
+        color = ACCENT if number == 1 else SECOND if number == len(rows) else SOFT
+        axes.plot(range(reach + 1), row[: reach + 1], color=color, linewidth=1.1)
+        axes.plot(reach, row[reach], marker="o", markersize=4, color=color)
+        axes.annotate(
+            f"layer {number}: {reach}", (reach, row[reach]), xytext=(3, -11), textcoords="offset points",
+            ha="right" if number == 1 else "left", fontsize=8.5, color=color,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(min(row[reach] for row, reach in zip(rows, record["farthest"], strict=True)) / 12, 2)
+    axes.set_xlim(length, 0)
+    axes.set_xticks(range(0, length, segment))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"tokens back from the prediction; bands are segments of {segment}, the newest at the right")
+    axes.set_ylabel("gradient, relative")
+    axes.set_title(f"Reach of each layer's input, window of {window} keys", fontsize=9.5, loc="left")
+
+
+def draw_memory(figure: Figure, record: Record) -> None:
+    """Draw quality against memory length."""
+    _memory(figure.add_subplot(), record)
+
+
+def _memory(axes: Axes, record: Record) -> None:
+    sweep = next(event for event in record["measurements"] if event["event"] == "sweep")
+    training = record["start"]["config"]["model"]["mem_len"]
+    draw_memory_curve(axes, sweep["rows"], "byte", training)
+    parameters = record["start"]["total_parameters"] / 1e6
+    axes.set_title(f"More memory, fewer bits ({parameters:.1f}M parameters, enwik8's head)", fontsize=9.5, loc="left")
+
+
+def draw_speed(figure: Figure, record: Record) -> None:
+    """Draw how many times faster than Hugging Face's model each piece of work is."""
+    _speed(figure.add_subplot(), record)
+
+
+def _speed(axes: Axes, record: Record) -> None:
+    works: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        if row.get("ours") is None:  # the same segment on both sides
+            lengths = f"T {row['segment']:,}, M {row['memory']:,}"
+            works.setdefault(f"{row['name']}\n{row['preset']}, {lengths}", {})[row["dtype"]] = row["ratio"]
+    places = list(range(len(works)))[::-1]
+    for shift, (dtype, color) in zip((0.19, -0.19), (("float32", SECOND), ("bfloat16", ACCENT)), strict=True):
+        ratios = [each[dtype] for each in works.values()]
+        axes.barh([place + shift for place in places], ratios, height=0.36, color=color, label=f"ours in {dtype}")
+        for place, ratio in zip(places, ratios, strict=True):
+            axes.annotate(
+                f"{ratio:.1f}", (ratio, place + shift), xytext=(3, 0), textcoords="offset points", va="center",
+                fontsize=8, color=INK,
+            )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(1, max(max(each.values()) for each in works.values()) * 1.5)
+    axes.set_xticks([1, 2, 5, 10, 20, 50])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.set_yticks(places, list(works), fontsize=8)
+    axes.grid(False)
+    axes.legend(loc="lower right")
+    axes.set_title("Times faster than transformers 4.37.2 (float32), two CPU cores", fontsize=9.5, loc="left")
+
+
+def draw_overview(figure: Figure, speed: Record, memory: Record) -> None:
+    """Draw memory and speed beside each other, for the README."""
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    _memory(left, memory)
+    left.set_title("More memory, fewer bits", fontsize=10, loc="left")
+    _speed(right, speed)
+    right.set_title("Times faster than transformers 4.37.2", fontsize=10, loc="left")
+
+
+PICTURES: dict[str, tuple[tuple[str, ...], tuple[float, float], Callable[..., None]]] = {
+    "memory-reach": (("memory-reach",), (7.6, 3.4), draw_reach),
+    "memory-curve": (("enwik8-head",), (7.6, 3.3), draw_memory),
+    "speed": (("bench-peers",), (7.6, 4.0), draw_speed),
+    "overview": (("bench-peers", "enwik8-head"), (9.6, 3.6), draw_overview),
+}
+"""Records that each picture shows, its size in inches, and what draws it."""
+
+
+def shown(results: Path, name: str) -> tuple[list[Record], str]:
+    """Return what a picture's records say, and a digest of it."""
+    paths = [results / f"{each}.json" for each in PICTURES[name][0]]
+    records = [json.loads(path.read_text(encoding="utf-8"))["output"] for path in paths]
+    return records, hashlib.sha256(json.dumps([name, *records]).encode()).hexdigest()[:16]
+
+
+def write_pictures(results: Path, folder: Path) -> None:
+    """Write every picture, with the digest of what it shows in its metadata."""
+    for name, (_, size, draw) in PICTURES.items():
+        records, digest = shown(results, name)
+        save_figure(partial(_draw, draw, records), folder / f"{name}.svg", size, digest)
+
+
+def _draw(draw: Callable[..., None], records: list[Record], figure: Figure) -> None:
+    draw(figure, *records)
+
+
+def check_pictures(results: Path, folder: Path) -> list[str]:
+    """Return the names of pictures that do not show what their records say."""
+    return [
+        name for name in PICTURES if shown(results, name)[1] not in (folder / f"{name}.svg").read_text(encoding="utf-8")
+    ]
+
+
+def main() -> None:
+    """Write or check."""
+    results, folder = ROOT / "results", ROOT / "docs" / "images"
+    if sys.argv[1:] == ["--check"]:
+        if wrong := check_pictures(results, folder):
+            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.pictures")
+    elif sys.argv[1:]:
+        sys.exit("usage: python -m benchmarks.pictures [--check]")
+    else:
+        write_pictures(results, folder)
+
+
+if __name__ == "__main__":
+    main()

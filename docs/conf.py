@@ -1,0 +1,216 @@
+"""Sphinx's configuration: `make docs`. Tables of the reference come from the parsers, the fields and the presets."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "transformer-xl"
+author = copyright = "the transformer-xl maintainers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+
+html_theme = "furo"
+html_title = "transformer-xl"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = html_show_copyright = False
+html_copy_source = False
+
+myst_heading_anchors = 4
+default_role = "code"  # single backticks in docstrings
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_use_type_comments = False
+maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+
+GROUPS = {
+    "Configuration and corpora": ("config", "presets", "data"),
+    "Models": ("models",),
+    "Training and runs": ("training", "runs"),
+    "Evaluation": ("evaluation",),
+    "Generation": ("generation",),
+    "Reports": ("reporting",),
+    "Errors": ("errors",),
+}
+"""Headings of the Python reference, and the packages whose public names stand below each."""
+
+
+def setup(app) -> None:
+    """Fill the markers of a page before it is parsed."""
+    app.connect("source-read", lambda app, name, source: source.__setitem__(0, filled(source[0])))
+
+
+def filled(text: str) -> str:
+    """Replace `<!-- generated: NAME -->`; an unknown name ends the build."""
+    return re.sub(r"<!-- generated: ([\w-]+) -->", lambda found: GENERATED[found[1]](), text)
+
+
+def python() -> str:
+    """Return a directive for every public name of txl, by group."""
+    tree = ast.parse((ROOT / "src" / "txl" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    home = {each.name: str(node.module).split(".")[0] for node in imports for each in node.names}
+    parts = []
+    for heading, packages in GROUPS.items():
+        parts.append(f"## {heading}\n")
+        for name in [name for name, package in home.items() if package in packages]:
+            del home[name]
+            if name == "TransformerXL":  # its methods are those of LanguageModel
+                directive = f".. autoclass:: txl.{name}"
+            elif name[0].isupper():
+                directive = f".. autoclass:: txl.{name}\n   :members:"
+            else:
+                directive = f".. autofunction:: txl.{name}"
+            parts.append(f"### {name}\n\n```{{eval-rst}}\n{directive}\n```\n")
+    if home:
+        raise ValueError(f"docs/conf.py: GROUPS has no heading for {', '.join(home)}")
+    return "\n".join(parts)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(columns)]
+    lines += [["---"] * len(lines[0]), *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([<>*_\[\]`])", r"\\\1", text)
+
+
+def commands() -> str:
+    """Return every command with its arguments, from the parser itself."""
+    from txl.cli import build_parser
+
+    return "\n".join(_commands(build_parser(), 2))
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
+    return [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+
+
+def _commands(parser: argparse.ArgumentParser, level: int) -> list[str]:
+    parts = []
+    for nested in _subparsers(parser):
+        helps = {each.dest: each.help or "" for each in nested._choices_actions}
+        for name, each in nested.choices.items():
+            parts += [_command(each, level, helps.get(name, "")), *_commands(each, level + 1)]
+    return parts
+
+
+def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
+    parts = [f"{'#' * level} {parser.prog}\n"]
+    for text in (parser.description or about, parser.epilog):
+        if text and "\n" in text.strip():
+            parts.append(f"```text\n{text.strip()}\n```\n")
+        elif text:
+            sentence = _escaped(text.strip())
+            parts.append(f"{sentence[0].upper()}{sentence[1:]}{'' if sentence.endswith('.') else '.'}\n")
+    shown = [
+        action
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS
+        and not isinstance(action, argparse._SubParsersAction)
+        and action.dest != "help"
+    ]
+    own = [action for action in shown if "." not in action.dest]
+    if own:
+        parts.append(table(("argument", "meaning"), [(_invocation(each), _help(parser, each)) for each in own]))
+    if sections := sorted({each.dest.split(".")[0] for each in shown if "." in each.dest}):
+        names = ", ".join(f"`--{section}.*`" for section in sections)
+        parts.append(f"Also takes [fields of the configuration](options.md): {names}.\n")
+    return "\n".join(parts)
+
+
+def _invocation(action: argparse.Action) -> str:
+    value = action.metavar if isinstance(action.metavar, str) else None
+    if value is None:
+        value = "|".join(map(str, action.choices)) if action.choices is not None else action.dest.upper()
+    if not action.option_strings:
+        return f"`{value}`"
+    names = ", ".join(f"`{each}`" for each in action.option_strings)
+    return names if action.nargs == 0 else f"{names} `{value}`"
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    text = (action.help or "") % dict(vars(action), prog=parser.prog)
+    if action.default not in (None, False, argparse.SUPPRESS) and "default" not in text:
+        text = f"{text} (default: {action.default})"
+    return _escaped(text)
+
+
+def options() -> str:
+    """Return the fields of every section of a configuration, with their defaults and meaning."""
+    from txl.config import MODEL_FAMILIES, DataConfig, EvalConfig, TrainConfig
+
+    shared = set.intersection(*(set(family.__dataclass_fields__) for family in MODEL_FAMILIES.values()))
+    first = next(iter(MODEL_FAMILIES.values()))
+    parts = ["## model, every family\n", _fields("model", [first.__dataclass_fields__[name] for name in shared])]
+    for name, family in MODEL_FAMILIES.items():
+        own = [each for each in dataclasses.fields(family) if each.name not in shared]
+        parts += [f"## model, {name}\n", _fields("model", own)]
+    for name, section in (("data", DataConfig), ("train", TrainConfig), ("eval", EvalConfig)):
+        parts += [f"## {name}\n", _fields(name, dataclasses.fields(section))]
+    return "\n".join(parts)
+
+
+def _fields(section: str, fields: Iterable[dataclasses.Field]) -> str:
+    rows = []
+    for item in fields:
+        if "help" not in item.metadata:
+            continue
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        expected = item.metadata.get("expected")
+        meaning = f"{item.metadata['help']} ({expected})" if expected else item.metadata["help"]
+        rows.append((f"`--{section}.{item.name.replace('_', '-')}`", f"`{_shown(default)}`", _escaped(meaning)))
+    return table(("field", "default", "meaning"), sorted(rows) if section == "model" else rows)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def presets() -> str:
+    """Return a table for each group of presets."""
+    from txl.presets.named import named_presets
+
+    parts = []
+    for group, members in named_presets().items():
+        rows = []
+        for each in members:
+            run = each.make()
+            rows.append(
+                (
+                    f"`{each.name}`",
+                    each.description,
+                    f"{run.model.parameter_count(each.vocab_size):,}",
+                    f"{run.train.segment} / {run.model.mem_len}",
+                    f"{run.eval.segment} / {run.eval.mem_len}",
+                    "-" if each.published == "none" else each.published,
+                    each.source,
+                )
+            )
+        columns = ("preset", "model", "parameters", "training", "test", "published", "source")
+        parts += [f"## {group[0].upper()}{group[1:]}\n", table(columns, rows)]
+    return "\n".join(parts)
+
+
+def changes() -> str:
+    """Return CHANGELOG.md without its title, its links as they are seen from the page."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")[2]
+    return text.replace("](docs/", "](../")
+
+
+GENERATED = {"python": python, "commands": commands, "options": options, "presets": presets, "changes": changes}
+"""Returns what stands in the place of each marker."""

@@ -1,0 +1,65 @@
+"""Compile libraries into the wheel, if TXL_LIBRARIES is set: `make build` does. Everything else is in pyproject.toml.
+
+Without it the wheel is one of Python alone, for every platform, and the library is compiled when it is first used.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+WANTED = bool(os.environ.get("TXL_LIBRARIES"))
+NATIVE = Path(__file__).parent / "src" / "txl" / "native"
+
+
+class BuildWithLibraries(build_py):
+    """Lay a library for each kind of processor beside the C++ sources."""
+
+    def run(self) -> None:
+        """Copy the package, and compile."""
+        super().run()
+        if not WANTED or self.editable_mode:
+            return
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+            raise SystemExit("TXL_LIBRARIES: libraries are made for Linux on x86-64 alone; unset it")
+        sources, prebuilt, compiling = (run_file(name) for name in ("sources", "prebuilt", "compiling"))
+        try:
+            texts, compiler = sources["cpp_sources"](), compiling["find_compiler"]()
+        except ValueError as error:
+            raise SystemExit(f"TXL_LIBRARIES: {error}") from None
+        for kind in prebuilt["KINDS"]:
+            with tempfile.TemporaryDirectory() as scratch:
+                made = Path(scratch) / prebuilt["library_name"](kind, texts)
+                flags = compiling["compiler_flags"](*kind.flags)
+                compiling["compile_library"](compiler, flags, texts, made, own_openmp=False)
+                self.copy_file(str(made), str(Path(self.build_lib) / "txl" / "native" / made.name))
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel that names its platform, for any Python: the libraries know nothing of it."""
+
+    def finalize_options(self) -> None:
+        """Have a wheel with libraries named after the platform."""
+        super().finalize_options()
+        if WANTED:
+            self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, ABI and platform."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+def run_file(name: str) -> dict[str, Any]:
+    """Run a file of the package by itself: what the package imports need not be installed to build it."""
+    return runpy.run_path(str(NATIVE / f"{name}.py"))
+
+
+setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": PlatformWheel})

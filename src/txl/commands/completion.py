@@ -1,0 +1,68 @@
+"""`txl completion bash|zsh`: a script by which the shell completes commands, options, presets and files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+
+_SHELLS = ("bash", "zsh")
+_FOLDERS, _FILES = ("DIR",), ("FILE", "PATH", "OUT")
+_PRESETS = {"bash": "_txl_presets", "zsh": "_txl_presets"}
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in a shell",
+        example='eval "$(txl completion bash)"',
+        description="Print a script by which the shell completes commands, options, presets and files. For every new "
+        'shell, put the example into ~/.bashrc; for zsh, eval "$(txl completion zsh)" after compinit into ~/.zshrc.',
+    )
+    parser.add_argument("shell", choices=_SHELLS, metavar="|".join(_SHELLS), help="the shell")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the script, made from the parser of the whole command line."""
+    import shtab
+
+    from txl.config import choices_of, options
+    from txl.presets import presets
+
+    words_of = {option.name: choices_of(option.hint) for option in options()}
+    root = arguments.parse.__self__  # the method of the whole command line's parser
+    for action in _actions(root):
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
+        completed: Any = action  # shtab reads an attribute that argparse does not know
+        if action.metavar in _FOLDERS:
+            completed.complete = shtab.DIRECTORY
+        elif action.metavar in _FILES:
+            completed.complete = shtab.FILE
+        elif action.dest == "preset":
+            completed.complete = _PRESETS
+        elif words_of.get(action.dest):
+            action.choices = words_of[action.dest]
+    names = " ".join(presets())
+    preamble = {
+        "bash": f'_txl_presets() {{ compgen -W "{names}" -- "$1"; }}',
+        "zsh": f"_txl_presets() {{ compadd -- {names}; }}",
+    }
+    print(shtab.complete(root, arguments.shell, preamble=preamble))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the options and arguments of a parser and of its commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.help = "command"  # the help lists commands by task instead; what is hidden is not completed
+            for listed in action._choices_actions:
+                action.choices[listed.dest].description = listed.help
+            for each in action.choices.values():
+                yield from _actions(each)
+        else:
+            yield action

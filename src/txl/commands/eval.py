@@ -1,0 +1,238 @@
+"""`txl eval DIR`: the loss of a trained model, at one memory length or many."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.evaluation_options import (
+    DynamicRequest,
+    add_cache_options,
+    add_dynamic_options,
+    dynamic_request,
+    evaluation_settings,
+    with_cache,
+    with_preset,
+)
+from txl.commands.evaluation_results import collect_statistics, print_rows, refuse_divergence, refuse_not_a_number
+from txl.commands.options import (
+    add_dtype,
+    add_memory_options,
+    add_run_options,
+    numbers,
+    pick_device,
+    run_corpus,
+    run_to_read,
+)
+from txl.commands.output import print_json, progress_bar, record, say
+from txl.errors import UserError
+from txl.runs.events import EventName
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+    from txl.data.prepared import Corpus, Tokens
+    from txl.data.vocabulary import Vocabulary
+    from txl.evaluation.dynamic import GradientStatistics
+    from txl.evaluation.perplexity import EvaluationResult
+    from txl.models.language_model import LanguageModel
+    from txl.runs.directory import RunDirectory
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "eval",
+        help="measure perplexity and bits per character",
+        example="txl eval runs/mine --mem-lens 0,128,512",
+        description="Measure a trained model on a text: perplexity, bits per character and bits per byte. The result "
+        "is added to the run's log.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a run directory")
+    parser.add_argument(
+        "--split",
+        default="test",
+        metavar="NAME",
+        help="train, valid or test (default: test); all: the whole of a text of your own",
+    )
+    parser.add_argument("--mem-lens", type=numbers, metavar="M,M,...", help="measure at several memory lengths")
+    parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
+    parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
+    parser.add_argument("--exhaustive", action="store_true", help="score the tokens that do not fill all lanes, too")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument(
+        "--sliding", type=int, metavar="L", help="predict each token from the L tokens before it alone; slow"
+    )
+    add_dtype(parser)
+    add_memory_options(parser)
+    add_cache_options(parser)
+    add_dynamic_options(parser)
+    add_run_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate, print, and add the result to the run's log."""
+    _refuse_contradictions(arguments)
+    directory, config, checkpoint = run_to_read(arguments)
+    arguments = with_preset(arguments)
+    dynamic = dynamic_request(arguments)
+    from txl.allocator import keep_freed_memory
+    from txl.data.sources import WHOLE
+
+    keep_freed_memory()
+    model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+    model = with_cache(model, arguments)
+    corpus = run_corpus(directory, vocabulary, arguments, whole=arguments.split == WHOLE)
+    tokens = corpus.tokens(arguments.split)
+    # With more lanes, dynamic evaluation is another algorithm.
+    settings = evaluation_settings(arguments, config, 1 if dynamic is not None else config.eval.batch_size)
+    statistics = None
+    if dynamic is not None:
+        statistics = _statistics(model, vocabulary, directory, corpus, dynamic, settings, arguments)
+    results = _measure(model, tokens, settings, dynamic, statistics, arguments)
+    refuse_not_a_number([result.nll for result in results], checkpoint)
+    described, hint = _describe(directory, checkpoint, corpus, results[0], arguments.split)
+    rows = [described | result.to_dict() for result in results]
+    _record(directory, checkpoint, described, rows, arguments)
+    _print(directory, corpus, described, rows, hint, arguments)
+    if arguments.mem_lens is not None:
+        _draw_curve(directory.path, rows)
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Refuse options that exclude each other."""
+    if arguments.mem_lens is not None and arguments.mem_len is not None:
+        raise UserError("--mem-len and --mem-lens were both given; expected one of them")
+    if arguments.mem_lens is not None and arguments.window not in (None, "none"):
+        raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
+    for name in ("mem_len", "mem_lens", "window", "segment"):
+        if arguments.sliding is not None and getattr(arguments, name) is not None:
+            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+
+
+def _statistics(
+    model: LanguageModel,
+    vocabulary: Vocabulary | None,
+    directory: RunDirectory,
+    corpus: Corpus,
+    dynamic: DynamicRequest,
+    settings: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> GradientStatistics | None:
+    """Return what dynamic evaluation has to know of the training split's gradients."""
+    from txl.runs.corpus import training_tokens
+
+    where = {"data_dir": arguments.data_dir, "quiet": arguments.json}
+    training_split = partial(training_tokens, directory, vocabulary, corpus, **where)
+    return collect_statistics(model, training_split, dynamic, settings, quiet=arguments.json)
+
+
+def _measure(
+    model: LanguageModel,
+    tokens: Tokens,
+    settings: dict[str, Any],
+    dynamic: DynamicRequest | None,
+    statistics: GradientStatistics | None,
+    arguments: argparse.Namespace,
+) -> list[EvaluationResult]:
+    """Return the result, or one for each of `--mem-lens`."""
+    from txl.evaluation.dynamic import evaluate_dynamically
+    from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
+    from txl.evaluation.sliding import evaluate_sliding
+
+    progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
+    limits = {"max_tokens": arguments.max_tokens, "progress": move}
+    lanes = {"exhaustive": arguments.exhaustive}
+    with progress:
+        if dynamic is not None:
+            result = evaluate_dynamically(model, tokens, dynamic.adaptation, statistics, **settings, **limits, **lanes)
+            return [refuse_divergence(result)]
+        if arguments.sliding is not None:
+            sliding = {name: settings[name] for name in ("dtype", "temperature", "clamp_len")}
+            if arguments.batch is not None:
+                sliding["batch_size"] = arguments.batch
+            return [evaluate_sliding(model, tokens, context=arguments.sliding, **sliding, **limits)]
+        if arguments.mem_lens is None:
+            return [evaluate(model, tokens, **settings, **limits, **lanes)]
+        others = {name: value for name, value in settings.items() if name != "mem_len"}
+        others["window"] = arguments.window
+        return evaluate_memory_lengths(model, tokens, arguments.mem_lens, **others, **limits, **lanes)
+
+
+def _describe(
+    directory: RunDirectory, checkpoint: Path, corpus: Corpus, result: EvaluationResult, split: str
+) -> tuple[dict[str, Any], str | None]:
+    """Return what was measured, as the log has it, and how to measure more of the text, if there is more of it."""
+    from txl.data.corpora import is_named
+    from txl.data.sources import WHOLE
+    from txl.reporting.wording import measured_part
+    from txl.runs.corpus import is_trained_on
+
+    part, hint = measured_part(corpus, split, result.tokens + result.dropped + 1), None
+    if is_trained_on(directory, corpus):
+        part += ", its training text included" if split == WHOLE else ""
+    elif split != WHOLE and not is_named(corpus.name):
+        hint = f"--split {WHOLE} measures everything"
+    described = {
+        "split": split,
+        "corpus": corpus.name,
+        "unit": corpus.unit,
+        "sha256_text": corpus.info()["splits"][split]["sha256_text"],
+        "checkpoint": checkpoint.name,
+        "measured": part,
+    }
+    return described, hint
+
+
+def _record(
+    directory: RunDirectory,
+    checkpoint: Path,
+    described: dict[str, Any],
+    rows: list[dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Add the results to the run's log."""
+    if arguments.mem_lens is None:
+        record(directory, EventName.EVAL, checkpoint, **rows[0])
+    else:
+        record(directory, EventName.SWEEP, checkpoint, **described, rows=rows)
+
+
+def _print(
+    directory: RunDirectory,
+    corpus: Corpus,
+    described: dict[str, Any],
+    rows: list[dict[str, Any]],
+    hint: str | None,
+    arguments: argparse.Namespace,
+) -> None:
+    """Print the results, and which part of the text was measured where that is not plain."""
+    from txl.data.sources import WHOLE
+    from txl.runs.corpus import trained_unknown
+
+    measured = "; ".join([f"measured: {described['measured']}", *([hint] if hint else [])])
+    if arguments.json:
+        if hint is not None:
+            say(f"note: {measured}")
+        print_json(rows[0] if arguments.mem_lens is None else described | {"rows": rows})
+        return
+    print_rows(rows)
+    for note in corpus.notes(arguments.split, trained_unknown(directory)):
+        say(f"note: {note}")
+    if arguments.split == WHOLE or hint is not None:
+        print(measured)
+
+
+def _draw_curve(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw quality against memory length, as memory-curve.svg and .png in the run directory."""
+    from txl.reporting.plots import save_memory_curve
+
+    try:
+        for ending in ("svg", "png"):
+            save_memory_curve(rows, directory / f"memory-curve.{ending}")
+        say(f"curve: {directory / 'memory-curve.svg'} and .png")
+    except OSError as error:
+        say(f"note: the curve was not drawn ({error})")

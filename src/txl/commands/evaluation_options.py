@@ -1,0 +1,199 @@
+"""Options of the commands that measure a model (`txl eval`, `cache`, `dynamic`, `score`), and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.options import config_options, memory_settings, named, number_or_all
+from txl.config import RunConfig
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.evaluation.dynamic import Adaptation
+    from txl.models.cache import ContinuousCache
+    from txl.models.family import FamilyModel
+
+_RULES, _STATISTICS, _WEIGHTS = ("rms", "sgd"), ("mean", "sum"), ("all", "feed-forward", "biases")
+SEGMENTS, BATCH = 500, 1
+"""Segments of the training split that are read for gradient statistics, and their lanes, where nothing is said."""
+_LENGTHS = ("segment", "mem_len", "window", "clamp_len")
+
+
+@dataclass(frozen=True)
+class DynamicRequest:
+    """Dynamic evaluation as it was asked for."""
+
+    adaptation: Adaptation
+    statistics_segments: int | None
+    statistics_batch_size: int
+
+
+def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
+    """Add the options of dynamic evaluation that `txl eval` and `txl dynamic` share."""
+    parser.add_argument(
+        f"--{prefix}epsilon", type=float, metavar="X", help="added to a gradient's size (default: 2e-5)"
+    )
+    parser.add_argument(
+        f"--{prefix}weights", choices=_WEIGHTS, help="weights that adapt; biases: and norms (default: all)"
+    )
+    parser.add_argument(
+        f"--{prefix}statistics-segments",
+        type=number_or_all,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=f"segments of the training split that gradient sizes are taken from, or all (default: {SEGMENTS})",
+    )
+    parser.add_argument(
+        f"--{prefix}statistics-batch", type=int, metavar="B", help=f"lanes of each of them (default: {BATCH})"
+    )
+
+
+def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of dynamic evaluation: weights that follow what is read."""
+    group = parser.add_argument_group("dynamic evaluation: score a segment, then adapt a copy of the weights to it")
+    group.add_argument("--dynamic", choices=_RULES, help="how: by gradients over their usual size (rms), or plainly")
+    group.add_argument("--dynamic-preset", metavar="NAME", help="published settings, with their memory and segment")
+    group.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="txl dynamic finds a good one")
+    group.add_argument("--dynamic-decay", type=float, metavar="X", help="pull towards the trained weights (default: 0)")
+    add_rule_options(group, "dynamic-")
+    group.add_argument(
+        "--dynamic-statistics",
+        choices=_STATISTICS,
+        help="a gradient's size: from the mean of squares (2018; default) or their sum (2019)",
+    )
+
+
+def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the settings of `--dynamic-preset` where no option sets them."""
+    if arguments.dynamic_preset is None:
+        return arguments
+    from txl.evaluation.dynamic_presets import PUBLISHED
+
+    if arguments.dynamic_preset not in PUBLISHED:
+        known = ", ".join(PUBLISHED)
+        raise UserError(f"--dynamic-preset is {arguments.dynamic_preset!r}; expected one of {known}")
+    preset = PUBLISHED[arguments.dynamic_preset]
+    values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
+    if arguments.mem_len is not None and arguments.window is None:
+        values["window"] = None  # --mem-len alone also sets the window
+    values |= {"batch": preset.batch_size, "dynamic_statistics_batch": preset.statistics_batch_size}
+    adaptation = asdict(preset.adaptation)
+    values["dynamic"] = adaptation.pop("rule")
+    values |= {f"dynamic_{name}": value for name, value in adaptation.items()}
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    # None is a value of this one.
+    given.setdefault("dynamic_statistics_segments", preset.statistics_segments)
+    return argparse.Namespace(**vars(arguments) | values | given)
+
+
+def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
+    """Return the dynamic evaluation that the options ask for; None without `--dynamic`."""
+    given = {
+        name: value for name, value in vars(arguments).items() if name.startswith("dynamic_") and value is not None
+    }
+    if "dynamic_statistics_segments" in vars(arguments):
+        given["dynamic_statistics_segments"] = arguments.dynamic_statistics_segments
+    if arguments.dynamic is None:
+        if given:
+            raise UserError(f"--{next(iter(given)).replace('_', '-')} was given without --dynamic rms or sgd")
+        return None
+    for name in ("sliding", "mem_lens"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--dynamic and --{name.replace('_', '-')} were both given; expected one of them")
+    if arguments.dynamic_learning_rate is None:
+        raise UserError("--dynamic needs --dynamic-learning-rate; txl dynamic finds it on the validation split")
+    if arguments.dynamic == "sgd":
+        refuse_statistics(arguments, "dynamic_")
+    from txl.evaluation.dynamic import Adaptation
+
+    names = ("learning_rate", "decay", "epsilon", "statistics", "weights")
+    settings = {name: given[f"dynamic_{name}"] for name in names if f"dynamic_{name}" in given}
+    return DynamicRequest(
+        Adaptation(arguments.dynamic, **settings),
+        given.get("dynamic_statistics_segments", SEGMENTS),
+        given.get("dynamic_statistics_batch", BATCH),
+    )
+
+
+def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
+    """Refuse options of gradient statistics, which sgd does not take."""
+    names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch")]
+    given = [name for name in names if getattr(arguments, name, None) is not None]
+    given += [name for name in vars(arguments) if name == f"{prefix}statistics_segments"]  # "all" is None
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')} was given, but sgd takes no gradient statistics")
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a continuous cache around the model."""
+    group = parser.add_argument_group("continuous cache (txl cache finds the settings)")
+    group.add_argument("--cache-size", type=int, metavar="N", help="tokens that it holds")
+    group.add_argument("--cache-theta", type=float, metavar="X", help="how sharply it prefers alike contexts")
+    group.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability, 0 to 1")
+
+
+def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel | ContinuousCache:
+    """Return the model, in a continuous cache if the options ask for one."""
+    names = ("cache_size", "cache_theta", "cache_lambda")
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
+    if len(missing) == len(names):
+        return model
+    if missing:
+        raise UserError(f"a continuous cache needs {' and '.join(missing)} too; txl cache finds theta and lambda")
+    from txl.models.cache import ContinuousCache
+
+    return ContinuousCache(model, *(getattr(arguments, name) for name in names))
+
+
+def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_size: int) -> dict[str, Any]:
+    """Return the settings of an evaluation: those given as options, else the run's test settings.
+
+    Args:
+        arguments: of the command.
+        config: the run's.
+        batch_size: lanes, if --batch does not say.
+    """
+    return {
+        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
+        "batch_size": batch_size if arguments.batch is None else arguments.batch,
+        "dtype": arguments.dtype,
+        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
+        **memory_settings(arguments, config),
+    }
+
+
+@named("numbers separated by commas")
+def fractions(text: str) -> list[float]:
+    """Return numbers separated by commas."""
+    return [float(part) for part in text.split(",")]
+
+
+_OF_EVAL = {
+    "split": "test",
+    **dict.fromkeys(("mem_len", "window", "clamp_len", "segment", "batch", "max_tokens", "temperature")),
+    **dict.fromkeys(("cache_size", "cache_theta", "cache_lambda")),
+    "dtype": "float32",
+    **dict.fromkeys(("checkpoint", "data_dir", "device")),
+}
+"""Options of `txl eval` that `txl cache` and `txl dynamic` have too, with their defaults."""
+
+
+def eval_command(arguments: argparse.Namespace, found: Sequence[str]) -> str:
+    """Return the `txl eval` command that measures what was tuned, on the same tokens in the same way.
+
+    Args:
+        arguments: of the command that tuned.
+        found: options for what it found.
+    """
+    words = ["txl", "eval", arguments.directory, *found]
+    for name, default in _OF_EVAL.items():
+        value = getattr(arguments, name, default)
+        if value != default:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in config_options(arguments).items():
+        words += [f"--{name.replace('_', '-')}", value]
+    return shlex.join(words)

@@ -1,0 +1,105 @@
+"""Results of the commands that measure a model (`txl eval`, `cache`, `dynamic`): statistics, refusals, tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from txl.commands.evaluation_options import DynamicRequest
+from txl.commands.output import print_table, progress_bar
+from txl.errors import UserError
+
+if TYPE_CHECKING:
+    from txl.data.prepared import Tokens
+    from txl.evaluation.dynamic import GradientStatistics
+    from txl.evaluation.perplexity import EvaluationResult
+    from txl.models.language_model import LanguageModel
+
+
+def collect_statistics(
+    model: LanguageModel,
+    training_split: Callable[[], Tokens],
+    request: DynamicRequest,
+    settings: dict[str, Any],
+    quiet: bool,
+) -> GradientStatistics | None:
+    """Return gradient statistics of a training split, read as the evaluation will be; None for sgd."""
+    from txl.evaluation.dynamic import gradient_statistics
+
+    if request.adaptation.rule == "sgd":
+        return None
+    tokens = training_split()
+    progress, move = progress_bar("gradient statistics of the train split", quiet=quiet)
+    names = ("segment", "mem_len", "window", "clamp_len", "dtype", "temperature")
+    with progress:
+        return gradient_statistics(
+            model,
+            tokens,
+            weights=request.adaptation.weights,
+            segments=request.statistics_segments,
+            batch_size=request.statistics_batch_size,
+            progress=move,
+            **{name: settings[name] for name in names},
+        )
+
+
+def refuse_divergence(result: EvaluationResult) -> EvaluationResult:
+    """Return the result, unless the adapted weights diverged."""
+    if math.isnan(result.nll):
+        raise UserError("the weights diverged while adapting; use a smaller --dynamic-learning-rate")
+    return result
+
+
+def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
+    """Refuse losses that are not numbers: the weights are damaged, or of a training that diverged."""
+    if any(math.isnan(loss) for loss in losses):
+        raise UserError(
+            f"{checkpoint}: losses are not numbers: training diverged or the file is damaged; use another checkpoint"
+        )
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """Print a table of results, with what was scored below it."""
+    from txl.reporting.wording import adaptation_text, split_text
+    from txl.units import ppl_text
+
+    by_word = rows[0]["unit"] in ("word", "bpe")
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("memory", lambda row: str(row["mem_len"])),
+        ("window", lambda row: "none" if row["window"] is None else str(row["window"])),
+    ]
+    if rows[0]["sliding"]:
+        columns = [("sliding window", lambda row: str(row["segment"]))]
+    columns += [
+        ("nats/token", lambda row: f"{row['nll']:.4f}"),
+        ("ppl", lambda row: ppl_text(row["ppl"])) if by_word else ("bpc", lambda row: f"{row['bpc']:.4f}"),
+        ("bits/byte", lambda row: "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"),
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+    ]
+    if len({row["cache_size"] for row in rows}) > 1:
+        columns.insert(0, ("cache", lambda row: "none" if row["cache_size"] is None else f"{row['cache_size']:,}"))
+    first = rows[0]
+    print_table(
+        f"{first['corpus']}, {split_text(first['split'])}, {first['checkpoint']}",
+        [heading for heading, _ in columns],
+        [[show(row) for _, show in columns] for row in rows],
+    )
+    lanes = "1 lane" if first["batch_size"] == 1 else f"{first['batch_size']} lanes"
+    dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
+    if first["sliding"]:
+        print(f"{first['tokens']:,} targets, each from the {first['segment']} tokens before it alone")
+    else:
+        print(f"{first['tokens']:,} targets in {lanes}, segments of {first['segment']}{dropped}")
+    last = rows[-1]  # of `txl cache`, the one with a cache
+    if last["cache_size"] is not None:
+        shown = f"theta {last['cache_theta']:g}, lambda {last['cache_lambda']:g}"
+        print(f"with a continuous cache of {last['cache_size']:,} tokens, {shown}")
+    if first["dynamic"] is not None:
+        print(adaptation_text(first["dynamic"]))
+    if first["temperature"] != 1:
+        print(f"softmax at temperature {first['temperature']:g}")
+    if first["unknown"]:
+        read = first["tokens"] + first["dropped"] + 1
+        print(f"{first['unknown']:,} of the {read:,} tokens read are <unk>: the true bits per byte are higher")

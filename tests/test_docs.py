@@ -1,0 +1,62 @@
+"""The documentation: its generated tables name everything, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import txl
+from txl.cli import build_parser
+from txl.config import options
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+specification = importlib.util.spec_from_file_location("docs_conf", DOCS / "conf.py")
+assert specification is not None
+assert specification.loader is not None
+conf = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(conf)
+
+
+def of(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of)
+def test_commands_are_ones_that_the_program_knows(page):
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("txl "):
+                build_parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(f"{name}.md" for name in listed) == sorted(of(page) for page in PAGES if page.name != "index.md")
+
+
+def test_generated_tables_name_everything():
+    python, commands, fields, presets = (
+        conf.GENERATED[name]() for name in ("python", "commands", "options", "presets")
+    )
+    assert sorted(re.findall(r":: txl\.(\w+)$", python, flags=re.MULTILINE)) == sorted(dir(txl))
+    assert {f"`{name}`" for name in txl.presets()} == set(re.findall(r"^\| (`[\w-]+`)", presets, flags=re.MULTILINE))
+    names = {f"--{option.name.replace('_', '-')}" for option in options()}
+    assert names == set(re.findall(r"^\| `(--[\w.-]+)`", fields, flags=re.MULTILINE))
+    (subcommands,) = conf._subparsers(build_parser())
+    assert set(subcommands.choices) == set(re.findall(r"^## txl ([\w-]+)", commands, flags=re.MULTILINE))
+
+
+def test_a_marker_that_nothing_fills_ends_the_build():
+    with pytest.raises(KeyError):
+        conf.filled("<!-- generated: nothing -->")

@@ -1,0 +1,34 @@
+"""Pictures of the documentation show what the records in `results/` say, and the measurement behind one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks", reason="benchmarks/ lies beside the tests in the repository alone")
+from benchmarks import pictures, reach
+from benchmarks.long_stream import lively_model
+
+from txl.config import TransformerXLConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_pictures_are_what_the_records_give():
+    wrong = pictures.check_pictures(ROOT / "results", ROOT / "docs" / "images")
+    assert not wrong, "run python -m benchmarks.pictures"
+
+
+def test_pictures_follow_dark_mode(tmp_path):
+    pictures.write_pictures(ROOT / "results", tmp_path)
+    assert pictures.check_pictures(ROOT / "results", tmp_path) == []
+    assert all("prefers-color-scheme: dark" in path.read_text() for path in tmp_path.glob("*.svg"))
+
+
+def test_a_layer_reaches_a_window_less_one():
+    shape = TransformerXLConfig(n_layer=3, d_model=16, n_head=2, d_head=8, d_inner=16, mem_len=8, window=9, dropout=0.0)
+    found = reach.measure(lively_model(shape), torch.randint(256, (200,)), window=5, targets=2)
+    assert found["farthest"] == [12, 8, 4]
+    assert all(max(row) == 1 for row in found["relative"])
