@@ -15,7 +15,9 @@ from txl.benchmarking.operations import forward_operations, matmul_rate, synchro
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.models import build_model
+from txl.training.captured import WARM, CapturedStep, check_capture
 from txl.training.optimisers import build_optimizer
+from txl.training.parallel import TrainedModel
 from txl.training.step import training_step
 from txl.training.trainer import compile_layers
 
@@ -78,20 +80,25 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     torch.manual_seed(0)
     train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model = build_model(run.model, vocab_size, device).to(device).train()
+    if train.capture:
+        check_capture(run, device)
     if train.compile and (reason := compile_layers(model, device)) is not None:
         raise UserError(
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
         )
     optimizer = build_optimizer(model, train)
-    shape = (train.batch_size, train.segment)
+    shape, take_step = (train.batch_size, train.segment), CapturedStep() if train.capture else training_step
+    trained = TrainedModel(model)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
 
     def step() -> None:
         nonlocal states
         tokens = torch.randint(vocab_size, shape, device=device)
-        states = training_step(model, optimizer, tokens, tokens, states, train).states
+        states = take_step(trained, optimizer, tokens, tokens, states, train).states
 
     states = [state.filled_with_noise() for state in states]
+    for _ in range(WARM if train.capture else 0):
+        step()
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
