@@ -14,6 +14,7 @@ from txl.benchmarking import minutes as measuring
 from txl.cli import main
 from txl.config import RunConfig, TransformerXLConfig, validate
 from txl.data.facts import TextFacts, text_facts
+from txl.errors import UserError
 from txl.presets.minutes import (
     AIM,
     FEWEST_STEPS,
@@ -127,6 +128,8 @@ def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
 
     choice = choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, measure, {})
     assert choice.run.model.d_model == 192
+    with pytest.raises(UserError, match="memory is too small"):
+        choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: Speed(math.inf, math.inf), {})
 
 
 # The look at a text.

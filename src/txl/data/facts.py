@@ -30,7 +30,7 @@ class TextFacts:
 
     @property
     def is_text(self) -> bool:
-        """Whether it can be read in characters and byte pairs."""
+        """True if it can be read in characters and byte pairs."""
         return self.characters > 0
 
 

@@ -152,6 +152,8 @@ def choose(
             break
         at = min(better, key=lambda each: choices[each].expected)
         best = choices[at]
+    if not math.isfinite(best.expected):
+        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
     if best.run.train.steps < FEWEST_STEPS:
         raise UserError(
             f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the smallest model takes "
