@@ -193,7 +193,7 @@ def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dic
     train.eval_every = max(1, math.ceil(train.steps / _EVALUATIONS))
     train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
     train.checkpoint_every = train.eval_every
-    train.log_every = max(1, round(train.steps / 100))
+    train.log_every = max(1, round(train.steps / 40))
     train.planned_minutes = (train.steps * speed.step + evaluations) / 60
     run.model.dropout = next(rate for most, rate in DROPOUT if again <= most)
     run = with_options(run, given)
