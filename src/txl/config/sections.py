@@ -252,6 +252,14 @@ class TrainConfig:
         "report", "rollback: go back to the last due checkpoint and on with the text behind the spike"
     )
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
+    planned_minutes: float | None = setting(
+        None,
+        "minutes that training is to take, with its evaluations: a line says so when it will be a tenth more; none: no "
+        "such line",
+        above=0,
+        expected="minutes above 0, or none",
+        may_change=True,
+    )
     tensorboard: bool = setting(
         False, "write the log's figures for TensorBoard too (needs its package)", may_change=True
     )

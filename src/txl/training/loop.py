@@ -25,6 +25,10 @@ from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
 from txl.training.step import StepAbandoned, StepResult, skips_on_device, training_step
 from txl.training.validation import ValidationStopped, evaluate_in_training
+from txl.units import duration_text
+
+_LATE, _PACE_SHOWS = 1.1, 0.05
+"""Factor of `train.planned_minutes` above which a run is late; share of the steps before which nobody can tell."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class TrainingLoop:
         self._captured = CapturedStep() if setup.run.train.capture else None
         self._unsettled: _Launched | None = None
         self._grad_norm = math.nan
+        self._told_late = False
 
     def train(self) -> None:
         """Make all steps that are left.
@@ -118,6 +123,7 @@ class TrainingLoop:
             self.setup.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
+                self._report_late(reading)
                 pace.new_line(counters.tokens_read)
             self._evaluate_and_save(step, is_last)
             if self._converged():
@@ -144,6 +150,19 @@ class TrainingLoop:
             tokens_read=counters.tokens_read,
             elapsed=counters.seconds,
         )
+
+    def _report_late(self, reading: Reading) -> None:
+        """Say once when training will end, if that is later than planned."""
+        train = self.setup.run.train
+        if train.planned_minutes is None or self._told_late or reading.step < _PACE_SHOWS * train.steps:
+            return
+        planned, end = 60 * train.planned_minutes, reading.elapsed + reading.seconds_left
+        if end > _LATE * planned:
+            self._told_late = True
+            self.setup.display.message(
+                f"note: this machine is slower than when the run was planned: training will take {duration_text(end)} "
+                f"instead of {duration_text(planned)}"
+            )
 
     def _evaluate_and_save(self, step: int, is_last: bool) -> None:
         """Do what is due after a step."""
