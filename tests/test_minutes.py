@@ -254,7 +254,7 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "-3"], "--minutes is -3"),
         (["--minutes", "nan"], "--minutes is nan"),
         (["--minutes", "inf"], "--minutes is inf"),
-        (["--minutes", "soon"], "invalid float value: 'soon'"),
+        (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
         (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
         (["--minutes", "5", "--train.steps", "100"], "the minutes decide the steps"),
         (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
