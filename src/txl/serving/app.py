@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -216,7 +217,7 @@ class _Server(uvicorn.Server):
         self._stopping = stopping
         self.stopped_by: int | None = None
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; the second time, at once."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit, self.stopped_by = True, sig

@@ -6,12 +6,12 @@ Shapes: T queries of a segment, S keys, H heads, C distances.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.analysis.observation import AttentionInputs, observed
+from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine, Stream
 from txl.models.structure import evaluation_view
 
@@ -37,7 +37,7 @@ class AttentionWatch:
         weights = inputs.weights().float().mean(dim=0)  # [T,S]
         self._sum = weights if layer == 0 or self._sum is None else self._sum + weights
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[JsonObject]:
         """Return what was seen of the segment read last, a token each."""
         assert self._sum is not None
         weights, self._sum = self._sum / self.view.config.n_layer, None
@@ -48,7 +48,7 @@ class AttentionWatch:
         by_distance = weights.gather(1, key.clamp(min=0)).masked_fill(key < 0, 0.0)
         return [summary(row) for row in by_distance]
 
-    def of_next(self, stream: Stream) -> dict[str, Any]:
+    def of_next(self, stream: Stream) -> JsonObject:
         """Return how far back the attention of the prediction reaches that a stream's next step makes."""
         state = self._engine.save(stream)
         with torch.inference_mode():
@@ -57,7 +57,7 @@ class AttentionWatch:
         return self.take()[0]
 
 
-def summary(by_distance: Tensor) -> dict[str, Any]:
+def summary(by_distance: Tensor) -> JsonObject:
     """Return what is told of attention by distance [C], which sums to 1.
 
     `mean` distance in tokens; `reach`, the distance within which nine tenths of it lie; `histogram`, its part at

@@ -8,18 +8,21 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
+from txl.data.decoders import Decoder
+from txl.files import JsonObject
+from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
 from txl.serving.requests import ApiError, Fields, dumps, fields_of, json_response, of_user
-from txl.serving.scheduler import DrawnEvent, EndEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
 from txl.serving.service import Service
 from txl.serving.texts import Texts
+from txl.serving.work import DrawnEvent, EndEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 _CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs")
 _NEUTRAL = {
@@ -80,7 +83,7 @@ class Choice:
         self.text += text
         self._shown += len(text)
 
-    def take(self, top: int | None) -> dict[str, Any] | None:
+    def take(self, top: int | None) -> JsonObject | None:
         """Return what is new as a choice of a response; None if nothing is."""
         text, entries = self.text, []
         if self.echo and not self._began:
@@ -102,7 +105,7 @@ class Choice:
         }
 
 
-def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, top: int) -> dict[str, Any]:
+def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, top: int) -> JsonObject:
     """Return tokens as the completions API lists them; `bytes` and `token_ids` are this server's own addition."""
     tops: list[dict[str, float] | None] = []
     for token, _, _ in entries:
@@ -128,97 +131,135 @@ def finite(log_prob: float) -> float:
     return max(log_prob, _LEAST)
 
 
-async def completions(request: Request) -> Response:
-    """Answer `POST /v1/completions`."""
-    service: Service = request.app.state.service
-    fields = await fields_of(request, KNOWN)
+@dataclass(frozen=True)
+class _Asked:
+    """Settings of a request, the same for all of its prompts."""
+
+    n: int
+    """Continuations of each prompt."""
+    max_tokens: int
+    top: int | None
+    """Alternatives listed for each token; None: no log-probabilities."""
+    echo: bool
+    progressive: bool
+    usage: bool
+    """Count the tokens at the end of an event stream."""
+    sampling: Sampling
+    seed: int
+    stop: list[str]
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if the tokens of the prompts are listed too."""
+        return self.echo and self.top is not None
+
+
+def _asked(fields: Fields, service: Service) -> _Asked:
     service.check_model(fields.text("model"))
     for name, neutral in _NEUTRAL.items():
         fields.only(name, *neutral)
     fields.text("user")  # says who asks, and changes nothing
-    limits = service.limits
-    n = fields.whole("n", 1, 1, limits.max_choices)
-    max_tokens = fields.whole("max_tokens", 16, 0, limits.max_tokens)
-    top = fields.whole("logprobs", None, 0, limits.max_logprobs)
-    echo, progressive = fields.flag("echo"), fields.flag("stream")
-    sampling, seed, stop = fields.sampling(), fields.seed(), fields.strings("stop", 4)
-    include_usage = _include_usage(fields, progressive)
-    prompts = await _prompts(fields, service, echo, top is not None)
-    if len(prompts) * n > limits.max_choices:
-        raise ApiError(400, f"{len(prompts)} prompts times n {n}; expected at most {limits.max_choices} texts")
-    score = echo and top is not None
-    outbox = Outbox(progressive, len(prompts))
-    choices: list[Choice] = []
-    works: list[Work] = []
-    for number, prompt in enumerate(prompts):
-        lanes = []
-        for sample in range(n):
-            index = number * n + sample
-            choices.append(Choice(index, prompt, echo, service.texts))
-            lanes.append(
-                Lane(index, max_tokens, seed + sample, sampling, _decoder(service.texts, prompt), StopStrings(stop))
-            )
-        works.append(
-            Work(
-                number,
-                prompt.ids,
-                lanes,
-                outbox,
-                forbidden=service.texts.forbidden,
-                score=score,
-                top=top,
-                segment=service.segment if score else Work.segment,
-            )
-        )
-    service.submit(works)
-    head = {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.model_id,
-        "system_fingerprint": service.fingerprint,
-    }
+    limits, progressive = service.limits, fields.flag("stream")
+    return _Asked(
+        n=fields.whole("n", 1, 1, limits.max_choices),
+        max_tokens=fields.whole("max_tokens", 16, 0, limits.max_tokens),
+        top=fields.whole("logprobs", None, 0, limits.max_logprobs),
+        echo=fields.flag("echo"),
+        progressive=progressive,
+        usage=_include_usage(fields, progressive),
+        sampling=fields.sampling(),
+        seed=fields.seed(),
+        stop=fields.strings("stop", 4),
+    )
 
-    def take_in(batch: list[Event]) -> set[int]:
+
+class _Answer:
+    """The answer to a request, as far as it has come: `n` choices a prompt, in the order of the prompts."""
+
+    def __init__(self, prompts: list[Prompt], asked: _Asked, service: Service):
+        self._prompts, self._asked = prompts, asked
+        each = (prompt for prompt in prompts for _ in range(asked.n))
+        self._choices = [Choice(index, prompt, asked.echo, service.texts) for index, prompt in enumerate(each)]
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_id,
+            "system_fingerprint": service.fingerprint,
+        }
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens read and drawn."""
+        read, made = sum(each.ids.numel() for each in self._prompts), sum(each.made for each in self._choices)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    async def chunks(self, outbox: Outbox) -> AsyncIterator[JsonObject]:
+        """Yield the objects of an event stream."""
+        async for batch in outbox.batches():
+            for index in sorted(self._take_in(batch)):
+                made = self._choices[index].take(self._asked.top)
+                if made is not None:
+                    yield self._head | {"choices": [made]} | ({"usage": None} if self._asked.usage else {})
+        if self._asked.usage:
+            yield self._head | {"choices": [], "usage": self.usage()}
+
+    async def arrive(self, outbox: Outbox) -> None:
+        """Wait until everything has come."""
+        async for batch in outbox.batches():
+            self._take_in(batch)
+
+    def whole(self) -> Response:
+        """Return everything at once."""
+        choices = [choice.take(self._asked.top) for choice in self._choices]
+        return json_response(self._head | {"choices": choices, "usage": self.usage()})
+
+    def _take_in(self, batch: list[Event]) -> set[int]:
         """Sort events into choices; returns those that something came for."""
         touched = set()
         for event in batch:
             if isinstance(event, DrawnEvent | EndEvent):
-                choices[event.lane].add(event)
+                self._choices[event.lane].add(event)
                 touched.add(event.lane)
             elif isinstance(event, ReadEvent):
-                prompts[event.work].scored += event.tokens
+                self._prompts[event.work].scored += event.tokens
             elif isinstance(event, FailedEvent):
                 raise ApiError(event.status, event.message)
         return touched
 
-    def usage() -> dict[str, int]:
-        read, made = sum(prompt.ids.numel() for prompt in prompts), sum(choice.made for choice in choices)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
-    if progressive:
+async def completions(request: Request) -> Response:
+    """Answer `POST /v1/completions`."""
+    service: Service = request.app.state.service
+    fields = await fields_of(request, KNOWN)
+    asked = _asked(fields, service)
+    prompts = await _prompts(fields, service, asked)
+    outbox = Outbox(asked.progressive, len(prompts))
+    works = [_work(number, prompt, asked, outbox, service) for number, prompt in enumerate(prompts)]
+    service.submit(works)
+    answer = _Answer(prompts, asked, service)
+    if asked.progressive:
+        return event_stream(answer.chunks(outbox), works, service)
+    await while_connected(request, answer.arrive(outbox), works)
+    return await beside(0 if asked.top is None else answer.usage()["total_tokens"], answer.whole)
 
-        async def chunks() -> AsyncIterator[dict[str, Any]]:
-            async for batch in outbox.batches():
-                for index in sorted(take_in(batch)):
-                    made = choices[index].take(top)
-                    if made is not None:
-                        yield head | {"choices": [made]} | ({"usage": None} if include_usage else {})
-            if include_usage:
-                yield head | {"choices": [], "usage": usage()}
 
-        return event_stream(chunks(), works, service)
-
-    async def all_of_it() -> None:
-        async for batch in outbox.batches():
-            take_in(batch)
-
-    await while_connected(request, all_of_it(), works)
-
-    def whole() -> Response:
-        return json_response(head | {"choices": [choice.take(top) for choice in choices], "usage": usage()})
-
-    return await beside(usage()["total_tokens"] if top is not None else 0, whole)
+def _work(number: int, prompt: Prompt, asked: _Asked, outbox: Outbox, service: Service) -> Work:
+    """Return the work of one prompt, with a lane for each of its continuations."""
+    lanes = []
+    for sample in range(asked.n):
+        decoder, stop = _decoder(service.texts, prompt), StopStrings(asked.stop)
+        index, seed = number * asked.n + sample, asked.seed + sample
+        lanes.append(Lane(index, asked.max_tokens, seed, asked.sampling, decoder, stop))
+    return Work(
+        number,
+        prompt.ids,
+        lanes,
+        outbox,
+        forbidden=service.texts.forbidden,
+        score=asked.scores_prompts,
+        top=asked.top,
+        segment=service.segment if asked.scores_prompts else Work.segment,
+    )
 
 
 def _include_usage(fields: Fields, progressive: bool) -> bool:
@@ -230,17 +271,21 @@ def _include_usage(fields: Fields, progressive: bool) -> bool:
     return Fields(options, frozenset({"include_usage"})).flag("include_usage")
 
 
-async def _prompts(fields: Fields, service: Service, echo: bool, score: bool) -> list[Prompt]:
+async def _prompts(fields: Fields, service: Service, asked: _Asked) -> list[Prompt]:
     value = fields.raw("prompt")
     many = value if isinstance(value, list) and value and not _is_ids(value) else [value]
-    return [await read_prompt(each, service, "prompt", echo, score and echo) for each in many]
+    prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
+    most = service.limits.max_choices
+    if len(prompts) * asked.n > most:
+        raise ApiError(400, f"{len(prompts)} prompts times n {asked.n}; expected at most {most} texts")
+    return prompts
 
 
-def _is_ids(value: list[Any]) -> bool:
+def _is_ids(value: list[object]) -> bool:
     return isinstance(value[0], int) and not isinstance(value[0], bool)
 
 
-async def read_prompt(value: Any, service: Service, name: str, shown: bool, located: bool) -> Prompt:
+async def read_prompt(value: object, service: Service, name: str, shown: bool, located: bool) -> Prompt:
     """Return a prompt of a request, a string or token ids.
 
     Raises:
@@ -275,13 +320,13 @@ async def beside(size: int, make: Callable[[], T]) -> T:
     return make() if size < _IN_THREAD else await asyncio.to_thread(make)
 
 
-def _decoder(texts: Texts, prompt: Prompt) -> Any:
+def _decoder(texts: Texts, prompt: Prompt) -> Decoder:
     if prompt.text is not None:
         return texts.vocabulary.decoder(prompt.text)
     return texts.decoder_after(prompt.ids[-8:].tolist())
 
 
-def event_stream(events: AsyncIterator[dict[str, Any]], works: Sequence[Work], service: Service) -> Response:
+def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service) -> Response:
     """Return objects as server-sent events, ended by `[DONE]`; who leaves ends the works."""
 
     async def data() -> AsyncIterator[dict[str, str]]:

@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -211,7 +210,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def patient_protocol(limits: Limits) -> type[Any]:
+def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol that does not wait forever.
 
     A connection is closed if no whole head of a request has come in time, and broken off if the client does not take
@@ -223,7 +222,7 @@ def patient_protocol(limits: Limits) -> type[Any]:
         _silent: asyncio.TimerHandle | None = None
         _stuck: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._expect_head()
 

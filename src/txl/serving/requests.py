@@ -7,12 +7,13 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.generation.sampling import Sampling
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class ApiError(Exception):
         self.message, self.param = _writable(message), None if param is None else _writable(param)
         self.status, self.code, self.headers = status, code, headers or {}
 
-    def value(self) -> dict[str, Any]:
+    def value(self) -> JsonObject:
         """Return the error as the OpenAI API writes it."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -90,17 +91,17 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", errors="backslashreplace").decode()
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a value as JSON; what is not a number in JSON is an error here, not at the client."""
     return JSONResponse(value, status, headers)
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """Return JSON in one line, for an event; in ASCII, for clients that end lines at U+0085 or U+2028 too."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+def parsed(body: bytes) -> JsonObject:
     """Return the fields of a JSON object.
 
     Raises:
@@ -140,7 +141,7 @@ class Fields:
         ApiError: for a field that is not known.
     """
 
-    def __init__(self, values: dict[str, Any], known: frozenset[str]):
+    def __init__(self, values: JsonObject, known: frozenset[str]):
         unknown = sorted(set(values) - known)
         if unknown:
             named = ", ".join(each[:80] for each in unknown[:8])
@@ -157,7 +158,7 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def raw(self, name: str) -> Any:
+    def raw(self, name: str) -> object:
         """Return a field as it came; None if it is absent."""
         return self._values.get(name)
 
@@ -193,7 +194,7 @@ class Fields:
             raise ApiError(400, f"{name} is {_short(value)}; expected a string", param=name)
         return value
 
-    def only(self, name: str, *neutral: Any) -> None:
+    def only(self, name: str, *neutral: object) -> None:
         """Refuse a field that has no effect here, unless its value asks for none."""
         value = self._values.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
@@ -236,7 +237,7 @@ def of_user(make: Callable[[], T], param: str | None = None) -> T:
         raise ApiError(400, str(error), param=param) from None
 
 
-def _check_characters(name: str, value: Any) -> None:
+def _check_characters(name: str, value: object) -> None:
     """Refuse halves of surrogate pairs: they are no characters, and no answer could hold them."""
     if isinstance(value, str):
         try:
@@ -255,6 +256,6 @@ def _check_characters(name: str, value: Any) -> None:
             _check_characters(name, each)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -8,21 +8,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
 import torch
 
 import txl
+from txl.config.sections import Limit
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel
 from txl.native.build import identity
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
-from txl.serving.scheduler import Busy, Scheduler, Work
+from txl.serving.scheduler import Busy, Scheduler
 from txl.serving.texts import Texts
+from txl.serving.work import Work
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Served:
     """Texts that are decoded at the same time."""
     dtype: torch.dtype | None = None
     mem_len: int | None = None
-    window: Any = None
-    clamp_len: Any = None
+    window: Limit = None
+    clamp_len: Limit = None
     segment: int = 128
     """Tokens scored at once; with an exact window it changes no result."""
     threads: int | None = None
@@ -65,7 +67,7 @@ class Service:
         self.texts, self.model_id, self.segment = Texts(served.vocabulary, served.name), served.name, served.segment
         self.created = int(time.time())
         state = served.model.init_state(1, **lengths)
-        self.identity: dict[str, Any] = {
+        self.identity: JsonObject = {
             "model": served.model_hash or weights_hash(served.model),
             "dtype": str(self.empty.keys[0].dtype).removeprefix("torch."),
             "mem_len": state.mem_len,
@@ -130,7 +132,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the model as `/v1/models` lists it."""
         model = self.served.model
         return {

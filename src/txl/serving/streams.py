@@ -6,18 +6,19 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
+from txl.files import JsonObject
 from txl.generation.text import StopStrings
 from txl.serving.completions import beside, event_stream, finite, read_prompt, while_connected
-from txl.serving.kept import KeptStream, KeptStreams, Operation, new_id, restored, snapshot
+from txl.serving.kept import KeptStreams
+from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
-from txl.serving.scheduler import DrawnEvent, EndEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
 from txl.serving.service import Service
+from txl.serving.work import DrawnEvent, EndEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 SNAPSHOT_TYPE = "application/octet-stream"
 _READ = ("logprobs", "attention", "stream")
@@ -28,7 +29,7 @@ _FORK = frozenset(("at", "token", "seed"))
 _LN2 = math.log(2)
 
 
-def describe(stream: KeptStream, kept: KeptStreams) -> dict[str, Any]:
+def describe(stream: KeptStream, kept: KeptStreams) -> JsonObject:
     """Return a stream as the API shows it."""
     limits, totals, state = kept.service.limits, stream.totals, stream.state
     idle = time.monotonic() - stream.used
@@ -61,14 +62,14 @@ class _Shown:
     def __init__(self, kept: KeptStreams, stream: KeptStream, detailed: bool):
         self._texts, self._detailed, self._position = kept.service.texts, detailed, stream.state.n_token
 
-    def tokens(self, scored: list[ScoredToken], source: str) -> list[dict[str, Any]] | None:
+    def tokens(self, scored: list[ScoredToken], source: str) -> list[JsonObject] | None:
         """Return the next tokens of the stream; None if they are not asked for."""
         first, self._position = self._position, self._position + len(scored)
         if not self._detailed:
             return None
         return [self._token(first + number, token, source) for number, token in enumerate(scored)]
 
-    def _token(self, position: int, token: ScoredToken, source: str) -> dict[str, Any]:
+    def _token(self, position: int, token: ScoredToken, source: str) -> JsonObject:
         log_prob = token.log_prob
         return {
             "position": position,
@@ -82,7 +83,7 @@ class _Shown:
             "attention": token.attention,
         }
 
-    def _named(self, token: int) -> dict[str, Any]:
+    def _named(self, token: int) -> JsonObject:
         data = self._texts.bytes_of(token)
         return {"id": token, "text": self._texts.shown(data), "bytes": list(data)}
 
@@ -153,14 +154,14 @@ async def _append(
     operation = Operation(stream, work, None)
     operation.start(service)
 
-    def result(tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+    def result(tokens: list[JsonObject] | None) -> JsonObject:
         scored, bits = stream.totals.scored - before[0], stream.totals.bits - before[1]
         value = {"object": "stream.append", "read": ids.numel(), "total": ids.numel(), "scored": scored, "bits": bits}
         return value | {"tokens": tokens, "stream": describe(stream, kept)}
 
     if progressive:
 
-        async def events() -> AsyncIterator[dict[str, Any]]:
+        async def events() -> AsyncIterator[JsonObject]:
             async for batch in operation.batches():
                 for event in batch:
                     if isinstance(event, ReadEvent):
@@ -173,7 +174,7 @@ async def _append(
     batches = await while_connected(request, _all(operation), [work])
 
     def whole() -> Response:
-        tokens: list[dict[str, Any]] = []
+        tokens: list[JsonObject] = []
         for event in batches:
             if isinstance(event, ReadEvent):
                 tokens += shown.tokens(event.tokens, "read") or []
@@ -225,7 +226,7 @@ async def generate(request: Request) -> Response:
     began = time.perf_counter()
     made, reason = 0, ""
 
-    def taken(batch: list[Event]) -> tuple[str, list[dict[str, Any]] | None]:
+    def taken(batch: list[Event]) -> tuple[str, list[JsonObject] | None]:
         nonlocal made, reason
         text, scored = "", []
         for event in batch:
@@ -238,7 +239,7 @@ async def generate(request: Request) -> Response:
         made += len(scored)
         return text, shown.tokens(scored, "drawn")
 
-    def result(text: str | None, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+    def result(text: str | None, tokens: list[JsonObject] | None) -> JsonObject:
         return {
             "object": "stream.generation",
             "text": text,
@@ -252,7 +253,7 @@ async def generate(request: Request) -> Response:
 
     if progressive:
 
-        async def events() -> AsyncIterator[dict[str, Any]]:
+        async def events() -> AsyncIterator[JsonObject]:
             async for batch in operation.batches():
                 text, tokens = taken(batch)
                 if text or tokens:

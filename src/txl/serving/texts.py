@@ -6,7 +6,6 @@ import codecs
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from txl.data.located import located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary
 from txl.errors import UserError
+from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens
 from txl.generation.text import undrawable
 
@@ -112,7 +112,7 @@ class Texts:
         own = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
         return data, at + max(0, len(piece) - len(own))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return what `/tokenizer_info` tells.
 
         A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>`

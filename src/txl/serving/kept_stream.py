@@ -1,0 +1,288 @@
+"""One stream that is kept between requests: its states, what is done with it, and its snapshot.
+
+A kept stream is the state behind its last token, and one or two states from before, to which a fork can go back. A
+snapshot is a safetensors file: keys and values of every layer, and what they belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from txl.data.decoders import Decoder
+from txl.files import JsonObject
+from txl.generation.engine import StreamState
+from txl.serving.requests import ApiError
+from txl.serving.service import Service
+from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, ReadEvent, SavedEvent, ScoredToken, Work
+
+_FORMAT = 1
+TAIL = 8
+"""Last tokens that a stream and its snapshot hold, from which a decoder knows where it is."""
+_STATES = 2
+"""States from before that a stream keeps."""
+_LN2 = math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A token of a stream, and what it added to the stream's totals."""
+
+    id: int
+    bits: float | None
+    characters: int
+    drawn: tuple[int, int] | None = None
+    """Where it was drawn: the seed, and how many tokens were drawn with it before."""
+
+
+@dataclass
+class Totals:
+    """Bits that a stream's tokens have cost over its whole life."""
+
+    scored: int = 0
+    bits: float = 0.0
+    characters: int = 0
+    """Characters that the scored tokens completed."""
+
+    def add(self, entry: Entry, sign: int = 1) -> None:
+        """Count a token, or take it back."""
+        if entry.bits is not None:
+            self.scored += sign
+            self.bits += sign * entry.bits
+            self.characters += sign * entry.characters
+
+
+@dataclass(eq=False)
+class KeptStream:
+    """A stream between requests."""
+
+    id: str
+    state: StreamState
+    seed: int
+    drawn: int = 0
+    """Tokens drawn with this seed."""
+    totals: Totals = field(default_factory=Totals)
+    earlier: deque[StreamState] = field(default_factory=deque)
+    """States that a fork can go back to, the oldest first."""
+    recent: deque[Entry] = field(default_factory=deque)
+    """Tokens behind the oldest of them."""
+    tail: tuple[int, ...] = ()
+    """The last few tokens."""
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.monotonic)
+    changed: bool = True
+    """True if its file, where streams are kept in a folder, is not up to date."""
+    work: Work | None = None
+    """The work that is being done with it now."""
+
+    @property
+    def first(self) -> int:
+        """Least number of tokens that a fork can go back to."""
+        return self.earlier[0].n_token if self.earlier else self.state.n_token
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its states; states that forks share count for each."""
+        states = {id(each): each for each in (*self.earlier, self.state)}
+        return sum(each.nbytes for each in states.values())
+
+    def go_on(self, entries: list[Entry], state: StreamState) -> None:
+        """Take in tokens, and the state behind them."""
+        for entry in entries:
+            self.recent.append(entry)
+            self.totals.add(entry)
+        self.tail = (*self.tail, *(entry.id for entry in entries[-TAIL:]))[-TAIL:]
+        self.state, self.changed, self.used = state, True, time.monotonic()
+        if not self.earlier or state.n_token - self.earlier[-1].n_token >= CHECKPOINT_EVERY:
+            self.earlier.append(state)
+        while len(self.earlier) > _STATES:
+            self.earlier.popleft()
+        while len(self.recent) > state.n_token - self.first:
+            self.recent.popleft()
+
+
+class Operation:
+    """A work that changes a kept stream, followed to its end whoever listens.
+
+    Args:
+        stream: nobody else works with it meanwhile.
+        work: what is done; it has `keep` set.
+        seed: of the tokens that are drawn; None: nothing is drawn.
+        again: tokens that the work reads first and that the stream had before.
+    """
+
+    def __init__(self, stream: KeptStream, work: Work, seed: int | None, again: Sequence[Entry] = ()):
+        self.stream, self.work, self._seed, self._again = stream, work, seed, deque(again)
+        self._n_drawn = work.lanes[0].drawn if work.lanes else 0
+        self.failure: FailedEvent | None = None
+        self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
+        self._listens = True
+        self._entries: list[Entry] = []
+        stream.work = work
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self, service: Service) -> None:
+        """Submit the work and follow it.
+
+        Raises:
+            ApiError: if the queue is full.
+        """
+        decoder = service.texts.decoder_after(self.stream.tail)
+        try:
+            service.submit([self.work])
+        except ApiError:
+            self.stream.work = None
+            raise
+        self.task = asyncio.create_task(self._follow(decoder))
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yield what comes; who stops listening ends the work."""
+        try:
+            while (batch := await self._queue.get()) is not None:
+                yield batch
+        finally:
+            self._listens = False
+            self.work.cancelled = True
+
+    async def _follow(self, decoder: Decoder) -> None:
+        try:
+            async for batch in self.work.outbox.batches():
+                for event in batch:
+                    self._take_in(event, decoder)
+                if self._listens:
+                    self._queue.put_nowait(batch)
+        finally:
+            self.stream.work, self.stream.used = None, time.monotonic()
+            self._queue.put_nowait(None)
+
+    def _take_in(self, event: Event, decoder: Decoder) -> None:
+        if isinstance(event, ReadEvent):
+            for token in event.tokens:
+                token.piece = decoder.push(token.id)
+                self._entries.append(_entry(token, self._again.popleft().drawn if self._again else None))
+        elif isinstance(event, DrawnEvent):
+            self._entries.append(_entry(event.token, None if self._seed is None else (self._seed, self._n_drawn)))
+            self._n_drawn += 1
+        elif isinstance(event, SavedEvent):
+            n_new = event.state.n_token - self.stream.state.n_token
+            self.stream.go_on(self._entries[:n_new], event.state)
+            del self._entries[:n_new]
+            if self._seed is not None:
+                self.stream.seed, self.stream.drawn = self._seed, event.drawn
+        elif isinstance(event, FailedEvent):
+            self.failure = event
+
+
+def _entry(token: ScoredToken, drawn: tuple[int, int] | None) -> Entry:
+    return Entry(token.id, None if token.log_prob is None else -token.log_prob / _LN2, len(token.piece), drawn)
+
+
+def new_id() -> str:
+    """Return the id of a new stream, which nobody can guess."""
+    return f"stream-{secrets.token_hex(16)}"
+
+
+def snapshot(stream: KeptStream, service: Service) -> bytes:
+    """Return everything that a stream goes on from, as a safetensors file."""
+    state = stream.state
+    tensors: dict[str, Tensor] = {}
+    for kind, each in (("keys", state.keys), ("values", state.values)):
+        tensors |= {f"{kind}.{layer}": tensor.detach().cpu().contiguous() for layer, tensor in enumerate(each)}
+    about = {
+        "format": _FORMAT,
+        **service.identity,
+        "kernel": service.kernel,
+        "n_token": state.n_token,
+        "waiting": state.waiting,
+        "seed": stream.seed,
+        "drawn": stream.drawn,
+        "scored": stream.totals.scored,
+        "bits": stream.totals.bits.hex(),
+        "characters": stream.totals.characters,
+        "tail": list(stream.tail),
+        "created": stream.created,
+    }
+    about["sha256"] = _digest(about, tensors)
+    return safetensors.torch.save(tensors, {"txl_stream": json.dumps(about)})
+
+
+def restored(data: bytes, service: Service, name: str) -> KeptStream:
+    """Return the stream of a snapshot.
+
+    Raises:
+        ApiError: if it is none, damaged, or of another model or other settings, with the reason.
+    """
+    try:
+        size = int.from_bytes(data[:8], "little")
+        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["txl_stream"])
+        tensors = safetensors.torch.load(data)
+        assert about["format"] == _FORMAT
+    except (ValueError, KeyError, TypeError, AssertionError, SafetensorError, RecursionError):
+        raise ApiError(400, "not a snapshot of a stream that this version reads", code="bad_snapshot") from None
+    for field_name, ours in service.identity.items():
+        if about.get(field_name) != ours:
+            theirs = about.get(field_name)
+            what = "of another model" if field_name == "model" else f"of a stream with {field_name} {theirs}"
+            here = f"{ours[:12]}..." if field_name == "model" else ours
+            there = f"{str(theirs)[:12]}..." if field_name == "model" else theirs
+            raise ApiError(
+                409,
+                f"the snapshot is {what}; this server has {field_name} {here}, the snapshot {there}",
+                code="mismatch",
+            )
+    if about.pop("sha256", None) != _digest(about, tensors):
+        raise ApiError(400, "the snapshot is damaged: its content is not what its hash says", code="bad_snapshot")
+    try:
+        state = _state_of(about, tensors, service)
+        stream = KeptStream(
+            name,
+            state,
+            int(about["seed"]),
+            int(about["drawn"]),
+            Totals(int(about["scored"]), float.fromhex(about["bits"]), int(about["characters"])),
+            deque([state]),
+            tail=tuple(int(each) for each in about["tail"])[-TAIL:],
+            created=float(about["created"]),
+        )
+        if not all(0 <= each < len(service.texts.vocabulary) for each in (*stream.tail, state.waiting)):
+            raise ValueError("a token is outside of the vocabulary")
+        if not (0 <= stream.seed < 2**63 and 0 <= stream.drawn < 2**63 and math.isfinite(stream.totals.bits)):
+            raise ValueError("a number is out of range")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ApiError(400, f"the snapshot is damaged: {error}", code="bad_snapshot") from None
+    return stream
+
+
+def _state_of(about: JsonObject, tensors: dict[str, Tensor], service: Service) -> StreamState:
+    n_layer, n_token = len(service.empty.keys), int(about["n_token"])
+    if n_token < 0 or len(tensors) != 2 * n_layer:
+        raise ValueError("its tensors are not those of this model")
+    held = min(max(n_token - 1, 0), service.memory)
+    kinds = []
+    for kind, like in (("keys", service.empty.keys), ("values", service.empty.values)):
+        found = tuple(tensors[f"{kind}.{layer}"] for layer in range(n_layer))
+        for tensor, empty in zip(found, like, strict=True):
+            if tensor.shape != (empty.shape[0], held, empty.shape[2]) or tensor.dtype != empty.dtype:
+                raise ValueError("its tensors have other shapes")
+        kinds.append(tuple(tensor.to(like[0].device) for tensor in found))
+    return StreamState(n_token, int(about["waiting"]), *kinds)
+
+
+def _digest(about: JsonObject, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
