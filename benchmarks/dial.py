@@ -62,7 +62,7 @@ class Point:
 def points() -> list[Point]:
     """Return all runs, those that tell most first."""
     wiki, stdlib, quixote = ("wikitext-2", 10 * MB), ("stdlib", 10 * MB), ("quixote", 2 * MB)
-    enwik8, shakespeare, code = ("enwik8", 4 * MB), ("shakespeare", 200 * KB), ("stdlib", 200 * KB)
+    shakespeare, code = ("shakespeare", 200 * KB), ("stdlib", 200 * KB)
     return [
         Point(*stdlib, "4x128", 1200),
         Point(*wiki, "4x128", 400),
@@ -77,19 +77,18 @@ def points() -> list[Point]:
         Point(*shakespeare, "4x128", 800, 256, 0.1),
         Point(*quixote, "4x128", 1200),
         Point(*quixote, "4x128", 1200, dropout=0.1),
-        Point(*wiki, "4x128", 800, batch_size=8),
+        Point(*shakespeare, "4x128", 1200, 512),
+        Point(*wiki, "4x128", 1200, rate=8e-3),
+        Point(*shakespeare, "4x128", 3600, 512, 0.2),
+        Point(*wiki, "6x256", 400, rate=8e-3),
         Point(*wiki, "4x128", 600, batch_size=32),
         Point(*wiki, "6x192", 1200),
-        Point(*wiki, "6x256", 400, rate=2e-3),
-        Point(*shakespeare, "3x96", 1200, 512, 0.1),
         Point(*quixote, "4x128", 1200, 1024),
+        Point(*wiki, "3x96", 1200),
+        Point(*shakespeare, "4x128", 1200, 1024, 0.2),
         Point(*quixote, "4x128", 1200, 4096),
-        Point(*code, "4x128", 400, 512, 0.1),
         Point(*code, "4x128", 1200, 512, 0.2),
-        Point(*shakespeare, "4x128", 1200, 512, 0.4),
-        Point(*enwik8, "6x192", 1200),
         Point(*wiki, "4x128", 3600),
-        Point(*wiki, "6x256", 1200),
     ]
 
 
