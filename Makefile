@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TXL_TEST_DATA ?=
 
-.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton bench-peers docs lint bench build package clean
+.PHONY: setup demo test test-browser oracle oracle-tensorflow huggingface lm-eval triton gpu gpu-rehearse bench-peers docs \
+  lint bench build package clean
 
 setup: $(STAMP)
 
@@ -85,7 +86,7 @@ triton: .venv-triton/.installed
 
 # The documentation as a site of plain files in site/; broken links and anchors end it.
 docs: .venv-docs/.installed
-	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -a -d .venv-docs/doctrees docs site
+	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -E -d .venv-docs/doctrees docs site
 	@echo "open site/index.html"
 
 .venv-docs/.installed: constraints-docs.txt
@@ -94,6 +95,16 @@ docs: .venv-docs/.installed
 		sphinx furo myst-parser sphinx-copybutton torch safetensors tokenizers numpy rich platformdirs lazy_loader portalocker \
 		jaxtyping zstandard pooch matplotlib huggingface_hub
 	@touch $@
+
+# The first minutes on a machine with an NVIDIA GPU: tests, speed, memory, a profile; writes results/gpu-NAME.json and .md.
+MINUTES ?= 9
+gpu: $(STAMP)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --minutes $(MINUTES)
+
+# All of it with tiny models on a CPU, so that nothing but the device is new on the day.
+gpu-rehearse: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -114,7 +125,7 @@ LIBRARIES := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),1)
 build: $(STAMP)
 	rm -rf build dist
 	TXL_LIBRARIES=$(LIBRARIES) $(BIN)/python -m build --no-isolation
-	$(if $(LIBRARIES),PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl && rm dist/*-linux_x86_64.whl)
+	$(if $(LIBRARIES),PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl && rm dist/*-linux_x86_64.whl)
 
 # What was built, installed by itself and used where there is no compiler and no home.
 package: build

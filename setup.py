@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -43,14 +43,16 @@ class BuildWithLibraries(build_py):
                 self.copy_file(str(made), str(Path(self.build_lib) / "txl" / "native" / made.name))
 
 
-class PlatformWheel(bdist_wheel):
-    """A wheel that names its platform, for any Python: the libraries know nothing of it."""
+class Package(Distribution):
+    """A package that belongs to a platform, if it has libraries."""
 
-    def finalize_options(self) -> None:
-        """Have a wheel with libraries named after the platform."""
-        super().finalize_options()
-        if WANTED:
-            self.root_is_pure = False
+    def has_ext_modules(self) -> bool:
+        """Return whether it has libraries."""
+        return WANTED
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for any Python: the libraries know nothing of it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags of Python, ABI and platform."""
@@ -62,4 +64,4 @@ def run_file(name: str) -> dict[str, Any]:
     return runpy.run_path(str(NATIVE / f"{name}.py"))
 
 
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": PlatformWheel})
+setup(distclass=Package, cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": AnyPython})

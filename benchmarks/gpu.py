@@ -72,7 +72,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name for messages."""
         return " ".join([self.function, *(str(each) for each in self.given.values())])
 
 
@@ -267,6 +267,7 @@ def _outcomes(lines: Any) -> Iterator[Figures]:
 def work(bench: Bench) -> int:
     """Measure the rows that standard input has, and print a line for each."""
     if bench.rehearsed:
+        torch.set_num_threads(1)
         Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
     given = json.load(sys.stdin)
     for row in (Row(**each) for each in given["rows"]):

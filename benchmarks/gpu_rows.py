@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: each row by itself, from a few plain values to figures ready for JSON.
+"""Rows of `benchmarks.gpu`: each is measured by itself, from a few plain values to figures ready for JSON.
 
 `--rehearse` measures the same rows of tiny models on a CPU, where a graph is done again at each replay.
 
@@ -284,8 +284,8 @@ def huggingface(bench: Bench, dtype: str) -> Figures:
     def step() -> None:
         nonlocal mems
         with torch.autocast(torch.device(bench.device).type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            out = peer(tokens, mems=mems, labels=tokens)
-        out.loss.mean().backward()
+            out = peer.transformer(tokens, mems=mems)
+        peer.crit(out.last_hidden_state.float(), tokens).mean().backward()  # autocast breaks it
         torch.nn.utils.clip_grad_norm_(peer.parameters(), train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -340,15 +340,14 @@ def table9(bench: Bench, length: int) -> Figures:
     run = bench.run("enwik8-12L")
     given = (32, 8, 1) if bench.rehearsed else (length, 128, 5)
     vocab_size = bench.vocabulary("enwik8-12L")
-    measured = slowdown(transformer_xl_of(run), vocab_size, *given, bench.device, "bfloat16").to_dict()
-    return measured | {"attention_length": length}
+    return slowdown(transformer_xl_of(run), vocab_size, *given, bench.device, "bfloat16").to_dict()
 
 
 def memory(bench: Bench, attention: Any, length: int) -> Figures:
     """Measure the peak memory of a training step at T = M, four lanes."""
     run = bench.run("enwik8-12L", batch_size=4, segment=min(length, 16) if bench.rehearsed else length)
     run.model = dataclasses.replace(run.model, attention=bench.attention(attention), mem_len=run.train.segment)
-    return {"length": length, "peak_bytes": peak_bytes(run, bench.vocabulary("enwik8-12L"), bench.device)}
+    return {"length": run.train.segment, "peak_bytes": peak_bytes(run, bench.vocabulary("enwik8-12L"), bench.device)}
 
 
 def kernels(bench: Bench, attention: Any) -> Figures:

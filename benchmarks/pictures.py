@@ -37,8 +37,8 @@ def draw_reach(figure: Figure, record: Record) -> None:
         axes.plot(range(reach + 1), row[: reach + 1], color=color, linewidth=1.1)
         axes.plot(reach, row[reach], marker="o", markersize=4, color=color)
         axes.annotate(
-            f"layer {number}: {reach}", (reach, row[reach]), xytext=(3, -11), textcoords="offset points",
-            ha="right" if number == 1 else "left", fontsize=8.5, color=color,
+            f"layer {number}: {reach} tokens", (reach, row[reach]), xytext=(3, -11), textcoords="offset points",
+            ha="left", fontsize=8.5, color=color,
         )  # fmt: skip
     axes.set_yscale("log")
     axes.set_ylim(min(row[reach] for row, reach in zip(rows, record["farthest"], strict=True)) / 12, 2)

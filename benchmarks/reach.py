@@ -76,7 +76,8 @@ def main(out: str, run: str) -> None:
     tokens = torch.as_tensor(corpus.tokens("valid")[:].astype("int64"))
     start = next(event for event in directory.events() if event["event"] == "start")
     measured = measure(cast(TransformerXL, model), tokens)
-    about = {"command": start["command"], "corpus": start["corpus"], "config": start["config"]}
+    text = start["corpus"]["splits"]["train"]["sha256_text"]
+    about = {"command": ["txl", *start["command"][1:]], "training_text_sha256": text, "model": start["config"]["model"]}
     write(Path(out), f"python -m benchmarks.reach {out} RUN", measured | {"run": about})
 
 

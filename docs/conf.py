@@ -109,6 +109,8 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> list[str]:
 
 def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
     parts = [f"{'#' * level} {parser.prog}\n"]
+    if example := getattr(parser, "example", ""):
+        parts.append(f"```sh\n{example}\n```\n")
     for text in (parser.description or about, parser.epilog):
         if text and "\n" in text.strip():
             parts.append(f"```text\n{text.strip()}\n```\n")
@@ -122,7 +124,7 @@ def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
         and not isinstance(action, argparse._SubParsersAction)
         and action.dest != "help"
     ]
-    own = [action for action in shown if "." not in action.dest]
+    own = [action for action in shown if "." not in action.dest or _short(action)]
     if own:
         parts.append(table(("argument", "meaning"), [(_invocation(each), _help(parser, each)) for each in own]))
     if sections := sorted({each.dest.split(".")[0] for each in shown if "." in each.dest}):
@@ -131,13 +133,18 @@ def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
     return "\n".join(parts)
 
 
+def _short(action: argparse.Action) -> bool:
+    """Return whether a field of the configuration has a short form in this command."""
+    return any("." not in name for name in action.option_strings)
+
+
 def _invocation(action: argparse.Action) -> str:
     value = action.metavar if isinstance(action.metavar, str) else None
     if value is None:
         value = "|".join(map(str, action.choices)) if action.choices is not None else action.dest.upper()
     if not action.option_strings:
         return f"`{value}`"
-    names = ", ".join(f"`{each}`" for each in action.option_strings)
+    names = ", ".join(f"`{each}`" for each in action.option_strings if "_" not in each)
     return names if action.nargs == 0 else f"{names} `{value}`"
 
 

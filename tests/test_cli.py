@@ -307,7 +307,18 @@ def test_the_help_of_training_shows_what_matters_first_and_the_preset_s_values(c
     assert titles[:3] == ["arguments", "what matters most", "this run"]
     first = shown[shown.index("what matters most") : shown.index("this run:")]
     assert re.findall(r"^  (-[-\w]+)", first, re.MULTILINE) == [
-        *("-o", "--corpus", "--unit", "--n-layer", "--d-model", "--mem-len", "--steps", "--batch-size", "--segment"),
+        *(
+            "-o",
+            "--minutes",
+            "--corpus",
+            "--unit",
+            "--n-layer",
+            "--d-model",
+            "--mem-len",
+            "--steps",
+            "--batch-size",
+            "--segment",
+        ),
         "--learning-rate",
     ]
     assert re.search(r"--steps, --train.steps N +updates of the weights \[1000\]", first)
@@ -477,7 +488,7 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["train", "stdlib-tiny", "--out", "x", "--model.window", "999"], "needs at least 998 positions of memory"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "warp"], "--device warp cannot be used here"),
         (["train", "stdlib-tiny"], "--out is missing"),
-        (["train"], "missing: PRESET"),
+        (["train"], "no preset is named, and --out holds no run"),
         (["fly"], "unknown command 'fly'; expected one of demo, presets, data, train"),
         (["evel", "x"], "unknown command 'evel'; did you mean eval"),
         (["data", "lst"], "unknown command 'lst'; did you mean list?"),
@@ -485,6 +496,7 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
         (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
          "unknown option --model.n_layers; did you mean --model.n-layer or --model."),
         ([], "missing: COMMAND"),
+        (["status"], "missing: DIR"),
         (["presets", "extra"], "unknown argument extra"),
         (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),
         (["data", "info", "no/such/file.txt"], "no/such/file.txt: no such file or folder"),

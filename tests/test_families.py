@@ -148,7 +148,8 @@ def test_fields_that_a_run_that_goes_on_may_change():
     """Adding one needs a thought: nothing that a run computes may depend on it."""
     assert may_change() == {
         "name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints",
-        "train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.tensorboard",
+        "train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.planned_minutes",
+        "train.tensorboard",
     }  # fmt: skip
 
 

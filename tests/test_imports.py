@@ -58,3 +58,10 @@ def test_every_module_can_be_imported_first():
     assert "txl.attention.shifted" in circular  # by way of its package
     done = subprocess.run([sys.executable, "-c", FIRST, *circular], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_is_imported_without_pytorch_s_compiler():
+    """It takes as long to import as PyTorch itself, and only `train.compile` and optimisers need it."""
+    code = "import sys, txl.models, txl.generation.text, txl.evaluation.perplexity, txl.training.trainer; "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # Not lazy: the function `presets` and the package `txl.presets` share a name, and importing the package would hide it.

@@ -48,6 +48,7 @@ SHAPES = {
     "several tiles": (1, 67, 35, 1, 64, None, None),
     "all memory hidden": (1, 24, 70, 1, 16, None, (0,)),
     "wide": (1, 37, 30, 1, 101, None, None),
+    "edges of tiles": (2, 33, 31, 1, 17, 33, (31, 3)),
 }
 LARGE = {
     "enwik8": (2, 512, 512, 8, 64, None, None),
@@ -113,6 +114,24 @@ def test_outputs_and_all_gradients_are_the_reference_s(shape, dtype, device):
 @pytest.mark.parametrize("shape", LARGE.values(), ids=list(LARGE))
 def test_large_ones_too(shape, dtype, device):
     check(device, shape, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wanted", [(0, 4), (1, 3), (2, 5)], ids=str)
+def test_some_of_the_gradients_from_one_that_is_expanded(wanted, device):
+    numbers, scope, above = operands((2, 33, 30, 1, 17, None, (30, 3)), torch.float32)
+    numbers, above = on(device, numbers), above[..., :1].to(device).expand_as(above)
+
+    def some(attend: Any, numbers: list[Tensor]) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_(place in wanted) for place, each in enumerate(numbers)]
+        grads = torch.autograd.grad(
+            attend(*leaves, scope=scope), [leaves[place] for place in wanted], above.to(leaves[0])
+        )
+        return list(grads)
+
+    expected = some(reference_attention, [each.double() for each in numbers])
+    for our, right in zip(some(fused.relative_attention, numbers), expected, strict=True):
+        assert distance(our, right) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("device", DEVICES)

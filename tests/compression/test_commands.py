@@ -84,8 +84,8 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compress", "TEXT", "-o", "OUT"], "--model DIR and --online"),
-        (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "not both"),
+        (["compress", "TEXT", "-o", "OUT"], "expected one of --model DIR and --online"),
+        (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "expected one of --model DIR and --online"),
         (["compress", "TEXT", "--online", "--mem-len", "3", "-o", "OUT"], "leave it out with --online"),
         (["compress", "TEXT", "--online", "--dynamic", "-o", "OUT"], "learns anyway"),
         (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is for --online"),

@@ -509,6 +509,23 @@ def test_a_cuda_graph_gives_the_model_s_own_probabilities():
         engine.put(stream, int(ids[step]))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_graphs_with_and_without_drawing_give_the_same_texts(variant):
+    """Three streams draw 80 tokens: operation by operation, and recorded, from the 33rd on with the drawing."""
+    model, texts = lively(VARIANTS[variant], torch.float64).cuda(), []
+    for compile in (False, True):
+        engine = DecodeEngine(model, max_streams=4, mem_len=9, window=6, compile=compile)
+        for seed in range(3):
+            engine.join(random_tokens(11, seed), seed=seed, forbidden=(2,))
+        texts.append(torch.stack([engine.step() for _ in range(80)]))
+        engine.leave(engine.streams[1])
+        texts.append(torch.stack([engine.step() for _ in range(5)]))
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[1], texts[3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compile", STEPS)
 @pytest.mark.parametrize("lengths", LENGTHS)

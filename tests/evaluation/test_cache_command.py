@@ -92,7 +92,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
         (["cache", "--max-tokens", "-5"], "max_tokens is -5"),
         (["cache", "--temperature", "0"], "temperature is 0"),
         (["cache", "--lambdas", "0.1,1"], "lambda is 1.0"),
-        (["cache", "--thetas", "a"], "list of numbers"),
+        (["cache", "--thetas", "a"], "expected numbers separated by commas"),
         (["cache", "--split", "valid"], "both valid"),
         (["cache", "--split", "no"], "no split 'no'"),
         (["eval", "--cache-size", "5"], "needs --cache-theta and --cache-lambda too"),

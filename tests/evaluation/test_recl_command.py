@@ -71,7 +71,7 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
         (["--step", "8", "--longest", "15"], "two context lengths"),
         (["--r", "2"], "r is 2.0"),
         (["--r", "0.1,0.5,0.10"], "--r has 0.1 twice"),
-        (["--r", "x"], "numbers with commas"),
+        (["--r", "x"], "numbers separated by commas"),
         (["--threshold", "nan"], "threshold is nan"),
         (["--threshold", "1"], "threshold is 1.0"),
         (["--clamp-len", "4"], "no model here tells distances"),

@@ -39,7 +39,7 @@ class Tiling:
     stages: int
     """Tiles of operands that the forward pass loads ahead; the backward pass has one."""
     shared: int
-    """Bytes of shared memory that no kernel exceeds; read from the binaries."""
+    """Bytes of shared memory that no kernel exceeds; read from the binaries of Triton 3.6 and 3.9."""
 
 
 def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Tiling | None:
@@ -52,8 +52,8 @@ def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, i
         return {
             32: Tiling(32, 4, 1, shared=20480),
             64: Tiling(32, 4, 1, shared=20480),
-            128: Tiling(32, 4, 1, shared=36864),
-            256: Tiling(32, 8, 1, shared=69632),
+            128: Tiling(32, 4, 1, shared=40960),
+            256: Tiling(32, 8, 1, shared=81920),
         }.get(width)
     shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}
     return Tiling(32, 4 if tf32 else 8, 1, shared[width]) if width in shared else None

@@ -153,10 +153,11 @@ def forward_kernel(
         PRECISION: of float32 products, "ieee" or "tf32".
     """
     block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wide = head.to(tl.int64)  # a head's keys may begin behind the 2^31st number
     first_query = block * BLOCK
-    key += lane * key_lane + head * key_head
-    value += lane * value_lane + head * value_head
-    position += head * position_head
+    key += lane * key_lane + wide * key_head
+    value += lane * value_lane + wide * value_head
+    position += wide * position_head
     first = lane * n_query * n_head + head  # vector of this lane and head
     of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
@@ -214,17 +215,18 @@ def query_gradient_kernel(
         others: as in `forward_kernel`.
     """
     block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wide = head.to(tl.int64)  # a head's keys may begin behind the 2^31st number
     first_query = block * BLOCK
-    key += lane * key_lane + head * key_head
-    value += lane * value_lane + head * value_head
-    position += head * position_head
+    key += lane * key_lane + wide * key_head
+    value += lane * value_lane + wide * value_head
+    position += wide * position_head
     first = lane * n_query * n_head + head  # vector of this lane and head
     of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     dense = first * d_head
     attended = _rows(out + dense, n_head * d_head, first_query, n_query, d_head, BLOCK, WIDTH)
     grad = _rows(
-        above + lane * above_lane + head * above_head, above_row, first_query, n_query, d_operand, BLOCK, WIDTH
+        above + lane * above_lane + wide * above_head, above_row, first_query, n_query, d_operand, BLOCK, WIDTH
     )
     row = first_query + tl.arange(0, BLOCK)
     place = (lane * n_head + head) * n_query + row
@@ -312,13 +314,14 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Gradients of keys and values, [B,S,H,D], dense: one block of keys. Arguments as in the kernels above."""
     head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wide = head.to(tl.int64)
     first_key = tl.program_id(0) * BLOCK
     query_u += (lane * n_query * n_head + head) * d_operand
     query_v += (lane * n_query * n_head + head) * d_operand
-    above += lane * above_lane + head * above_head
-    position += head * position_head
-    keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
-    values = _rows(value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH)
+    above += lane * above_lane + wide * above_head
+    position += wide * position_head
+    keys = _rows(key + lane * key_lane + wide * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
+    values = _rows(value + lane * value_lane + wide * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH)
     oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
     memory = n_key - n_query
     start = tl.maximum(first_key - memory, 0) // BLOCK * BLOCK
@@ -357,9 +360,10 @@ def position_gradient_kernel(
     to block n + 1 (its `high`, in the second half). Block 0 begins at row T - BLOCK ceil(T / BLOCK).
     """
     diagonal, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    wide = head.to(tl.int64)
     n_block = tl.cdiv(n_query, BLOCK)
     offset = diagonal - (n_block - 1)  # of a tile's block of keys from its block of queries
-    position += head * position_head
+    position += wide * position_head
     band = n_query - BLOCK + offset * BLOCK
     low_rows = _rows(position, position_row, band, n_key, d_operand, BLOCK, WIDTH)
     high_rows = _rows(position, position_row, band + BLOCK, n_key, d_operand, BLOCK, WIDTH)
@@ -372,14 +376,14 @@ def position_gradient_kernel(
         oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
         for block in range(tl.maximum(oldest // BLOCK - offset, tl.maximum(-offset, 0)), end):
             first_key = (block + offset) * BLOCK
-            keys = _rows(key + lane * key_lane + head * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
+            keys = _rows(key + lane * key_lane + wide * key_head, key_row, first_key, n_key, d_operand, BLOCK, WIDTH)
             values = _rows(
-                value + lane * value_lane + head * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH
+                value + lane * value_lane + wide * value_head, value_row, first_key, n_key, d_operand, BLOCK, WIDTH
             )
             dense = (lane * n_query * n_head + head) * d_operand
             _, of_v, _, _, grad_scores = _tile(
                 query_u + dense, query_v + dense, keys, values, low_rows, high_rows, seed_at,
-                above + lane * above_lane + head * above_head, lse, delta,
+                above + lane * above_lane + wide * above_head, lse, delta,
                 above_row, head, lane, block * BLOCK, first_key, oldest,
                 n_head, n_query, n_key, d_operand, window, scale, factor, THRESHOLD, PRECISION, WIDTH, BLOCK,
             )  # fmt: skip

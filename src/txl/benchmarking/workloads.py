@@ -15,7 +15,10 @@ from txl.config import RunConfig
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
+from txl.models.family import FamilyModel
+from txl.training.captured import WARM, CapturedStep, check_capture
 from txl.training.optimisers import build_optimizer
+from txl.training.parallel import TrainedModel
 from txl.training.step import training_step
 from txl.training.trainer import compile_layers
 
@@ -51,7 +54,7 @@ class Speed:
 
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
     """Return the median seconds of a step, after two that do not count."""
-    return median([_seconds(step, device) for _ in range(steps + 2)][2:])
+    return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
 
 
 def timed_alternately(
@@ -61,11 +64,12 @@ def timed_alternately(
 
     In turns, because a machine that others use too is not equally fast from one second to the next.
     """
-    rounds = [([_seconds(often, device) for _ in range(4)], _seconds(seldom, device)) for _ in range(steps + 1)][1:]
+    rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
     return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
 
 
-def _seconds(step: Callable[[], None], device: str) -> float:
+def seconds_of(step: Callable[[], None], device: str) -> float:
+    """Return the seconds of one step, the device's work included."""
     synchronize(device)
     start = time.perf_counter()
     step()
@@ -73,34 +77,49 @@ def _seconds(step: Callable[[], None], device: str) -> float:
     return time.perf_counter() - start
 
 
-def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
-    """Time training steps (forward, backward, clipping, optimiser) on random tokens, memory full from the start."""
+def training_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, Callable[[], None]]:
+    """Return a new model and a training step of it (forward, backward, clipping, optimiser) on random tokens.
+
+    Memory is full from the start.
+    """
     torch.manual_seed(0)
-    train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
+    train = run.train
     model = build_model(run.model, vocab_size, device).to(device).train()
+    if train.capture:
+        check_capture(run, device)
     if train.compile and (reason := compile_layers(model, device)) is not None:
         raise UserError(
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
         )
     optimizer = build_optimizer(model, train)
-    shape = (train.batch_size, train.segment)
+    shape, take_step = (train.batch_size, train.segment), CapturedStep() if train.capture else training_step
+    trained = TrainedModel(model)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
+    states = [state.filled_with_noise() for state in states]
 
     def step() -> None:
         nonlocal states
         tokens = torch.randint(vocab_size, shape, device=device)
-        states = training_step(model, optimizer, tokens, tokens, states, train).states
+        states = take_step(trained, optimizer, tokens, tokens, states, train).states
 
-    states = [state.filled_with_noise() for state in states]
+    for _ in range(WARM if train.capture else 0):
+        step()
+    return model, step
+
+
+def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
+    """Time training steps on random tokens, and compare their rate with the machine's."""
+    train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
+    model, step = training_workload(run, vocab_size, device)
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    memory = states[0].length
+    memory = model.init_state(1).filled_with_noise().length
     # Each part of the lanes projects R for itself.
     part = (train.batch_size // train.micro_batches, train.segment)
     operations = 3 * train.micro_batches * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
     tokens_per_second = train.batch_size * train.segment / seconds
-    name = model.attention_name
+    name, shape = model.attention_name, (train.batch_size, train.segment)
     return Speed(
         "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, name, train.compile
     )

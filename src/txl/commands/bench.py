@@ -247,7 +247,7 @@ def _add_budget(workloads: Subparsers) -> None:
 def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
-        raise UserError("expected --like PRESET or --bytes N, one of them: the memory that may be used")
+        raise UserError("expected one of --like PRESET and --bytes N: the memory that may be used")
     for name in ("bytes", "vocabulary", "at_most"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         "bash": f'_txl_presets() {{ compgen -W "{names}" -- "$1"; }}',
         "zsh": f"_txl_presets() {{ compadd -- {names}; }}",
     }
-    print(shtab.complete(root, arguments.shell, preamble=preamble))
+    print(shtab.complete(root, arguments.shell, preamble=preamble[arguments.shell]))
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -352,6 +352,7 @@ def pick_device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too
     return chosen
 
 

@@ -50,6 +50,12 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="arithmetic of training (default: the scale's)"
     )
+    parser.add_argument(
+        "--until-converged",
+        action="store_true",
+        help="train each model until its validation no longer improves, at the best of a few learning rates; --steps "
+        "is then the most steps (default: four times the scale's)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_config_options(parser, ("data",))
@@ -61,12 +67,15 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train and measure what is left, and write the page."""
+    from txl.reproduction.converging import UntilConverged
     from txl.reproduction.definitions import find_definition
     from txl.reproduction.scales import find_scale
 
     definition = find_definition(arguments.what)
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     scale = scale.with_dtype(arguments.dtype)
+    if arguments.until_converged:
+        scale = scale.with_until_converged(UntilConverged())
     seeds = arguments.seeds
     if seeds is None:
         seeds = 1 if definition.kind == "product" else scale.seeds

@@ -1,9 +1,11 @@
-"""`txl train PRESET --out DIR`: train, or go on with a run that was stopped."""
+"""`txl train PRESET --out DIR`, or `--minutes N` without a preset: train, or go on with a run that was stopped."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,15 @@ _SHORT = (
 """Fields that most users set: text, size, steps."""
 
 
+_FAMILY = "transformer-xl"
+_CHOSEN = {
+    "train.steps": "the minutes decide the steps",
+    "train.planned_minutes": "these are what is left of the minutes for training",
+    "data.source": "a text of your own is not fetched from anywhere",
+}
+"""Options that --minutes leaves no room for, and why."""
+
+
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
@@ -42,9 +53,20 @@ def add_parser(commands: Subparsers) -> None:
         "shows the options of that preset's models, with its values in brackets.",
         add_help=False,
     )
-    parser.add_argument("preset", metavar="PRESET", help="a configuration by name (txl presets), or a run directory")
+    parser.add_argument(
+        "preset",
+        nargs="?",
+        metavar="PRESET",
+        help="a configuration by name (txl presets), or a run directory; none: the run's in --out, or --minutes",
+    )
     first = parser.add_argument_group("what matters most")
     add_out(first, "DIR", "the run directory; needed unless --dry-run")
+    first.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="instead of a preset: choose what is done in N minutes, for --corpus and this machine",
+    )
     this_run = parser.add_argument_group("this run")
     this_run.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
     this_run.add_argument("--extend", action="store_true", help="go on beyond the run's end, to a larger --steps")
@@ -66,7 +88,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Train, or show what would be trained."""
     from txl.data.corpora import with_absolute_paths
 
-    config = with_options(base_config(arguments.preset), config_options(arguments))
+    began = time.perf_counter()
+    config = with_options(_base(arguments, began), config_options(arguments))
     config.data = with_absolute_paths(config.data)
     validate(config)
     if arguments.dry_run:
@@ -106,6 +129,79 @@ def run(arguments: argparse.Namespace) -> None:
     outcome = trainer.fit()
     if arguments.json:
         print_json(outcome)
+
+
+def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
+    """Return the preset's configuration, that of the run in --out, or one for the minutes that are given.
+
+    Args:
+        arguments: of the command.
+        began: when it began, by `time.perf_counter`.
+    """
+    from txl.presets.minutes import run_name
+    from txl.runs.directory import RunDirectory
+
+    minutes, preset = arguments.minutes, arguments.preset
+    if minutes is not None:
+        _check_minutes(arguments)
+    elif preset is not None:
+        return base_config(preset)
+    if arguments.out is not None and RunDirectory(arguments.out).config_path.exists():
+        stored = RunDirectory(arguments.out).config()
+        if minutes is not None and stored.name != run_name(minutes):
+            raise UserError(
+                f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
+                f"--minutes out to go on with it, or give another --out"
+            )
+        return stored
+    if minutes is None:
+        raise UserError("no preset is named, and --out holds no run; give a PRESET (see txl presets), or --minutes N")
+    return _chosen(arguments, began)
+
+
+def _check_minutes(arguments: argparse.Namespace) -> None:
+    """Refuse minutes that cannot be, and what does not go with them."""
+    minutes, given = arguments.minutes, config_options(arguments)
+    if not (0 < minutes < math.inf):
+        raise UserError(f"--minutes is {minutes:g}; expected a number above 0")
+    if arguments.preset is not None:
+        raise UserError(f"--minutes chooses a configuration, and {arguments.preset} is one; leave one of them out")
+    for name, why in _CHOSEN.items():
+        if name in given:
+            raise UserError(f"--{name.replace('_', '-')} and --minutes were both given, but {why}; leave one out")
+    for flag in ("init_from", "fork", "extend"):
+        if getattr(arguments, flag):
+            shown = flag.replace("_", "-")
+            raise UserError(f"--{shown} and --minutes were both given, but --{shown} needs a configuration: name it")
+    family, unit = given.get("model.family", _FAMILY), given.get("data.unit", "bpe")
+    if family != _FAMILY or unit == "word":
+        what = f"--data.unit {unit}" if family == _FAMILY else f"--model.family {family}"
+        raise UserError(f"{what}: --minutes knows byte, char and bpe in a {_FAMILY} alone; choose a preset")
+    if "data.corpus" not in given:
+        raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not (Path(arguments.out or "") / "config.json").is_file():
+        raise UserError("--minutes measures one process; start the run without torchrun, then go on with it in several")
+
+
+def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
+    """Look at the text and the machine, say what was chosen, and return it."""
+    from txl.data.catalogue import BENCHMARKS
+
+    given = config_options(arguments)
+    corpus = given["data.corpus"]
+    if corpus in BENCHMARKS:
+        raise UserError(f"--minutes reads a text of your own, or stdlib; {corpus} has presets of its own (txl presets)")
+    check_corpus(corpus)
+    quiet = arguments.quiet or arguments.json
+    from txl.allocator import keep_freed_memory
+    from txl.benchmarking.minutes import run_in_minutes
+
+    keep_freed_memory()
+    device = pick_device(arguments.device)
+    chosen = run_in_minutes(arguments.minutes, given, device, arguments.data_dir, began=began, quiet=quiet)
+    for line in () if quiet else chosen.lines:
+        say(line)
+    return chosen.run
 
 
 def _check_source(arguments: argparse.Namespace) -> None:

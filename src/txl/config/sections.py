@@ -177,10 +177,11 @@ class TrainConfig:
         0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
-    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps"] = setting(
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps", "plateau"] = setting(
         "cosine",
         "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then a line to it over "
-        "the last decay_share; inverse_sqrt: falls with the root of the step; constant; steps: a tenth at decay_at",
+        "the last decay_share; inverse_sqrt: falls with the root of the step; constant; steps: a tenth at decay_at; "
+        "plateau: a quarter after each evaluation that is no better than the best before it",
     )
     decay_share: float = setting(
         0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
@@ -211,6 +212,12 @@ class TrainConfig:
         expected="above 0 and at most 1, or none for the plain mean",
     )
     average_lr_factor: float = setting(1.0, "factor of the learning rate while weights are averaged", above=0)
+    patience: int | None = setting(
+        None,
+        "stop when so many evaluations in a row are no better than the best before them; none: only after all steps",
+        at_least=1,
+        expected="1 or more evaluations, or none",
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "arithmetic: bfloat16 of the matrix products alone (autocast), float64 of everything"
     )
@@ -265,6 +272,14 @@ class TrainConfig:
         "report", "rollback: go back to the last due checkpoint and on with the text behind the spike"
     )
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
+    planned_minutes: float | None = setting(
+        None,
+        "minutes that training is to take, with its evaluations: a line says so when it will be a tenth more; none: no "
+        "such line",
+        above=0,
+        expected="minutes above 0, or none",
+        may_change=True,
+    )
     tensorboard: bool = setting(
         False, "write the log's figures for TensorBoard too (needs its package)", may_change=True
     )
@@ -283,6 +298,9 @@ class TrainConfig:
             raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
         self._validate_decay()
         self._validate_averaging()
+        if not self.eval_every and (self.patience is not None or self.schedule == "plateau"):
+            name = "train.schedule plateau" if self.patience is None else "train.patience"
+            raise UserError(f"{name} needs evaluations while training, but train.eval_every is 0")
         if self.momentum > 0 and self.optimizer != "sgd":
             raise UserError(f"train.momentum is {self.momentum}, but train.optimizer is {self.optimizer}; expected sgd")
         if self.min_learning_rate > self.learning_rate:
@@ -310,6 +328,11 @@ class TrainConfig:
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}; expected numbers of updates above 0 that increase strictly"
             )
+
+    @property
+    def follows_validation(self) -> bool:
+        """True if evaluations while training decide what it does: when they come must then stay as it is."""
+        return self.average_patience is not None or self.patience is not None or self.schedule == "plateau"
 
     def _validate_averaging(self) -> None:
         """Check the rules of the average of the weights."""

@@ -87,7 +87,8 @@ class DecodeEngine:
     """Decodes with fixed weights: streams join and leave while the others go on.
 
     A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
-    this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place.
+    this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place;
+    on a GPU up to rounding.
 
     The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. If it
     has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line says

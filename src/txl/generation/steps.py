@@ -114,7 +114,7 @@ _MOST_DRAWS = 8
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn; equal where the settings are."""
+    """A way to draw tokens; equal where the settings are."""
 
     sampling: Sampling
     never: tuple[int, ...]

@@ -11,6 +11,7 @@ from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate,
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset
+from txl.reproduction.converging import with_convergence
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.scales import Scale
 from txl.training.budget import with_segment
@@ -68,6 +69,8 @@ def configure(
     if row.equal_memory_with is not None:
         other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
         run = with_equal_tokens(run, fit_segment(run, other, vocab_size))
+    if scale.until_converged is not None:
+        run = with_convergence(run, scale.until_converged)
     if run.model.mem_len == 0:
         run.model = model_with(run.model, {"window": None})
         run.eval = dataclasses.replace(

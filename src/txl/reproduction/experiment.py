@@ -2,6 +2,7 @@
 
     experiment.json              what this folder holds; another scale or corpus is refused
     memory/ROW.json              the longest segment of equal memory, measured once (Table 10)
+    rates/                       learning rates that were tried (`--until-converged`)
     runs/ROW-seedN/              run directories, as `txl train` writes them
     results/ROW-seedN.json       what was measured of each
     made/                        files made of them (Figures 5 to 7, samples)
@@ -14,23 +15,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
-from txl.errors import RunInterrupted, UserError
+from txl.errors import RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import measure_cache
-from txl.files import JsonObject, read_json, write_whole
+from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
+from txl.reproduction.converging import Tried, at_rate, tune
 from txl.reproduction.definition import Definition, Row
+from txl.reproduction.folder import Folder, changes, stored_json
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
@@ -130,6 +131,8 @@ class Experiment:
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
         before = RunConfig.from_dict(of_today(stored["config"]))
+        if "rates" in stored:  # the configuration has the recipe's own rate, the run the one that was chosen
+            configured = at_rate(configured, stored["rates"]["factor"])
         before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
@@ -178,10 +181,16 @@ class Experiment:
             return self._with_cache(result.row, seed, corpus)
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
+        found: JsonObject = {}
+        if (rules := self.scale.until_converged) is not None:
+            run.train.seed = 1
+            tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
+            run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        outcome = Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
-        found = {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
+        outcome = self._fit(run, directory)
+        found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
+        found["steps"] = outcome["step"]
         model, vocabulary = RunDirectory(directory).load(device=self.device)
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         if self.definition.product is not None:
@@ -202,6 +211,20 @@ class Experiment:
         began = time.perf_counter()
         measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
+
+    def _fit(self, run: RunConfig, directory: Path) -> JsonObject:
+        return Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
+
+    def _try_rate(self, run: RunConfig, directory: Path) -> Tried:
+        """Train a run that tries a learning rate."""
+        self._say(f"{run.name}: {run.train.steps:,} steps at learning rate {run.train.learning_rate:g}")
+        tried = Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=None, tokens=0, seconds=0.0)
+        try:
+            outcome = self._fit(run, directory)
+        except TrainingDiverged:
+            return tried
+        tried.update(nll=outcome["best_nll"], tokens=outcome["tokens"], seconds=outcome["seconds"])
+        return tried
 
     def _with_cache(self, row: Row, seed: int, corpus: Corpus) -> JsonObject:
         """Measure a continuous cache around another row's model, tuned on the validation split."""
@@ -224,7 +247,8 @@ class Experiment:
             max_tokens=self.scale.eval_tokens,
         )
         run.name = f"{self.definition.experiment_name}-{row.key}"  # as this row is configured
-        return {
+        trained = stored_json(self._result_path(base, seed))
+        return {name: trained[name] for name in ("rates", "steps") if name in trained} | {
             "quality": quality(found.with_cache.nll, corpus.unit),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "config": run.to_dict(),
@@ -304,76 +328,10 @@ def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Pa
     name = short_name(data.corpus)
     corpus = "".join(each if each.isalnum() or each in "-_." else "_" for each in name) or "text"
     changed = [str(each) for each in (scale.steps, scale.dtype) if each is not None]
+    changed += ["until-converged"] if scale.until_converged is not None else []
     return Path("runs/reproduce") / "-".join([definition.experiment_name, scale.name, *changed, corpus])
 
 
 def circumstances(device: str) -> JsonObject:
     """Return the hardware and software that an experiment is run with."""
     return {"hardware": describe_hardware(device), "software": describe_software()}
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A reproduction's folder, with its experiment.json.
-
-    Args:
-        path: the folder; it need not be there.
-        about: what it must be about, as far as that is known before the corpus is opened.
-    """
-
-    path: Path
-    about: JsonObject
-
-    def check(self) -> None:
-        """Refuse a folder that is known to be something else's."""
-        there = stored_json(self._record)
-        if there is not None:
-            self._agrees(there, self.about)
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
-
-    def claim(self, found: JsonObject) -> None:
-        """Make the folder this experiment's.
-
-        Args:
-            found: what it must be about too: the identity of its text, or the machine whose times it holds.
-        """
-        there, about = stored_json(self._record), self.about | found
-        if there is not None and self._agrees(there, about):
-            return
-        for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
-            shutil.rmtree(self.path / leftover, ignore_errors=True)
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self._record, json.dumps(about, indent=1) + "\n")
-
-    @property
-    def _record(self) -> Path:
-        return self.path / "experiment.json"
-
-    def _agrees(self, there: JsonObject, asked: JsonObject) -> bool:
-        """Return whether the folder holds what is asked for; refuse another experiment that has results."""
-        there = of_today(there)
-        changed = changes({name: there.get(name) for name in asked}, asked)
-        if changed and any((self.path / name).exists() for name in ("runs", "results")):
-            raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
-        return not changed
-
-
-def stored_json(path: Path) -> Any:
-    """Return a JSON file's content; None if there is no such file."""
-    try:
-        return read_json(path, "delete it to measure anew")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:
-    """Return the entries in which two records differ, as "data.corpus stdlib -> ptb"."""
-    changed = []
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changed += changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            changed.append(f"{prefix}{name} {before} -> {after}")
-    return changed

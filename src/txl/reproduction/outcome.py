@@ -12,6 +12,7 @@ from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
 from txl.files import JsonObject
 from txl.reproduction.claims import Claim, Verdict
+from txl.reproduction.converging import Tuned
 from txl.reproduction.definition import Definition
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
@@ -159,6 +160,8 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
         return spread_text(values.get(name, ()), digits)
 
     status = "trained" if result.status == "done" else result.status
+    if hit_cap(result):
+        status = "hit the cap"
     if kind == "attention":
         backprop = spread_text(values.get("training length", ())[:1], 0)  # every seed's is the same
         return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
@@ -169,6 +172,34 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
         times = f"{shown('slower', 0)}x" if values.get("slower") else "-"
         return (", ".join(f"{each:,}" for each in lengths) or "-", times, "measured" if lengths else status)
     return (parameters, shown("quality"), status) if kind == "quality" else (parameters, status)
+
+
+def hit_cap(result: RowResult) -> bool:
+    """Return whether a row that was to train until it has converged made all of its steps, with any seed."""
+    if result.config is None or result.config["train"].get("patience") is None:
+        return False
+    return any(each.get("steps") == result.config["train"]["steps"] for each in result.by_seed.values())
+
+
+def rates_text(tuned: Tuned) -> str:
+    """Return the learning rates that were tried and the one that was chosen."""
+    losses = ", ".join(
+        f"{each['learning_rate']:g} ({'diverged' if each['nll'] is None else format(each['nll'], '.3f')})"
+        for each in tuned["tried"]
+    )
+    [chosen] = [each["learning_rate"] for each in tuned["tried"] if each["factor"] == tuned["factor"]]
+    spent = sum(each["tokens"] for each in tuned["tried"])
+    edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
+    return (
+        f"{tuned['recipe']}: {chosen:g}, of {losses} nats a token on the validation split after {tuned['steps']:,} "
+        f"steps of {tuned['row']}, {spent:,} tokens in all{edge}"
+    )
+
+
+def tuned_rates(outcome: Outcome) -> list[str]:
+    """Return a line for each recipe whose learning rate was chosen."""
+    found = [each["rates"] for result in outcome.rows for each in result.by_seed.values() if "rates" in each]
+    return list(dict.fromkeys(rates_text(each) for each in found))
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
@@ -194,6 +225,7 @@ def markdown(outcome: Outcome) -> str:
     lines.append("")
     for claim, verdict in outcome.verdicts():
         lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
+    lines += [f"learning rate of {each}" for each in tuned_rates(outcome)]
     lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
     return "\n".join(lines)
 

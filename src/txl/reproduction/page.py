@@ -23,7 +23,7 @@ from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
 from txl.reporting.wording import short_name
 from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
-from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, repeats_text
+from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, hit_cap, repeats_text, tuned_rates
 from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
@@ -274,6 +274,20 @@ def _made(outcome: Outcome) -> str:
     return section("What was made", f"<ul>{''.join(links)}</ul>") if links else ""
 
 
+def _convergence(outcome: Outcome) -> list[str]:
+    """Return the rules of training until convergence, and the learning rates that were tried."""
+    rules = outcome.scale.until_converged
+    if rules is None:
+        return []
+    lines = [
+        f"A row trains until {rules.patience} evaluations in a row are no better than the best before them; its "
+        f"learning rate is divided by four at each that is no better. A row that averages its weights when validation "
+        f"stops improving keeps the schedule of its recipe. Learning rates are tried on the validation split "
+        f"with seed 1, in runs of {rules.tuning_share:.0%} of the cap whose rate falls to zero."
+    ]
+    return [note(each) for each in [*lines, *(f"Learning rate of {each}." for each in tuned_rates(outcome))]]
+
+
 def _budget(outcome: Outcome) -> str:
     measured = [result for result in outcome.rows if result.config is not None and result.by_seed]
     trained = [result for result in measured if result.row.cache_over is None]
@@ -283,15 +297,16 @@ def _budget(outcome: Outcome) -> str:
     for result in trained:
         assert result.config is not None
         train, model = result.config["train"], model_from_dict(result.config["model"])
-        seconds = sum(each.get("training_seconds", 0.0) for each in result.by_seed.values()) / len(result.by_seed)
+        seconds = statistics.fmean(each.get("training_seconds", 0.0) for each in result.by_seed.values())
+        steps = round(statistics.fmean(each.get("steps", train["steps"]) for each in result.by_seed.values()))
         rows.append(
             [
                 result.row.key,
                 "-" if result.parameters is None else f"{result.parameters:,}",
-                f"{train['steps']:,}",
+                f"{steps:,}" + (" (the cap)" if hit_cap(result) else ""),
                 f"{train['batch_size']} × {train['segment']}",
                 f"{model.mem_len:,}",
-                f"{train['steps'] * train['batch_size'] * train['segment']:,}",
+                f"{steps * train['batch_size'] * train['segment']:,}",
                 duration_text(seconds),
             ]
         )
@@ -300,6 +315,7 @@ def _budget(outcome: Outcome) -> str:
     return section(
         "Budgets",
         table("What each model was given, a seed", heads, rows, range(1, 7)),
+        *_convergence(outcome),
         pairs("What makes a row", changed),
     )
 

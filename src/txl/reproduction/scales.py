@@ -6,7 +6,7 @@ All models of a table have the scale's budget: the same steps, lanes and segment
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
@@ -14,9 +14,14 @@ from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import small
+from txl.reproduction.converging import UntilConverged
 
 Dtype = Literal["float32", "bfloat16"]
 """bfloat16 is that of matrix products alone (autocast)."""
+
+
+_CAP = 4
+"""Most steps of a model that trains until it has converged, relative to the scale's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Scale:
     """Largest vocabulary of words of a corpus that is no benchmark."""
     steps: int | None = None
     """Steps of every model, if they were asked for; None: the scale's."""
+    until_converged: UntilConverged | None = None
+    """Rules by which each model ends when its validation no longer improves; None: all steps are made."""
     dtype: Dtype | None = None
     """Arithmetic of training, and of what Table 9 times, if it was asked for; None: float32, or the preset's."""
 
@@ -62,6 +69,13 @@ class Scale:
         if steps < 1:
             raise UserError(f"--steps is {steps}; expected 1 or more")
         return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
+
+    def with_until_converged(self, rules: UntilConverged) -> Scale:
+        """Return the scale whose models train until they have converged, for at most so many steps as it has, or, if
+        no number was asked for, four times as many."""
+        if self.is_published:
+            raise UserError(f"--until-converged: scale {self.name} trains the published presets as they are")
+        return replace(self, until_converged=rules, about=f"{self.about}; until validation no longer improves")
 
     def with_eval_tokens(self, tokens: int | None) -> Scale:
         """Return the scale with so many tokens of each split evaluated, and at most as many targets of Table 8."""
@@ -88,6 +102,8 @@ class Scale:
         run = make()
         if self.steps is not None:
             _cut(run.train, self.steps)
+        elif self.until_converged is not None:
+            run.train.steps *= _CAP
         return run
 
     def to_dict(self) -> JsonObject:
@@ -98,6 +114,8 @@ class Scale:
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         values |= {name: getattr(self, name) for name in ("steps", "dtype") if getattr(self, name) is not None}
+        if self.until_converged is not None:
+            values["until_converged"] = asdict(self.until_converged) | {"factors": list(self.until_converged.factors)}
         return values | {"attention_lengths": list(self.attention_lengths)}
 
     def data(self, corpus: str, unit: str) -> DataConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from pathlib import Path
@@ -18,7 +19,7 @@ def describe_hardware(device: str) -> JsonObject:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": _main_memory(),
         "device": device,
     }
     if device.startswith("cuda"):
@@ -36,7 +37,14 @@ def describe_software() -> dict[str, str]:
     }
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes(device: str) -> float:
+    """Return the memory of a device; infinite on a system that does not tell."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    return _main_memory() or math.inf
+
+
+def _main_memory() -> int | None:
     """Return the machine's memory; None on a system that does not tell (Windows)."""
     if not hasattr(os, "sysconf"):
         return None

@@ -227,6 +227,8 @@ class EndEvent(LogEvent):
     """The last step is made."""
 
     elapsed: float
+    converged: NotRequired[bool]
+    """True: `train.patience` ended it."""
     diverged: NotRequired[str]
     """Why the model is of no use."""
 

@@ -49,7 +49,7 @@ def check_capture(run: RunConfig, device: str) -> None:
 
 @dataclass
 class _Shape:
-    """What is known about steps of the same shapes."""
+    """Steps of the same shapes, and their graph once there is one."""
 
     seen: int = 0
     """Steps that ran operation by operation."""

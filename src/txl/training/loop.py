@@ -17,7 +17,7 @@ from txl.errors import RunInterrupted
 from txl.runs.events import EventName
 from txl.training.captured import CapturedStep
 from txl.training.display import Pace, Reading
-from txl.training.optimisers import WeightAverage, average_begins, learning_rate, set_learning_rate
+from txl.training.optimisers import WeightAverage, average_begins, has_converged, learning_rate, set_learning_rate
 from txl.training.recovery import check_end, report_spike, skip_update
 from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.signals import StopRequest, stop_requests
@@ -25,6 +25,10 @@ from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
 from txl.training.step import StepAbandoned, StepResult, skips_on_device, training_step
 from txl.training.validation import ValidationStopped, evaluate_in_training
+from txl.units import duration_text
+
+_LATE, _PACE_SHOWS = 1.1, 0.05
+"""Factor of `train.planned_minutes` above which a run is late; share of the steps before which nobody can tell."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class TrainingLoop:
         self._captured = CapturedStep() if setup.run.train.capture else None
         self._unsettled: _Launched | None = None
         self._grad_norm = math.nan
+        self._told_late = False
 
     def train(self) -> None:
         """Make all steps that are left.
@@ -97,14 +102,16 @@ class TrainingLoop:
             self._train()
             self.saver.wait()
         check_end(self.state, self.setup)
-        self.setup.log.record(EventName.END, self.state.counters.step, elapsed=self.state.counters.seconds)
+        converged = {"converged": True} if self._converged() else {}
+        counters = self.state.counters
+        self.setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, **converged)
         self.setup.log.close()
 
     def _train(self) -> None:
         train, pace = self.setup.run.train, Pace(self.state.counters.tokens_read)
-        while self.state.counters.step < train.steps:
+        while self.state.counters.step < train.steps and not self._converged():
             self._begin_average()
-            rate = learning_rate(self.state.counters.step, train)
+            rate = learning_rate(self.state.counters.step, train, self.state.counters.validation_losses)
             rate *= train.average_lr_factor if self.state.average else 1.0
             pace.begin_step()
             self._step(rate)
@@ -116,12 +123,19 @@ class TrainingLoop:
             self.setup.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
+                self._report_late(reading)
                 pace.new_line(counters.tokens_read)
             self._evaluate_and_save(step, is_last)
-            if not is_last and (received := self._asked_to_stop()):
+            if self._converged():
+                self._log(reading)
+                self.saver.save(self.state, required=True)
+            elif not is_last and (received := self._asked_to_stop()):
                 self._settle()
                 self._interrupt(received)
         self.state.counters.seconds += pace.tick()
+
+    def _converged(self) -> bool:
+        return has_converged(self.state.counters.validation_losses, self.setup.run.train)
 
     def _reading(self, rate: float, pace: Pace) -> Reading:
         counters = self.state.counters
@@ -136,6 +150,19 @@ class TrainingLoop:
             tokens_read=counters.tokens_read,
             elapsed=counters.seconds,
         )
+
+    def _report_late(self, reading: Reading) -> None:
+        """Say once when training will end, if that is later than planned."""
+        train = self.setup.run.train
+        if train.planned_minutes is None or self._told_late or reading.step < _PACE_SHOWS * train.steps:
+            return
+        planned, end = 60 * train.planned_minutes, reading.elapsed + reading.seconds_left
+        if end > _LATE * planned:
+            self._told_late = True
+            self.setup.display.message(
+                f"note: this machine is slower than when the run was planned: training will take {duration_text(end)} "
+                f"instead of {duration_text(planned)}"
+            )
 
     def _evaluate_and_save(self, step: int, is_last: bool) -> None:
         """Do what is due after a step."""
@@ -294,8 +321,8 @@ class TrainingLoop:
         """Go on from a checkpoint."""
         restore(self.state, self.setup, checkpoint)
         train, counters = self.setup.run.train, self.state.counters
-        if train.average_patience is not None and counters.step < train.steps:
-            # The evaluation at the end of a run that was extended is none of those that decide when to average.
+        if train.follows_validation and counters.step < train.steps:
+            # The evaluation at the end of a run that was extended is none of those that decide.
             del counters.validation_losses[counters.step // train.eval_every :]
             counters.validation_due &= counters.step % train.eval_every == 0
         if not counters.validation_due:  # else it is saved once more, after its evaluation

@@ -24,7 +24,7 @@ _MUON_MOMENTUM = 0.95
 """The value of all published recipes."""
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) -> float:
     """Return the learning rate of update number `step`, counted from 0.
 
     Linear warm-up to the peak over `warmup_steps` updates, then
@@ -35,9 +35,16 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     - constant: the peak,
     - linear: the peak, then a line from it to `min_learning_rate` over the last `decay_share` of all updates (of those
       after the warm-up, if that ends later),
-    - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`.
+    - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
+    - plateau: the peak, divided by four for each of `losses` that is no better than the best before it (Zaremba et al.
+      2014 and others divide in this way), not below `min_learning_rate`.
 
     Cosine and line end where an average of the weights begins (`average_from`), and stay there from then on.
+
+    Args:
+        step: updates made before it.
+        config: the schedule.
+        losses: of all evaluations so far, oldest first; only a plateau depends on them.
     """
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
@@ -46,6 +53,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return peak
     if config.schedule == "steps":
         return max(lowest, peak * 0.1 ** sum(step >= each for each in config.decay_at))
+    if config.schedule == "plateau":
+        return max(lowest, peak * 0.25 ** (len(losses) - len(improvements(losses))))
     if config.schedule == "inverse_sqrt":
         return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
     end = config.steps if config.average_from is None else config.average_from
@@ -238,6 +247,24 @@ class WeightAverage(Generic[ModelT]):
         for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
             average.copy_(newest)
         self.count += 1
+
+
+def improvements(losses: Sequence[float]) -> list[int]:
+    """Return the numbers of those evaluations, counted from 0, that were better than all before them."""
+    better, best = [], math.inf
+    for number, loss in enumerate(losses):
+        if loss < best:
+            better.append(number)
+            best = loss
+    return better
+
+
+def has_converged(losses: Sequence[float], config: TrainConfig) -> bool:
+    """Return whether training is to stop: the last `patience` evaluations were no better than the best before them."""
+    if config.patience is None or not losses:
+        return False
+    best = max(improvements(losses), default=-1)
+    return len(losses) - 1 - best >= config.patience
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:

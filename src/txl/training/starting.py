@@ -134,7 +134,7 @@ def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]
 def may_differ(run: RunConfig) -> frozenset[str]:
     """Return the fields that a continued run may change."""
     fixed = set()
-    if run.train.average_patience is not None:  # evaluations decide when the average begins
+    if run.train.follows_validation:
         fixed |= {"train.eval_every"}
     if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
         fixed |= {"train.checkpoint_every"}

@@ -167,7 +167,8 @@ class Trainer:
                 self._go_on(loop)
             loop.train()
         where, step = self.directory.path, loop.state.counters.step
-        display.message(f"done: step {step} of {self.run.train.steps} in {where}; next: txl eval {where}")
+        reason = "" if step == self.run.train.steps else f" (no better for {self.run.train.patience} evaluations)"
+        display.message(f"done: step {step} of {self.run.train.steps}{reason} in {where}; next: txl eval {where}")
         outcome = {"directory": str(where), **asdict(loop.state.counters)}
         return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
 

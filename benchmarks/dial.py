@@ -1,0 +1,283 @@
+"""Curves that the rule of `txl train --minutes` is made from: validation loss against steps, shapes, units and rates.
+
+    python -m benchmarks.dial curves results/dial.json --texts DIR --work runs/dial
+    python -m benchmarks.dial fit results/dial.json
+    python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --check-texts FILE FILE
+
+Every point is a whole run of the recipe of stdlib-bpe (Muon, a rate that falls along a line), on the first bytes of a
+text. Loss against steps does not depend on the machine's load, so the runs may go on beside other work; they are kept
+in `--work`, and the same command goes on where it was stopped. `check` trains what `--minutes` chooses for texts that
+nothing was fitted to, and eight configurations made by hand, for the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.record import write
+
+import txl
+from txl.allocator import keep_freed_memory
+from txl.benchmarking.minutes import measured_speed, run_in_minutes
+from txl.config import RunConfig, TransformerXLConfig, with_options
+from txl.data.corpora import open_corpus
+from txl.data.sources import stdlib_files
+from txl.evaluation.perplexity import evaluate
+from txl.runs.directory import RunDirectory
+from txl.runs.environment import multiplies_bfloat16
+from txl.training.trainer import Trainer
+
+MB, KB = 1_000_000, 1_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    text: str
+    size: int
+    """Bytes from the beginning of the text."""
+    shape: str
+    """Layers x width; heads are of width 32, the feed-forward three times as wide as the model."""
+    steps: int
+    vocab_size: int = 2048
+    """Byte pairs; 256: bytes."""
+    dropout: float = 0.0
+    rate: float = 4e-3
+    batch_size: int = 16
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in asdict(self).values())
+
+
+def points() -> list[Point]:
+    """Return all runs, those that tell most first."""
+    wiki, stdlib, quixote = ("wikitext-2", 10 * MB), ("stdlib", 10 * MB), ("quixote", 2 * MB)
+    shakespeare, code = ("shakespeare", 200 * KB), ("stdlib", 200 * KB)
+    return [
+        Point(*stdlib, "4x128", 1200),
+        Point(*wiki, "4x128", 400),
+        Point(*wiki, "6x192", 400),
+        Point(*shakespeare, "4x128", 400, 512, 0.1),
+        Point(*shakespeare, "4x128", 1200, 512, 0.2),
+        Point(*wiki, "4x128", 1200),
+        Point(*shakespeare, "4x128", 400, 512),
+        Point(*shakespeare, "4x128", 400, 1024, 0.1),
+        Point(*wiki, "4x128", 400, rate=8e-3),
+        Point(*wiki, "6x256", 400),
+        Point(*shakespeare, "4x128", 800, 256, 0.1),
+        Point(*quixote, "4x128", 1200),
+        Point(*quixote, "4x128", 1200, dropout=0.1),
+        Point(*shakespeare, "4x128", 1200, 512),
+        Point(*wiki, "4x128", 1200, rate=8e-3),
+        Point(*shakespeare, "4x128", 3600, 512, 0.2),
+        Point(*wiki, "6x256", 400, rate=8e-3),
+        Point(*wiki, "4x128", 600, batch_size=32),
+        Point(*wiki, "6x192", 1200),
+        Point(*quixote, "4x128", 1200, 1024),
+        Point(*wiki, "3x96", 1200),
+        Point(*shakespeare, "4x128", 1200, 1024, 0.2),
+        Point(*quixote, "4x128", 1200, 4096),
+        Point(*code, "4x128", 1200, 512, 0.2),
+        Point(*wiki, "4x128", 3600),
+    ]
+
+
+def text_of(point: Point, texts: Path, work: Path) -> Path:
+    """Return the file with the first bytes of a text, made where it is missing."""
+    path = work / "texts" / f"{point.text}-{point.size}.txt"
+    if not path.exists():
+        if point.text == "stdlib":
+            raw = b"".join(each.read_bytes() for each in stdlib_files())
+        else:
+            raw = (texts / f"{point.text}.txt").read_bytes()
+        if len(raw) < point.size:
+            raise SystemExit(f"{point.text} has {len(raw):,} bytes; expected {point.size:,} or more")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw[: point.size].decode("utf-8", "ignore").encode())
+    return path
+
+
+def configured(point: Point, text: Path) -> RunConfig:
+    """Return the configuration of a run, which is evaluated four times on the way and at its end."""
+    run = txl.preset("stdlib-bpe")
+    layers, width = map(int, point.shape.split("x"))
+    run.model = TransformerXLConfig(
+        n_layer=layers, d_model=width, n_head=width // 32, d_head=32, d_inner=3 * width, mem_len=128,
+        dropout=point.dropout, attention="fastest",
+    )  # fmt: skip
+    options = {
+        "data.corpus": str(text),
+        "data.unit": "byte" if point.vocab_size == 256 else "bpe",
+        "data.vocab-size": str(point.vocab_size),
+        "train.steps": str(point.steps),
+        "train.batch-size": str(point.batch_size),
+        "train.learning-rate": str(point.rate),
+        "train.warmup-steps": str(max(10, round(0.05 * point.steps))),
+        "train.eval-every": str(max(1, point.steps // 4)),
+        "train.eval-tokens": "50000",
+        "train.checkpoint-every": str(max(1, point.steps // 4)),
+        "train.dtype": "bfloat16" if multiplies_bfloat16("cpu") else "float32",
+        "eval.batch-size": "4",
+    }
+    return with_options(run, {name.replace("-", "_"): value for name, value in options.items()})
+
+
+def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
+    """Train a point, or go on with its run, and return its evaluations."""
+    out = RunDirectory(work / point.name)
+    run = configured(point, text_of(point, texts, work))
+    Trainer(run, out.path, device="cpu", data_dir=work / "data", quiet=True).fit()
+    events = out.events()
+    began = next(event for event in events if event["event"] == "start")
+    kept = ("step", "nll", "bits_per_byte", "tokens")
+    evaluations = {event["step"]: [event[name] for name in kept] for event in events if event["event"] == "valid"}
+    tokens = began["corpus"]["splits"]["train"]["tokens"]
+    last, best = evaluations[point.steps], min(evaluations.values(), key=lambda each: each[1])
+    epochs = point.steps * run.train.batch_size * run.train.segment / tokens
+    print(f"{point.name}: {last[2]:.4f} bits a byte at the end, {best[2]:.4f} at best, {epochs:.1f} epochs", flush=True)
+    return asdict(point) | {
+        "parameters": began["total_parameters"],
+        "train_tokens": tokens,
+        "epochs": epochs,
+        "bits_per_byte": last[2],
+        "best_bits_per_byte": best[2],
+        "evaluations": [dict(zip(kept, each, strict=True)) for each in evaluations.values()],
+    }
+
+
+def fit(curves: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fit E + A / N**ALPHA + B / D**BETA to the runs without repetition, in nats a token; E is each text's own.
+
+    Runs at the recipe's rate and batch, in 2,048 byte pairs, over a text of 10 MB (at most three passes).
+    """
+    kept = [row for row in curves if row["size"] == 10 * MB and (row["rate"], row["batch_size"]) == (4e-3, 16)]
+    texts = sorted({row["text"] for row in kept})
+    nats = torch.tensor([row["evaluations"][-1]["nll"] for row in kept], dtype=torch.float64)
+    sizes = torch.tensor([layer_weights(row["shape"]) for row in kept], dtype=torch.float64)
+    tokens = torch.tensor([row["steps"] * 16 * 128 for row in kept], dtype=torch.float64)
+    own = torch.stack([torch.tensor([float(row["text"] == text) for row in kept]) for text in texts], 1).double()
+    best: dict[str, Any] = {"error": math.inf}
+    for alpha in torch.arange(0.05, 0.8, 0.01).tolist():
+        for beta in torch.arange(0.05, 1.2, 0.01).tolist():
+            terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -beta], 1)
+            found = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
+            error = (terms @ found - nats[:, None]).square().mean().sqrt().item()
+            *floors, a, b = found[:, 0].tolist()
+            if error < best["error"] and min(a, b, *floors) > 0:
+                fitted = {"A": a, "ALPHA": alpha, "B": b, "BETA": beta, "floors": dict(zip(texts, floors, strict=True))}
+                best = {"error": error, "runs": len(kept)} | fitted
+    return best
+
+
+def layer_weights(shape: str) -> int:
+    """Return the parameters of a shape's layers, N."""
+    layers, width = map(int, shape.split("x"))
+    model = TransformerXLConfig(n_layer=layers, d_model=width, n_head=width // 32, d_head=32, d_inner=3 * width)
+    return model.parameter_count(0)
+
+
+HAND_MADE = {
+    "stdlib-bpe": {},
+    "stdlib-bpe, dropout 0.1": {"model.dropout": "0.1"},
+    "narrow": {"model.n_layer": "3", "model.d_model": "96", "model.n_head": "3", "model.d_inner": "288"},
+    "6x192": {"model.n_layer": "6", "model.d_model": "192", "model.n_head": "6", "model.d_inner": "576"},
+    "6x256, dropout 0.1": {
+        "model.n_layer": "6", "model.d_model": "256", "model.n_head": "8", "model.d_inner": "768",
+        "model.dropout": "0.1",
+    },
+    "bytes": {"data.unit": "byte"},
+    "4096 byte pairs": {"data.vocab_size": "4096"},
+    "32 lanes": {"train.batch_size": "32"},
+}  # fmt: skip
+"""Configurations of the recipe of stdlib-bpe that `--minutes` is compared with, each as its options."""
+
+
+def check(given: argparse.Namespace) -> dict[str, Any]:
+    """Train the choice of `--minutes` and the configurations made by hand for the same time, and score the test split.
+
+    What is chosen and the seconds of a step are measured first, which needs an idle machine; the runs that follow do
+    not depend on its load.
+    """
+    results = {}
+    planned = {text: plans(given, text) for text in given.check_texts}
+    for text, runs in planned.items():
+        rows = {}
+        for name, run in runs.items():
+            out = RunDirectory(given.work / f"check-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-"))
+            Trainer(run, out.path, device="cpu", data_dir=given.work / "data", quiet=True).fit()
+            model, _ = txl.load(out.path)
+            corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data")
+            lengths = run.eval.lengths.options()
+            scored = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
+            rows[name] = {"bits_per_byte": scored.bits_per_byte, "steps": run.train.steps, "model": asdict(run.model)}
+            print(f"{text}, {given.minutes:g} minutes, {name}: {scored.bits_per_byte:.4f} bits a byte", flush=True)
+        best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
+        results[Path(text).name] = {"runs": rows, "chosen_over_best": rows["chosen"]["bits_per_byte"] / best}
+    return {"minutes": given.minutes, "texts": results}
+
+
+def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
+    """Return the configurations for a text, each with the steps that the minutes allow; made once and kept."""
+    kept = given.work / f"plans-{given.minutes:g}-{Path(text).stem}.json"
+    if kept.exists():
+        return {name: RunConfig.from_dict(run) for name, run in json.loads(kept.read_text()).items()}
+    options = {"data.corpus": str(Path(text).absolute())}
+    began, data = time.perf_counter(), given.work / "data"
+    chosen = run_in_minutes(given.minutes, options, "cpu", data, began=began, quiet=True)
+    print("\n".join(chosen.lines), flush=True)
+    runs = {"chosen": chosen.run}
+    for name, changes in HAND_MADE.items():
+        began = time.perf_counter()
+        run = with_options(txl.preset("stdlib-bpe"), options | changes)
+        run.train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
+        corpus = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
+        prepared = time.perf_counter() - began
+        speed = measured_speed(run, corpus, "cpu", math.inf)
+        train, valid = run.train, len(corpus.tokens("valid"))
+        train.eval_tokens = min(valid, 30_000)
+        seconds = 60 * given.minutes - prepared - 8 * train.eval_tokens * speed.evaluated_token
+        train.steps = int(seconds / speed.step)
+        train.warmup_steps = max(1, round(0.05 * train.steps))
+        train.eval_every = train.checkpoint_every = math.ceil(train.steps / 8)
+        runs[name] = run
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps({name: run.to_dict() for name, run in runs.items()}))
+    return runs
+
+
+def main() -> None:
+    """Measure the curves, or fit the rule to them, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curves", "fit", "check"))
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--texts", type=Path, help="curves: folder of wikitext-2.txt, enwik8.txt, quixote.txt ...")
+    parser.add_argument("--work", type=Path, help="curves, check: folder of the runs")
+    parser.add_argument("--minutes", type=float, default=2.0, help="check: that each configuration has")
+    parser.add_argument("--check-texts", nargs="+", default=[], help="check: files that the rule was not made from")
+    given = parser.parse_args()
+    keep_freed_memory()
+    command = f"python -m benchmarks.dial {given.what} results/{given.record.name}"
+    if given.what == "fit":
+        print(json.dumps(fit(json.loads(given.record.read_text())["output"]["curves"]), indent=1))
+    elif given.what == "check":
+        write(given.record, f"{command} --minutes {given.minutes:g}", check(given))
+    else:
+        torch.set_num_threads(1)
+        found = []
+        for point in points():
+            found.append(measured(point, given.texts, given.work))
+            write(given.record, command, {"curves": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A run for a text, this machine and a number of minutes: what `txl train --minutes` chooses, and why.
+
+The rule is `txl.presets.minutes`; here the text is looked at and prepared, and the machine's speed is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from txl.benchmarking.workloads import seconds_of, training_workload
+from txl.config import RunConfig, with_options
+from txl.data.corpora import Corpus, open_corpus, with_absolute_paths
+from txl.data.facts import text_facts
+from txl.errors import UserError
+from txl.presets.minutes import AIM, SMALLEST, Speed, Text, base_run, choose, planned, reasons, units
+from txl.runs.environment import memory_bytes, multiplies_bfloat16
+from txl.training.estimate import estimate
+from txl.training.parallel import TrainedModel
+from txl.training.validation import evaluate_in_training
+
+_TIMED_SECONDS, _TIMED_STEPS = 1.0, 3
+"""Time that each configuration is measured for, and the fewest steps."""
+
+_LONGEST_STEP = 0.005
+"""Share of the minutes; a step that takes longer is measured once."""
+_MOST_MEMORY = 0.6
+"""Share of the machine's memory that a configuration may be estimated to take."""
+
+
+@dataclass(frozen=True)
+class MinutesRun:
+    """The run that was chosen, and the reasons in lines."""
+
+    run: RunConfig
+    lines: tuple[str, str, str]
+
+
+def run_in_minutes(
+    minutes: float,
+    given: dict[str, str],
+    device: str,
+    data_dir: str | Path | None = None,
+    *,
+    began: float,
+    quiet: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> MinutesRun:
+    """Choose units, shape, batch, dropout, steps and arithmetic for a text and a number of minutes.
+
+    Args:
+        minutes: from `began` to the end of the last evaluation.
+        given: options of the user, which are kept; `data.corpus` is among them.
+        device: that the run trains on.
+        data_dir: where prepared corpora live.
+        began: the clock when the command began.
+        quiet: no progress on standard error.
+        clock: seconds.
+
+    Raises:
+        UserError: if the text is too small, or the time too short.
+    """
+    base = base_run(minutes, multiplies_bfloat16(device))
+    data = with_absolute_paths(with_options(base, given).data)
+    facts = text_facts(data.corpus)
+    if facts.bytes < SMALLEST:
+        raise UserError(
+            f"{data.corpus} has {facts.bytes:,} bytes to train on; --minutes expects {SMALLEST:,} or more, else "
+            f"choose a preset (txl presets)"
+        )
+    base.data = replace(units(facts, 60 * minutes), corpus=data.corpus)
+    looked = clock()
+    corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
+    prepared = clock() - looked
+    splits = {name: len(corpus.tokens(name)) for name in ("train", "valid")}
+    text = Text(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
+
+    longest = _LONGEST_STEP * 60 * minutes
+
+    def left() -> float:
+        return AIM * 60 * minutes - (clock() - began)
+
+    def measure(run: RunConfig) -> Speed:
+        return measured_speed(run, corpus, device, longest)
+
+    choice = choose(base, text, left(), measure, given)
+    choice = replace(planned(choice.run, text, left(), choice.speed, given), tried=choice.tried)
+    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared))
+
+
+def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> Speed:
+    """Measure a configuration's training steps, on random tokens, and its evaluation.
+
+    Args:
+        run: the configuration.
+        corpus: whose validation split is evaluated.
+        device: where.
+        longest: seconds; a step that takes longer is measured once.
+    """
+    vocab_size = len(corpus.vocabulary)
+    if estimate(run, vocab_size).total_bytes > _MOST_MEMORY * memory_bytes(device):
+        return Speed(math.inf, math.inf)
+    model, step = training_workload(run, vocab_size, device)
+    steps = [seconds_of(step, device)]
+    if steps[0] < longest:
+        seconds_of(step, device)
+        steps = [seconds_of(step, device) for _ in range(_TIMED_STEPS)]
+        while sum(steps) < _TIMED_SECONDS:
+            steps.append(seconds_of(step, device))
+    some = RunConfig.from_dict(run.to_dict())
+    some.train.eval_tokens = min(len(corpus.tokens("valid")), 2 * run.eval.segment * run.eval.batch_size)
+    model, done = model.eval(), 0
+
+    def evaluation() -> None:
+        nonlocal done
+        done = evaluate_in_training(model, some, corpus, TrainedModel(model), lambda: False).tokens
+
+    evaluation()  # converts the weights
+    return Speed(median(steps), seconds_of(evaluation, device) / done)

@@ -1,0 +1,241 @@
+"""Configurations for a text and a number of minutes: the rule of `txl train --minutes`.
+
+The rule expects a loss of every shape, batch and number of steps, and takes the least that the minutes allow. Its
+constants are fitted to whole runs (`results/dial.json`) by `python -m benchmarks.dial fit`.
+
+Letters: N parameters of the layers, D tokens trained on, U tokens of the text that are its own, B lanes, T tokens of a
+segment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
+from txl.data.facts import TextFacts
+from txl.errors import UserError
+from txl.presets.small import stdlib_bpe
+from txl.units import duration, duration_text
+
+SHAPES = ((3, 96), (4, 128), (6, 192), (6, 256), (8, 384), (12, 512), (16, 768), (24, 1024))
+"""Layers and width; heads are of width 32, the feed-forward is three times as wide as the model."""
+BATCHES = (16, 32, 64, 128, 256)
+SMALLEST = 50_000
+"""Bytes of training text; the rule was measured from 180,000 on."""
+FEWEST_STEPS = 20
+
+A, ALPHA, B, BETA = 28.0, 0.32, 58.0, 0.28
+"""Expected loss above what no model can predict, in nats a token: A / N**ALPHA + B / D**BETA."""
+LANES = 64.0
+"""Lanes at which a token counts half as much as with few: D is divided by 1 + B / LANES."""
+PASSES = 12.0
+"""Passes over the text after which another one counts 1/e of the first."""
+MOST_PASSES = 60
+"""Passes over the text after which training ends, whatever the time."""
+DROPOUT = ((4, 0.0), (16, 0.1), (math.inf, 0.2))
+"""Passes over the text up to which a rate of dropout is the best."""
+ORDINARY = 3.0
+"""Compression of ordinary text; what compresses better repeats itself, and counts as a shorter text."""
+PREPARED_PER_SECOND = 1e6
+"""Bytes of text that are cut into byte pairs in a second."""
+_EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
+"""Evaluations of a run, and the share of its time that they take at most."""
+AIM = 0.97
+"""Share of the minutes that is planned; the rest is for saving, and for what single steps do not show."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as a model reads it."""
+
+    facts: TextFacts
+    train_tokens: int
+    valid_tokens: int
+    vocab_size: int
+
+    @property
+    def own_tokens(self) -> float:
+        """U: a text that repeats itself counts as a shorter one."""
+        return self.train_tokens * min(1.0, ORDINARY * self.facts.compressed_bytes / self.facts.bytes)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds that a configuration takes on a machine."""
+
+    step: float
+    """Infinite where the machine's memory is too small."""
+    evaluated_token: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration, and what is expected of it."""
+
+    run: RunConfig
+    expected: float
+    """Nats a token above what no model can predict."""
+    passes: float
+    """Passes over the text."""
+    seconds: float
+    """Time of training and evaluations."""
+    speed: Speed
+    ends_early: bool
+    """True if more passes would not help."""
+    tried: int = 1
+    """Configurations that were timed."""
+
+
+def base_run(minutes: float, bfloat16: bool) -> RunConfig:
+    """Return what all choices have in common: the recipe of stdlib-bpe, named after the minutes.
+
+    Args:
+        minutes: asked for.
+        bfloat16: whether the machine multiplies it faster than float32.
+    """
+    run = stdlib_bpe()
+    run.name = run_name(minutes)
+    run.train.dtype = "bfloat16" if bfloat16 else "float32"
+    return run
+
+
+def run_name(minutes: float) -> str:
+    """Return the name of a run that was chosen for a number of minutes."""
+    return f"{minutes:g}-minutes"
+
+
+def units(text: TextFacts, seconds: float) -> DataConfig:
+    """Return the units for a text: byte pairs, unless it is no text or cutting it takes too much of the time."""
+    if not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4:
+        return DataConfig(unit="byte")
+    return DataConfig(unit="bpe", vocab_size=512 if text.bytes < 500_000 else 2048)
+
+
+def choose(
+    base: RunConfig, text: Text, seconds: float, measure: Callable[[RunConfig], Speed], given: dict[str, str]
+) -> Choice:
+    """Return the configuration of the least expected loss.
+
+    From the smallest on, the next larger shape and the next larger batch are tried for as long as one is better.
+
+    Args:
+        base: name, units and arithmetic.
+        text: what is trained on.
+        seconds: for training and evaluations.
+        measure: takes the speed of a configuration on this machine.
+        given: options of the user, which are kept.
+
+    Raises:
+        UserError: if there is no time for a few steps, or the options break a rule.
+    """
+    seen: list[tuple[RunConfig, Choice]] = []
+
+    def tried(shape: int, batch: int) -> Choice:
+        run = configured(base, *SHAPES[shape], BATCHES[batch], given)
+        for before, choice in seen:
+            if run == before:  # what differs was given
+                return choice
+        choice = planned(run, text, seconds, measure(run), given)
+        seen.append((run, choice))
+        return choice
+
+    at = (0, 0)
+    best = tried(*at)
+    while True:
+        larger = [(at[0] + 1, at[1]), (at[0], at[1] + 1)]
+        larger = [each for each in larger if each[0] < len(SHAPES) and each[1] < len(BATCHES)]
+        choices = {each: tried(*each) for each in larger}
+        better = [each for each in larger if choices[each].expected < best.expected]
+        if not better:
+            break
+        at = min(better, key=lambda each: choices[each].expected)
+        best = choices[at]
+    if not math.isfinite(best.expected):
+        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
+    if best.run.train.steps < FEWEST_STEPS:
+        raise UserError(
+            f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the smallest model takes "
+            f"{best.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more"
+        )
+    validate(best.run)
+    return replace(best, tried=len(seen))
+
+
+def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:
+    """Return a configuration of a shape and batch, with the user's options."""
+    layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
+    run = RunConfig.from_dict(base.to_dict())
+    run.model = TransformerXLConfig(
+        n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width, mem_len=128,
+        dropout=0.0, attention="fastest",
+    )  # fmt: skip
+    run.train.batch_size = lanes
+    return with_options(run, given)
+
+
+def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dict[str, str]) -> Choice:
+    """Return a configuration with the steps, evaluations and dropout that fit into a time."""
+    if not math.isfinite(speed.step):
+        return Choice(run, math.inf, 0.0, math.inf, speed, False)
+    run = RunConfig.from_dict(run.to_dict())
+    train, per_step = run.train, run.train.batch_size * run.train.segment
+    evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
+    evaluated = min(text.valid_tokens, max(100 * run.eval.batch_size, int(evaluated)))
+    evaluations = _EVALUATIONS * evaluated * speed.evaluated_token
+    in_time = int((seconds - evaluations) / speed.step)
+    useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))
+    train.steps = max(1, min(in_time, useful))
+    passes = train.steps * per_step / text.train_tokens
+    again = train.steps * per_step / text.own_tokens
+    train.warmup_steps = max(1, round(0.05 * train.steps))
+    train.eval_every = max(1, math.ceil(train.steps / _EVALUATIONS))
+    train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
+    train.checkpoint_every = train.eval_every
+    train.log_every = max(1, round(train.steps / 40))
+    train.planned_minutes = (train.steps * speed.step + evaluations) / 60
+    run.model.dropout = next(rate for most, rate in DROPOUT if again <= most)
+    run = with_options(run, given)
+    loss = expected_loss(run, text, train.steps)
+    taken = train.steps * speed.step + evaluations
+    return Choice(run, loss, passes, taken, speed, useful < in_time)
+
+
+def expected_loss(run: RunConfig, text: Text, steps: int) -> float:
+    """Return the loss to expect, in nats a token above what no model can predict."""
+    size = run.model.parameter_count(text.vocab_size) - run.model.parameter_count(0)
+    own = text.own_tokens
+    tokens = steps * run.train.batch_size * run.train.segment
+    worth = PASSES * own * -math.expm1(-tokens / (PASSES * own)) / (1 + run.train.batch_size / LANES)
+    return A / size**ALPHA + B / worth**BETA
+
+
+def reasons(choice: Choice, text: Text, minutes: float, prepared: float) -> tuple[str, str, str]:
+    """Return in three lines what was chosen and why.
+
+    Args:
+        choice: the configuration.
+        text: what it trains on.
+        minutes: asked for.
+        prepared: seconds that preparing the text took.
+    """
+    facts, run = text.facts, choice.run
+    script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text"
+    unit = {"bpe": f"{text.vocab_size:,} byte pairs", "byte": "bytes", "char": "characters"}[run.data.unit]
+    per_token = f", {facts.bytes / text.train_tokens:.2f} bytes each" if run.data.unit == "bpe" else ""
+    why = ""
+    if run.data.unit == "byte" and facts.is_text:
+        why = " (byte pairs would take too long to prepare)"
+    model, train = run.model, run.train
+    rate = f", dropout {model.dropout:g}" if model.dropout else ""
+    compared = f"the least expected loss of {choice.tried} timed" if choice.tried > 1 else "shape and batch were given"
+    end = "; more passes would not help, so it ends early" if choice.ends_early else ""
+    return (
+        f"text: {facts.bytes:,} bytes to train on, {script}, compresses {facts.bytes / facts.compressed_bytes:.1f} "
+        f"times: {unit}{per_token}{why}, prepared in {duration_text(prepared)}",
+        f"model: {model.n_layer} layers of width {model.d_model}, {train.batch_size} x {train.segment} tokens a step "
+        f"in {train.dtype}: {choice.speed.step:.3g} s a step here; {compared}",
+        f"training: {train.steps:,} steps, {choice.passes:.3g} passes over the text{rate}, in "
+        f"{duration_text(choice.seconds)} with evaluations, of the {minutes:g} minutes{end}",
+    )

@@ -1,0 +1,107 @@
+"""Rows that train until they have converged, at the best of a few learning rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from tests.reproduction.conftest import experiment, files, gathered, micro_run
+
+from txl.config import RunConfig
+from txl.errors import RunInterrupted, UserError
+from txl.reproduction import experiment as experiment_module
+from txl.reproduction.converging import Tried, UntilConverged, tune, with_convergence
+from txl.reproduction.definitions import definitions
+from txl.reproduction.outcome import markdown
+from txl.reproduction.page import outcome_page
+from txl.reproduction.scales import PAPER
+from txl.runs.directory import RunDirectory
+
+RULES = UntilConverged(patience=2, evaluations=4, tuning_share=0.5)
+
+
+def tuned(folder, loss, rules=RULES):
+    """The factors that were tried, in their order, and the choice, where a rate's loss is a function of its factor."""
+    asked = []
+
+    def fit(run: RunConfig, directory) -> Tried:
+        asked.append(run.train.learning_rate / 1e-2)
+        return Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=loss(asked[-1]), tokens=10, seconds=1.0)
+
+    return asked, tune("xl", with_convergence(micro_run(), rules), rules, folder, fit)
+
+
+@pytest.mark.parametrize(
+    ("loss", "asked", "chosen", "at_edge"),
+    [
+        (lambda factor: abs(math.log(factor)), [0.5, 1, 2], 1, False),
+        (lambda factor: abs(math.log(factor / 2)), [0.5, 1, 2, 4], 2, False),
+        (lambda factor: factor, [0.5, 1, 2, 0.25], 0.25, True),  # not further
+        (lambda factor: None if factor > 0.5 else 3.0, [0.5, 1, 2, 0.25], 0.25, True),
+    ],
+)
+def test_the_rate_with_the_lowest_loss_is_chosen(loss, asked, chosen, at_edge, tmp_path):
+    tried, found = tuned(tmp_path, loss)
+    assert tried == pytest.approx(asked)
+    assert (found["factor"], found["at_edge"]) == (chosen, at_edge)
+    assert [each["factor"] for each in found["tried"]] == sorted(asked)
+    again, same = tuned(tmp_path, lambda factor: 0.0)
+    assert (again, same) == ([], found)
+
+
+def test_rates_at_which_all_diverges_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"diverges at every learning rate that was tried: 0.005, 0.01, 0.02"):
+        tuned(tmp_path, lambda factor: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_averages_keeps_its_schedule():
+    run = micro_run(100)
+    assert with_convergence(run, RULES).train.schedule == "plateau"
+    run.train = dataclasses.replace(run.train, schedule="constant", average_patience=5, optimizer="sgd")
+    train = with_convergence(run, RULES).train
+    assert (train.schedule, train.patience, train.average_patience, train.eval_every) == ("constant", 7, 5, 25)
+
+
+def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tmp_path, data_dir, monkeypatch):
+    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    rows = tuple(definitions()["table6"].row(key) for key in ("xl", "no-recurrence"))
+    it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
+
+    def interrupted(run, directory):
+        raise RunInterrupted("stopped", exit_code=130)
+
+    monkeypatch.setattr(experiment_module.Experiment, "_fit", lambda self, run, directory: interrupted(run, directory))
+    with pytest.raises(RunInterrupted):
+        it.run()
+    monkeypatch.undo()
+    found = {result.row.key: result for result in it.run()}
+    assert [path.name for path in (tmp_path / "out" / "rates").glob("*.json")] == ["transformer-xl-adam-0.01.json"]
+    for key, result in found.items():
+        assert result.status == "done", result.reason
+        seed = result.by_seed[1]
+        assert seed["rates"]["row"] == "xl"
+        run = RunDirectory(tmp_path / "out" / "runs" / f"{key}-seed1").config()
+        assert run.train.learning_rate == pytest.approx(0.01 * seed["rates"]["factor"])
+        assert (run.train.schedule, run.train.patience, run.train.eval_every) == ("plateau", 2, 2)
+        assert seed["steps"] <= 8
+    tried = found["xl"].by_seed[1]["rates"]["tried"]
+    assert len(tried) >= 3
+    assert all(each["tokens"] == 4 * 2 * 8 for each in tried)
+
+    before = files(tmp_path / "out")
+    outcome = gathered(it, it.run())
+    assert files(tmp_path / "out") == before
+    assert "learning rate of transformer-xl-adam-0.01: " in markdown(outcome)
+    page = outcome_page(
+        outcome, tmp_path / "out", ["txl"], {"hardware": {"cpu": "one", "cores": 2, "device": "cpu"}, "software": {}}
+    )
+    assert "divided by four" in page
+    capped = found["xl"].by_seed[1]["steps"] == 8
+    assert ("hit the cap" in page) is (capped or found["no-recurrence"].by_seed[1]["steps"] == 8)
+
+
+def test_published_presets_are_trained_as_they_are():
+    with pytest.raises(UserError, match="--until-converged: scale paper trains the published presets"):
+        PAPER.with_until_converged(RULES)

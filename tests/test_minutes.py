@@ -1,0 +1,291 @@
+"""`txl train --minutes`: the rule over sizes and times, on machines that are made up, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from txl.benchmarking import minutes as measuring
+from txl.cli import main
+from txl.config import RunConfig, TransformerXLConfig, validate
+from txl.data.facts import TextFacts, text_facts
+from txl.errors import UserError
+from txl.presets.minutes import (
+    AIM,
+    FEWEST_STEPS,
+    MOST_PASSES,
+    Choice,
+    Speed,
+    Text,
+    base_run,
+    choose,
+    expected_loss,
+    units,
+)
+from txl.runs.directory import RunDirectory
+from txl.training.loop import TrainingLoop
+
+SIZES = (180_000, 2_000_000, 10_000_000, 100_000_000)
+MINUTES = (2, 10, 30, 120, 360)
+
+
+def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> Speed:
+    """Seconds of a machine with this many operations a second."""
+    assert isinstance(run.model, TransformerXLConfig)
+    tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
+    return Speed(overhead + 6 * weights * tokens / rate, 2 * weights / rate)
+
+
+def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> Text:
+    facts = TextFacts(size, round(size / 3 / repeats), 90, 1.0)
+    per_token = 3 if unit == "bpe" else 1
+    return Text(facts, size // per_token, size // per_token // 18, 2048 if unit == "bpe" else 256)
+
+
+def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> Choice:
+    base = base_run(minutes, bfloat16=True)
+    base.data = units(TextFacts(size, size // 3, 90, 1.0), 60 * minutes)
+    options = {name.replace("__", "."): value for name, value in given.items()}
+    return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
+
+
+def _weights(run: RunConfig) -> int:
+    return run.model.parameter_count(0)
+
+
+@pytest.mark.parametrize(("size", "minutes"), itertools.product(SIZES, MINUTES))
+def test_a_choice_is_valid_and_in_time(size: int, minutes: float):
+    choice = _choice(size, minutes)
+    validate(choice.run)
+    train, speed = choice.run.train, _machine(choice.run)
+    tokens = train.eval_tokens or _text(size, choice.run.data.unit).valid_tokens
+    taken = train.steps * speed.step + math.ceil(train.steps / train.eval_every) * tokens * speed.evaluated_token
+    assert taken <= 60 * minutes
+    assert choice.ends_early or taken > 0.9 * 60 * minutes
+    assert choice.passes <= 1.001 * MOST_PASSES
+    assert train.planned_minutes == pytest.approx(taken / 60, rel=0.06)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_more_time_never_chooses_a_smaller_model_nor_expects_more_loss(size: int):
+    choices = [_choice(size, minutes) for minutes in MINUTES]
+    same_unit = [choice for choice in choices if choice.run.data.unit == choices[-1].run.data.unit]
+    assert [_weights(each.run) for each in same_unit] == sorted(_weights(each.run) for each in same_unit)
+    assert [each.expected for each in same_unit] == sorted((each.expected for each in same_unit), reverse=True)
+
+
+@pytest.mark.parametrize("minutes", MINUTES)
+def test_a_faster_machine_chooses_no_smaller_model(minutes: float):
+    weights = [_weights(_choice(10_000_000, minutes, rate).run) for rate in (1e10, 4e10, 1e12, 1e14)]
+    assert weights == sorted(weights)
+    assert weights[-1] > weights[0]
+
+
+def test_a_small_text_gets_dropout_and_ends_early():
+    small, large = _choice(180_000, 360), _choice(100_000_000, 10)
+    assert small.run.model.dropout > large.run.model.dropout == 0
+    assert [small.ends_early, large.ends_early] == [True, False]
+    assert small.run.train.eval_every <= small.run.train.steps / 8 + 1, "the best checkpoint may be an early one"
+
+
+def test_a_text_that_repeats_counts_as_a_shorter_one():
+    once, again = _choice(2_000_000, 120), _choice(2_000_000, 120, repeats=20)
+    assert again.passes < once.passes / 5
+    assert again.run.model.dropout >= once.run.model.dropout
+
+
+def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
+    facts = TextFacts(100_000_000, 30_000_000, 90, 1.0)
+    assert units(facts, 120).unit == "byte"
+    assert units(facts, 3600).unit == "bpe"
+    assert units(TextFacts(1000, 300, 0, 1.0), 3600).unit == "byte", "what is no text has no byte pairs"
+
+
+def test_given_options_are_kept():
+    run = _choice(2_000_000, 10, model__n_layer="5", model__d_model="64", train__batch_size="8").run
+    assert isinstance(run.model, TransformerXLConfig)
+    assert (run.model.n_layer, run.model.d_model, run.model.n_head, run.model.d_inner) == (5, 64, 2, 192)
+    assert run.train.batch_size == 8
+    assert _choice(180_000, 360, model__dropout="0.35").run.model.dropout == 0.35
+
+
+def test_the_expected_loss_falls_with_steps_and_ends_where_the_text_is_used_up():
+    run = _choice(180_000, 10).run
+    losses = [expected_loss(run, _text(180_000), steps) for steps in (10, 100, 1000, 10_000, 10**6, 10**7)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-2] == pytest.approx(losses[-1], rel=1e-6)
+
+
+def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
+    def measure(run: RunConfig) -> Speed:
+        assert isinstance(run.model, TransformerXLConfig)
+        return _machine(run, 1e14) if run.model.d_model <= 192 else Speed(math.inf, math.inf)
+
+    choice = choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, measure, {})
+    assert choice.run.model.d_model == 192
+    with pytest.raises(UserError, match="memory is too small"):
+        choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: Speed(math.inf, math.inf), {})
+
+
+# The look at a text.
+
+
+def test_facts_of_a_text(tmp_path: Path):
+    text = "".join(random.Random(1).choices("añbcdefgh €", k=200_000))
+    (tmp_path / "once.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "often.txt").write_text(4 * text, encoding="utf-8")
+    (tmp_path / "binary").write_bytes(random.Random(1).randbytes(100_000))
+    once, often, binary = (text_facts(str(tmp_path / name)) for name in ("once.txt", "often.txt", "binary"))
+    assert once.characters == 11
+    assert once.bytes == pytest.approx(0.9 * len(text.encode()), abs=4)
+    assert once.bytes_per_character == pytest.approx(len(text.encode()) / len(text), rel=0.01)
+    assert often.compressed_bytes < 1.2 * once.compressed_bytes, "repetition is found far behind"
+    assert [binary.is_text, once.is_text] == [False, True]
+
+
+# The command.
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "my.txt"
+    words = random.Random(1).choices(["alpha", "beta", "gamma", "delta\n"], k=15_000)
+    path.write_text(" ".join(words), encoding="utf-8")
+    return path
+
+
+TINY = [
+    *("--model.n-layer", "1", "--model.d-model", "32", "--train.batch-size", "2", "--train.segment", "8"),
+    *("--model.mem-len", "8", "--eval.mem-len", "8", "--eval.window", "none", "--eval.segment", "8"),
+]
+
+
+class Train:
+    """The command, on a machine whose steps take two seconds as far as the choice knows."""
+
+    def __init__(self, text: Path, folder: Path):
+        self.text, self.folder = text, folder
+        self.measured: list[RunConfig] = []
+
+    def speed(self, run: RunConfig, *_: object) -> Speed:
+        self.measured.append(run)
+        return Speed(2.0, 1e-5)
+
+    def __call__(self, *words: str, out: str = "run") -> int:
+        self.measured.clear()
+        given = ["--data.corpus", str(self.text), "--out", str(self.folder / out), "--device", "cpu"]
+        return main(["train", *given, "--data-dir", str(self.folder / "data"), *TINY, *words])
+
+
+@pytest.fixture
+def train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    command = Train(text, tmp_path)
+    monkeypatch.setattr(measuring, "measured_speed", command.speed)
+    return command
+
+
+def test_the_command_trains_what_it_chose(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    run, said = RunDirectory(tmp_path / "run").config(), capsys.readouterr().err
+    assert FEWEST_STEPS <= run.train.steps <= 60 * AIM / 2
+    assert (run.name, run.data.unit, run.model.n_layer) == ("1-minutes", "byte", 1)
+    assert [line.split(":")[0] for line in said.splitlines()[:6]].count("text") == 1
+    assert f"{run.train.steps:,} steps" in said
+    assert len(train.measured) == 1, "shape and batch were given"
+
+
+def test_the_same_command_goes_on_without_choosing_again(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--minutes", "1") == 0
+    config = (tmp_path / "run" / "config.json").read_bytes()
+    assert [train("--minutes", "1"), train()] == [0, 0]
+    assert not train.measured
+    assert (tmp_path / "run" / "config.json").read_bytes() == config
+    assert train("--minutes", "2") == 2
+    assert "holds the run 1-minutes" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Killed(BaseException):
+        """As if the process ended here."""
+
+    assert train("--minutes", "1", out="whole") == 0
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    evaluate_and_save, stopped = TrainingLoop._evaluate_and_save, []
+
+    def stop_in_the_middle(loop: TrainingLoop, step: int, is_last: bool) -> None:
+        evaluate_and_save(loop, step, is_last)
+        if step == 7 and not stopped:
+            stopped.append(step)
+            raise Killed
+
+    # The choice depends on the time that has gone by, so the run that is stopped has the configuration of the whole.
+    chosen = RunConfig.from_dict(config)
+    monkeypatch.setattr("txl.commands.train._chosen", lambda *_: chosen)
+    monkeypatch.setattr(TrainingLoop, "_evaluate_and_save", stop_in_the_middle)
+    with pytest.raises(Killed):
+        train("--minutes", "1", out="stopped")
+    monkeypatch.setattr("txl.commands.train._chosen", None)
+    assert stopped
+    assert train("--minutes", "1", out="stopped") == 0
+    losses = [
+        [event["nll"] for event in RunDirectory(tmp_path / name).events() if event["event"] == "valid"][-1]
+        for name in ("whole", "stopped")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--minutes", "1", "--dry-run") == 0
+    assert "train.planned_minutes" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
+        (["--minutes", "-3"], "--minutes is -3"),
+        (["--minutes", "nan"], "--minutes is nan"),
+        (["--minutes", "inf"], "--minutes is inf"),
+        (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
+        (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
+        (["--minutes", "5", "--train.steps", "100"], "the minutes decide the steps"),
+        (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
+        (["--minutes", "5", "--extend"], "--extend and --minutes"),
+        (["--minutes", "5", "--data.unit", "word"], "--data.unit word"),
+        (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
+        (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
+        (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
+        (["--minutes", "0.05"], "are left for training"),
+        ([], "no preset is named"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(
+    train: Train, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert train(*words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "small.txt").write_text("too little\n" * 100)
+    assert train("--minutes", "5", "--data.corpus", str(tmp_path / "small.txt")) == 2
+    assert "990 bytes to train on" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
+
+
+@pytest.mark.parametrize(("planned", "lines"), [("0.0001", 1), ("100", 0)])
+def test_a_run_that_takes_longer_than_planned_says_so_once(
+    train: Train, planned: str, lines: int, capsys: pytest.CaptureFixture[str]
+):
+    few = ["--train.steps", "30", "--train.log-every", "3", "--train.warmup-steps", "1", "--train.eval-every", "0"]
+    assert train("stdlib-tiny", *few, "--train.planned-minutes", planned) == 0
+    assert capsys.readouterr().err.count("slower than when the run was planned") == lines

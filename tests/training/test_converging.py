@@ -1,0 +1,85 @@
+"""Runs whose evaluations decide how they learn and when they end."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conftest import small_run
+from tests.training.test_trainer import assert_same_end, stop_after, train
+
+from txl.config import TrainConfig, validate
+from txl.errors import RunInterrupted, UserError
+from txl.runs.directory import RunDirectory
+from txl.runs.status import run_status
+from txl.training.optimisers import has_converged, learning_rate
+
+PLATEAU = {"train.schedule": "plateau", "train.patience": "3", "train.eval_every": "1", "train.steps": "40"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "divisor", "ends"),
+    [
+        ([], 1, False),
+        ([3.0, 2.0], 1, False),
+        ([3.0, 2.0, 2.0], 4, False),  # as good is no better
+        ([3.0, 2.0, 2.5, 1.9], 4, False),
+        ([3.0, 2.0, 2.5, 1.9, 1.95, 1.9], 64, True),
+        ([float("nan"), float("nan")], 16, True),
+    ],
+)
+def test_the_rate_falls_and_training_ends_where_evaluations_get_no_better(losses, divisor, ends):
+    config = TrainConfig(schedule="plateau", patience=2, learning_rate=1.0)
+    assert learning_rate(1000, config, losses) == 1 / divisor
+    assert has_converged(losses, config) is ends
+    assert learning_rate(1000, TrainConfig(schedule="plateau", learning_rate=1.0, min_learning_rate=0.3), losses) >= 0.3
+    assert not has_converged(losses, TrainConfig())
+
+
+def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
+    run = small_run(str(story), **PLATEAU | {"train.learning_rate": "1e-30", "train.log_every": "3"})
+    for _ in range(2):  # the second time there is nothing left to do
+        train(run, tmp_path / "run", data_dir)
+        directory = RunDirectory(tmp_path / "run")
+        assert directory.checkpoint("latest").name == "step-00000004"
+        events = directory.events()
+        assert [event["step"] for event in events if event["event"] == "valid"] == [1, 2, 3, 4]
+        assert [event["step"] for event in events if event["event"] == "train"] == [3, 4]
+        assert events[-1]["event"] == "end"
+        assert events[-1]["converged"] is True
+        assert run_status(tmp_path / "run").state == "finished"
+
+
+@pytest.mark.parametrize("step", [2, 5, 6])
+def test_a_stopped_run_goes_on_exactly(step, story, data_dir, tmp_path, monkeypatch):
+    # At this learning rate the validation soon gets worse.
+    run = small_run(str(story), **PLATEAU | {"train.learning_rate": "0.1", "train.clip": "0", "train.log_every": "1"})
+    train(run, tmp_path / "whole", data_dir)
+    logged = [event for event in RunDirectory(tmp_path / "whole").events() if event["event"] == "train"]
+    assert step < logged[-1]["step"] < 40
+    assert logged[-1]["learning_rate"] < logged[step]["learning_rate"]
+    stop_after(monkeypatch, step)
+    with pytest.raises(RunInterrupted):
+        train(run, tmp_path / "stopped", data_dir)
+    monkeypatch.undo()
+    train(run, tmp_path / "stopped", data_dir)
+    assert_same_end(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_when_it_is_evaluated_is_part_of_such_a_run(story, data_dir, tmp_path):
+    run = small_run(str(story), **PLATEAU | {"train.learning_rate": "1e-30"})
+    train(run, tmp_path / "run", data_dir)
+    run.train.eval_every = 2
+    with pytest.raises(UserError, match="eval_every 1 -> 2"):
+        train(run, tmp_path / "run", data_dir)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train.patience": "0"}, "train.patience is 0"),
+        ({"train.patience": "2", "train.eval_every": "0"}, "train.patience needs evaluations"),
+        ({"train.schedule": "plateau", "train.eval_every": "0"}, "train.schedule plateau needs evaluations"),
+    ],
+)
+def test_contradictions_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        validate(small_run("stdlib", **options))
