@@ -18,7 +18,7 @@ from tests import shapes
 
 shapes.install()
 
-from txl.config import RunConfig, with_options
+from txl.config import RunConfig, leaf_fields, with_options
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the commands under test must not be
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,6 +89,17 @@ def small_run(corpus: str, **options: str) -> RunConfig:
         "eval.batch_size": "4",
     }
     return with_options(RunConfig(), base | options)
+
+
+def options_of(run: RunConfig) -> list[str]:
+    """A configuration as command-line options."""
+    given = []
+    for name, _, _, value in leaf_fields(run):
+        if name == "name":
+            continue
+        text = "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        given.append(f"--{name.replace('_', '-')}={text}")
+    return given
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from txl import cache_folder as module
+from txl import files as module
 from txl.data.corpora import data_directory
 
 

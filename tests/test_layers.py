@@ -18,7 +18,7 @@ import txl
 SOURCE = Path(txl.__file__).parent
 
 ORDER = (
-    ("errors", "units", "allocator", "cache_folder", "devices"),
+    ("errors", "units", "allocator", "devices"),
     ("files",),
     ("native",),
     ("config", "processes"),

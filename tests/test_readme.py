@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import txl
-from tests.conftest import small_run
-from tests.test_cli import options_of
+from tests.conftest import options_of, small_run
 from txl.cli import build_parser, main
 from txl.commands.demo import PROMPTS, arithmetic_of_this_machine
 from txl.config import validate, with_options

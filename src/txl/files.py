@@ -1,13 +1,18 @@
-"""Files that are whole or not there, with the permissions that any new file has."""
+"""Files that are whole or not there, with the permissions that any new file has; and the folder of those that can be
+made again."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
+import logging
 import os
 import secrets
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +22,7 @@ from txl.errors import UserError
 
 JsonObject = dict[str, Any]
 """An object of JSON; whoever reads one checks the values that it uses."""
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -108,3 +114,42 @@ def is_full(error: Exception) -> bool:
     """Return whether something could not be written for want of room; the safetensors library says so in words
     alone."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+
+
+def usable_cache(folder: Path) -> Path:
+    """Return the folder of a cache: prepared corpora, compiled code.
+
+    Where it cannot be made it is one below the system's temporary folder, which is said once.
+
+    Args:
+        folder: need not be there yet; not absolute ("~/...") if nobody knows where the user's home is.
+    """
+    if folder.is_absolute() and (folder.exists() or _can_be_made(folder)):
+        return folder
+    instead = _temporary_folder()
+    _say(f"{folder} cannot be made" if folder.is_absolute() else "no home folder is known", instead)
+    return instead
+
+
+@functools.cache  # once is enough
+def _say(reason: str, instead: Path) -> None:
+    _logger.warning("note: %s; the cache is %s, which may be emptied any time", reason, instead)
+
+
+def _can_be_made(folder: Path) -> bool:
+    there = next(each for each in folder.parents if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _temporary_folder() -> Path:
+    """Return a folder of this user's alone: compiled code is loaded from it, and anybody can write beside it."""
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    folder = Path(tempfile.gettempdir()) / f"transformer-xl-{user}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="transformer-xl-"))  # the name is somebody else's

@@ -173,6 +173,13 @@ class FakeRun:
         self.log("compression", self.steps, **fields, text=text, zlib=zlib, bz2=text * 241 // 1000, lzma=lzma)
 
 
+def begun(path: Path, **options: str) -> FakeRun:
+    run = FakeRun(path, options={"train.steps": "100"} | options)
+    run.start()
+    run.train(valid_every=50)
+    return run
+
+
 def whole_run(path: Path, unit: str = "byte", options: dict[str, str] | None = None) -> FakeRun:
     """A finished run with everything in its log."""
     run = FakeRun(path, unit=unit, options=options)

@@ -1,73 +1,12 @@
 import re
-import shutil
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-from tests.reporting.fake_run import CACHE, PARTS, FakeRun, evaluation, whole_run
+from tests.reporting.fake_run import CACHE, PARTS, FakeRun, begun, evaluation, whole_run
+from tests.reporting.html_page import Page, shown
 
-import txl.reporting.comparison as comparison
 import txl.runs.directory
-from txl.data.corpora import open_corpus
 from txl.errors import UserError
-from txl.evaluation.perplexity import evaluate
-from txl.reporting.compression import compress, lzma_after
 from txl.reporting.report import write_report
-from txl.runs.directory import RunDirectory
-from txl.runs.events import EventName
-
-VOID = {"meta", "path", "rect", "use", "line", "br"}
-
-
-class Page(HTMLParser):
-    """What a page holds; refuses tags that do not close one another."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[tuple[str, dict[str, str | None]]] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.captions, self.prompts, self.controls = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    @property
-    def text(self) -> str:
-        """What is read, without the breaks of lines."""
-        return " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append((tag, dict(attrs)))
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop()[0] == tag
-
-    def handle_data(self, data):
-        names = [tag for tag, _ in self.open]
-        if "style" in names or "svg" in names:
-            return
-        self.words.append(data)
-        kind = self.open[-1][1].get("class") if self.open else None
-        for name, found in (("prompt", self.prompts), ("control", self.controls)):
-            if kind == name:
-                found.append(data)
-        if names and names[-1] == "caption":
-            self.captions.append(data)
-
-
-@pytest.fixture(autouse=True)
-def no_corpora(tmp_path_factory, monkeypatch) -> Path:
-    """The folder of prepared corpora, empty: those of made-up runs are not there. Real runs have their own."""
-    folder = tmp_path_factory.mktemp("no-corpora")
-    monkeypatch.setenv("TXL_DATA", str(folder))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +17,6 @@ def whole(tmp_path_factory) -> FakeRun:
 @pytest.fixture(scope="module")
 def html(whole) -> str:
     return write_report(whole.path).read_text(encoding="utf-8")
-
-
-def begun(path: Path, **options: str) -> FakeRun:
-    run = FakeRun(path, options={"train.steps": "100"} | options)
-    run.start()
-    run.train(valid_every=50)
-    return run
-
-
-def shown(run: FakeRun) -> Page:
-    return Page(write_report(run.path).read_text(encoding="utf-8"))
 
 
 def test_it_is_written_into_the_run_directory_or_where_it_is_asked_for(whole, tmp_path):
@@ -424,95 +352,3 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_users(tmp_path):
     run = begun(tmp_path / "run")
     with pytest.raises(UserError, match=r"none/report\.html: cannot be written"):
         write_report(run.path, out=tmp_path / "none" / "report.html")
-
-
-@pytest.fixture
-def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
-    """A run of a real model with an evaluation in its log."""
-    directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
-    model, _ = directory.load()
-    corpus = open_corpus(str(story), data_dir=data_dir)
-    for mem_len in (0, 16):
-        row = evaluate(model, corpus.tokens("test"), segment=8, mem_len=mem_len, batch_size=4).to_dict()
-        about = {"split": "test", "corpus": corpus.name, "unit": corpus.unit, "checkpoint": "step-00000012"}
-        directory.append(EventName.EVAL, 12, **about, **row)
-    return directory
-
-
-def test_compressors_are_measured_on_the_text_that_was_scored_and_only_once(tested, story, data_dir, monkeypatch):
-    text = b"".join(open_corpus(str(story), data_dir=data_dir).text_bytes("test"))
-    page = Page(write_report(tested.path, data_dir=data_dir).read_text())
-    sizes = compress([text])
-    assert f"the same {len(text):,} bytes and nothing else: zlib makes {sizes.zlib:,} bytes" in page.text
-    assert f"zlib (level 9) {sizes.bits_per_byte('zlib'):.3f}" in page.text
-    event = tested.events()[-1]
-    assert (event["event"], event["text"], event["lzma"]) == ("compression", len(text), sizes.lzma)
-
-    monkeypatch.setattr(comparison, "compress", None)
-    assert Page(write_report(tested.path, data_dir=data_dir).read_text()).text == page.text
-    assert tested.events()[-1] == event
-
-
-def test_what_lzma_needs_behind_the_training_text_is_measured_when_asked_for(tested, story, data_dir):
-    write_report(tested.path, data_dir=data_dir)
-    corpus = open_corpus(str(story), data_dir=data_dir)
-    before, text = (b"".join(corpus.text_bytes(split)) for split in ("train", "test"))
-    page = Page(write_report(tested.path, data_dir=data_dir, after_training_text=True).read_text())
-    grown = lzma_after([before], text)
-    assert 0 < grown < compress([text]).lzma
-    assert f"file grows by {grown:,} bytes" in page.text
-    assert tested.events()[-1]["lzma_after_training_text"] == grown
-    assert f"file grows by {grown:,} bytes" in Page(write_report(tested.path, data_dir=data_dir).read_text()).text
-
-
-def test_a_run_that_can_only_be_read_has_its_report_elsewhere(tested, data_dir, tmp_path, monkeypatch):
-    def refuse(*arguments, **fields):
-        raise UserError("log.jsonl: the log cannot be written (Read-only file system)")
-
-    monkeypatch.setattr(RunDirectory, "append", refuse)
-    page = Page(write_report(tested.path, out=tmp_path / "page.html", data_dir=data_dir).read_text())
-    assert "zlib (level 9)" in page.text
-
-
-def test_a_report_prepares_and_downloads_nothing(tested, no_corpora):
-    text = Page(write_report(tested.path).read_text()).text
-    assert (
-        f"zlib, bzip2 and lzma are not shown: the text that was scored is not among the corpora in {no_corpora};"
-        in text
-    )
-    assert list(no_corpora.iterdir()) == []
-
-
-def test_another_text_in_its_place_is_not_compressed_instead(tested, story, no_corpora):
-    changed = story.parent / "changed" / story.name
-    changed.parent.mkdir(exist_ok=True)
-    changed.write_bytes(story.read_bytes().replace(b"river", b"RIVER"))
-    open_corpus(str(changed), data_dir=no_corpora)
-    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text
-    open_corpus(str(story), data_dir=no_corpora)
-    assert "zlib (level 9)" in Page(write_report(tested.path).read_text()).text
-
-
-def test_a_text_known_only_by_name_is_compressed_if_there_is_but_one(tmp_path, no_corpora):
-    other = tmp_path / "letters.txt"
-    other.write_text("Dear Ada, the engine works. " * 400)
-    corpus = open_corpus(str(other))
-    tokens = corpus.tokens("test")
-    row = evaluation(1.0, 0, corpus=corpus.name, tokens=len(tokens) - 4, dropped=3)
-    run = begun(tmp_path / "run")
-    run.log("eval", 100, **row)
-    log = (run.path / "log.jsonl").read_bytes()
-    assert f"the same {len(tokens):,} bytes" in shown(run).text
-
-    (run.path / "log.jsonl").write_bytes(log)
-    other.write_text("Dear Ada, the engine stands " * 400)
-    open_corpus(str(other))
-    assert f"holds 2 different texts named {corpus.name}" in shown(run).text
-
-
-def test_a_damaged_corpus_is_passed_over(tested, story, no_corpora):
-    directory = open_corpus(str(story), data_dir=no_corpora).directory
-    (directory / "test.tokens").write_bytes(b"")
-    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text
-    (directory / "meta.json").write_text("{")
-    assert "is not among the corpora" in Page(write_report(tested.path).read_text()).text

@@ -6,8 +6,7 @@ import json
 import shutil
 
 import pytest
-from tests.conftest import small_run
-from tests.test_cli import options_of
+from tests.conftest import options_of, small_run
 from tests.training.test_trainer import assert_same_end, stop_after, train
 
 import txl

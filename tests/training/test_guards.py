@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.conftest import small_run
-from tests.test_cli import options_of
+from tests.conftest import options_of, small_run
 from tests.training.test_trainer import assert_same_end, stop_after, train
 
 from txl.cli import main

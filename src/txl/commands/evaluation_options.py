@@ -72,7 +72,7 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments with the settings of `--dynamic-preset` where no option sets them."""
     if arguments.dynamic_preset is None:
         return arguments
-    from txl.evaluation.dynamic_presets import PUBLISHED
+    from txl.evaluation.dynamic_tuning import PUBLISHED
 
     if arguments.dynamic_preset not in PUBLISHED:
         known = ", ".join(PUBLISHED)

@@ -13,7 +13,6 @@ from typing import get_args
 
 import platformdirs
 
-from txl.cache_folder import usable_cache
 from txl.config import DataConfig, Unit
 from txl.data.catalogue import BENCHMARKS
 from txl.data.prepare import Recipe, normalises, prepare
@@ -32,6 +31,7 @@ from txl.data.sources import (
 )
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
+from txl.files import usable_cache
 
 __all__ = [
     "Corpus",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from txl.cache_folder import usable_cache
+from txl.files import usable_cache
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
 from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources

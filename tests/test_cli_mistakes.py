@@ -1,0 +1,241 @@
+"""Every mistake on the command line is one clear line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import options_of, small_run
+from txl.cli import main
+
+HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused, and returns its one line."""
+
+    def run(*words: str) -> str:
+        code = main(list(words))
+        captured = capsys.readouterr()
+        assert code == 2, captured
+        lines = captured.err.strip().splitlines()
+        assert lines[-1].startswith("txl: error: ")
+        assert "Traceback" not in captured.err
+        assert captured.out == ""
+        return lines[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "enwik8-12l", "--out", "x"], "unknown preset 'enwik8-12l'; did you mean enwik8-12L"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n-layr", "3"], "unknown option --model.n-layr; did you mean"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n-layer", "three"], "--model.n-layer is 'three'; expected a whole"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.window", "wide"], "is 'wide'; expected a whole number"),
+        (["train", "stdlib-tiny", "--out", "x", "--data.unit", "letter"], "expected one of byte, char, word, bpe"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.d-model", "63"], "model.d_model is 63; expected an even number"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.steps", "0"], "train.steps is 0; expected 1 or more"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.batch-size", "-2"], "train.batch_size is -2"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "nan"], "train.learning_rate is nan"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.micro-batches", "3"], "expected a divisor of train.batch_size"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.window", "999"], "needs at least 998 positions of memory"),
+        (["train", "stdlib-tiny", "--out", "x", "--device", "warp"], "--device warp cannot be used here"),
+        (["train", "stdlib-tiny"], "--out is missing"),
+        (["train"], "no preset is named, and --out holds no run"),
+        (["fly"], "unknown command 'fly'; expected one of demo, presets, data, train"),
+        (["evel", "x"], "unknown command 'evel'; did you mean eval"),
+        (["data", "lst"], "unknown command 'lst'; did you mean list?"),
+        (["eval", "x", "--dtype", "bfloat61"], "--dtype is 'bfloat61'; did you mean bfloat16 or"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
+         "unknown option --model.n_layers; did you mean --model.n-layer or --model."),
+        ([], "missing: COMMAND"),
+        (["status"], "missing: DIR"),
+        (["presets", "extra"], "unknown argument extra"),
+        (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),
+        (["data", "info", "no/such/file.txt"], "no/such/file.txt: no such file or folder"),
+        (["data", "prepare", "stdlib", "--unit", "letter"], "--unit is 'letter'"),
+        (["eval", "no-such-run"], "no-such-run: no such directory"),
+        (["generate", "no-such-run", "--prompt", "x"], "no-such-run: no such directory"),
+        (["generate", "no-such-run"], "missing: one of --prompt --prompt-file"),
+        (["report", "no-such-run"], "no-such-run: no such directory"),
+        (["bench", "train", "--steps", "0"], "--steps is 0"),
+        (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
+        (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
+        (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "--train.seed is '999"),
+        (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),
+        (["train", "stdlib-tiny", "--dry-run", "--train.steps", "9" * 23], "expected a whole number from -9007199254740992"),
+        (["train", "stdlib-tiny", "--dry-run", "--model.cutoffs", f"5,{2**53 + 1}"], "to 9007199254740992"),
+        (["bench", "budget", "enwik8-12L", "--bytes", "9", "--vocabulary", HUGE], IN_RANGE),
+        (["bench", "budget", "stdlib-tiny", "--bytes", "9", "--vocabulary", str(2**53)], "out of memory"),
+        (["bench", "budget", "stdlib-tiny", "--bytes", "99999999", "--vocabulary", "50", "--train.segment", "-5"],
+         "train.segment is -5; expected 1 or more"),
+        (["bench", "table9", "--lengths", f"8,{HUGE}"], IN_RANGE),
+        (["train", "stdlib-tiny", "--dry-run", "--model.n-layer", "9" * 12], "expected 1 or more, at most 10000"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "--mem-lens", f"0,{2**53}"],
+        ["eval", "--segment", str(2**53)],
+        ["eval", "--cache-size", str(2**32), "--cache-theta", "0.5", "--cache-lambda", "0.1"],
+        ["score", "FILE", "--segment", str(2**53), "--mem-len", str(2**53), "--out", "OUT"],
+        ["score", "FILE", "--sliding", str(2**53), "--out", "OUT"],
+        ["samples", "--seed", str(2**53), "--context", "20", "--max-tokens", "4"],
+    ],
+)
+def test_the_largest_numbers_that_are_taken_can_be_borne(
+    words: list[str], trained, data_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (tmp_path / "text").write_text("The river rose in the night.\n" * 3)
+    places: dict[str, str] = {"FILE": str(tmp_path / "text"), "OUT": str(tmp_path / "out")}
+    assert main([words[0], str(run), *(places.get(word, word) for word in words[1:])]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval", "RUN", "--mem-len", "-1"], "mem_len is -1"),
+        (["eval", "RUN", "--segment", "0"], "segment is 0"),
+        (["eval", "RUN", "--batch", "0"], "batch is 0"),
+        (["eval", "RUN", "--mem-len", "4", "--window", "9"], "window 9 needs at least 8"),
+        (["eval", "RUN", "--mem-len", "many"], "--mem-len is 'many'; expected a whole number"),
+        (["eval", "RUN", "--window", "wide"], "--window is 'wide'; expected a whole number or none"),
+        (["eval", "RUN", "--mem-lens", "1,x"], "--mem-lens is '1,x'; expected whole numbers separated by commas"),
+        (["eval", "RUN", "--mem-lens", "1,2", "--window", "3"], "--window with --mem-lens can only be none"),
+        (["eval", "RUN", "--checkpoint", "²"], "expected best, latest or the number of a step"),
+        (["eval", "RUN", "--mem-lens", "1,2", "--mem-len", "3"], "--mem-len and --mem-lens were both given"),
+        (["eval", "RUN", "--split", "dev"], "has no split 'dev'; expected one of train, valid, test"),
+        (["eval", "RUN", "--checkpoint", "99"], "no checkpoint 99; there: step-00000008, step-00000012"),
+        (["eval", "RUN", "--checkpoint", "first"], "expected best, latest or the number of a step"),
+        (["eval", "RUN", "--data.unit", "word"], "--data.unit is word, but this model reads byte tokens"),
+        (["eval", "RUN", "--max-tokens", "1"], "max_tokens is 1"),
+        (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
+        (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+        (["generate", "RUN", "--prompt", "x", "--max-tokens", "-5"], "max_tokens is -5"),
+        (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "top_k is 0"),
+        (["generate", "RUN", "--prompt", "x", "--samples", "0"], "samples is 0"),
+        (["generate", "RUN", "--prompt", "x", "--seed", "-1"], "--seed is -1"),
+        (["recl", "RUN", "--longest", HUGE], f"--longest is '{HUGE}'; {IN_RANGE}"),
+        (["score", "RUN", "-", "--segment", HUGE], IN_RANGE),
+        (["score", "RUN", "-", "--sliding", f"-{HUGE}"], IN_RANGE),
+        (["samples", "RUN", "--seed", HUGE], IN_RANGE),
+        (["samples", "RUN", "--mem-len", HUGE], IN_RANGE),
+        (["samples", "RUN", "--mem-len", str(2**53), "--context", "20"], "out of memory"),
+        (["generate", "RUN", "--prompt", "x", "--top-k", HUGE], IN_RANGE),
+        (["attention", "RUN", "--tokens", HUGE], IN_RANGE),
+        (["attention", "RUN", "--heads", f"1:{HUGE}"], IN_RANGE),
+        (["eval", "RUN", "--window", HUGE], IN_RANGE),
+        (["eval", "RUN", "--cache-size", HUGE], IN_RANGE),
+        (["cache", "RUN", "--size", HUGE], IN_RANGE),
+        (["eval", "RUN", "--data.max-words", HUGE], "expected a whole number from"),
+        (["generate", "RUN", "--prompt-file", "none.txt"], "none.txt: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_mistakes_about_a_run(words, expected, refused, trained, data_dir, monkeypatch):
+    monkeypatch.setenv("TXL_DATA", str(data_dir))
+    log = (trained / "log.jsonl").read_bytes()
+    assert expected in refused(*[str(trained) if word == "RUN" else word for word in words])
+    assert (trained / "log.jsonl").read_bytes() == log
+
+
+def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    checkpoint = copy / "checkpoints" / (copy / "best").read_text().strip()
+    weights = checkpoint / "model.safetensors"
+    config = json.loads((copy / "config.json").read_text())
+    if what == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-7])
+    elif what == "altered":
+        content = bytearray(weights.read_bytes())
+        content[-3] ^= 4
+        weights.write_bytes(content)
+    elif what == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif what == "config is no JSON":
+        (copy / "config.json").write_text("{")
+    elif what == "config of the future":
+        (copy / "config.json").write_text(json.dumps(config | {"soul": 1}))
+    elif what == "wrong type":
+        config["model"]["n_layer"] = "2"
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "beyond 64 bits":
+        config["train"]["steps"] = int(HUGE)
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "other heads":
+        config["model"] |= {"n_head": 4, "d_head": 4}
+        (copy / "config.json").write_text(json.dumps(config))
+    elif what == "vocabulary":
+        (copy / "vocabulary.json").write_text('{"format": 1, "kind": "char", "characters": ["a"]}')
+    elif what == "no checkpoints":
+        shutil.rmtree(copy / "checkpoints")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("truncated", "truncated"),
+        ("altered", "altered"),
+        ("no manifest", "manifest.json"),
+        ("config is no JSON", "config.json: not JSON"),
+        ("config of the future", "soul is not known to this version"),
+        ("wrong type", "model.n_layer is '2'; expected a whole number"),
+        ("beyond 64 bits", "train.steps is 99999999999999999999; expected a whole number from"),
+        ("other heads", "config.json: model.n_head is 4, but step-00000012 was written with 2"),
+        ("vocabulary", "vocabulary.json: altered: its sha256"),
+        ("no checkpoints", "no checkpoint best or latest"),
+    ],
+)
+def test_damaged_runs_are_refused(what, expected, refused, trained, tmp_path):
+    directory = damaged(trained, tmp_path, what)
+    assert expected in refused("generate", str(directory), "--prompt", "The ")
+
+
+def test_mistakes_in_the_text(refused, tmp_path, data_dir):
+    def train(text: Path, *more: str) -> str:
+        out = tmp_path / "run"
+        answer = refused(
+            "train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(text), "--data-dir", str(data_dir), *more
+        )
+        assert not (out / "config.json").exists()
+        return answer
+
+    text = tmp_path / "text.txt"
+    assert "no such file" in train(text)
+    text.touch()
+    assert "empty" in train(text)
+    text.write_bytes(b"short\n" * 9)
+    assert "train split has 48 tokens: 16 lanes of 3, but a segment of 128 needs lanes of 129" in train(text)
+    text.write_bytes(b"word " * 9000 + b"\xff")
+    assert "not UTF-8 (byte 0xFF at offset 45000)" in train(text, "--data.unit", "word")
+    text.write_bytes(b"word " * 9000 + b"\x00")
+    assert "binary (a NUL byte at offset 45000)" in train(text, "--data.unit", "char")
+
+
+def test_out_that_cannot_be_used(refused, trained, story, tmp_path, data_dir):
+    words = ["train", "stdlib-tiny", "--data-dir", str(data_dir), *options_of(small_run(str(story)))]
+    assert "holds a different run: model.n_layer 2 -> 3" in refused(
+        *words, "--out", str(trained), "--model.n-layer", "3"
+    )
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(*words, "--out", str(tmp_path / "file" / "run"))
+    assert "not empty and not a run" in refused(*words, "--out", str(tmp_path))
+    assert "--out /proc/run: No such file or directory" in refused(*words, "--out", "/proc/run")

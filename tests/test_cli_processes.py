@@ -1,0 +1,117 @@
+"""The command line as a process: what it imports, Ctrl-C at any moment, readers that leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_python_m_txl_is_the_same_command():
+    for words in (["--version"], ["--help"], ["train", "--help"]):
+        done = subprocess.run([sys.executable, "-m", "txl", *words], capture_output=True, text=True, check=True)
+        assert "txl" in done.stdout
+
+
+def test_what_needs_no_torch_does_not_load_it(trained, tmp_path):
+    """Importing it takes seconds; one process for all, which names the first command that did."""
+    no_torch = [
+        ["--help"], ["--version"], ["presets"], ["presets", "--json"], ["data", "list"], ["data", "--help"],
+        ["status", str(trained)], ["status", "no-run"], ["evel"], ["train", "--help"], ["train", "stdlib-tinny"],
+        ["train", "stdlib-tiny"], ["train", "stdlib-tiny", "--out", "x", "--model.n-layer", "0"],
+        ["train", "stdlib-tiny", "--out", "x", "--train.steps", "many"],
+        ["train", "stdlib-tiny", "--out", "x", "--data.corpus", "no-text"],
+        ["train", "stdlib-tiny", "--out", "x", "--init-from", "no-run"],
+        ["train", "stdlib-tiny", "--out", "x", "--fork"],
+        *([name, "no-run"] for name in ("eval", "cache", "recl", "attention", "samples", "report")),
+        ["score", "no-run", "text"], ["export", "no-run", "--out", "x"], ["generate", "no-run", "--prompt", "a"],
+        ["generate", str(trained), "--prompt", "a", "--top-p", "7"], ["samples", str(trained), "--temperature", "-1"],
+        ["eval", str(trained), "--checkpoint", "77"], ["eval", str(trained), "--data.corpus", "no-text"],
+        ["cache", str(trained), "--tune-on", "test"], ["data", "info", "no-text"], ["reproduce", "table99"],
+        ["bench", "train", "--steps", "0"], ["bench", "table9", "--lengths", "0"], ["bench", "budget", "stdlib-tiny"],
+    ]  # fmt: skip
+    code = """
+import json, sys, txl, txl.cli
+txl.presets(), txl.preset("ptb")
+for words in json.loads(sys.argv[1]):
+    try:
+        txl.cli.main(words)
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, words
+"""
+    command = [sys.executable, "-c", code, json.dumps(no_torch)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+except BaseException:
+    pass  # as C extensions do, whose import asks for a module that may be missing
+sys.exit(7)
+"""
+
+
+def command_with(module: str, folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m txl` where importing a module sends the process SIGINT, swallows what comes, and exits with 7."""
+    (folder / f"{module}.py").write_text(INTERRUPTED_IMPORT)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "txl", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, **options)
+
+
+@pytest.mark.parametrize("module", ["difflib", "torch"])  # of the command line itself, and of the command
+def test_ctrl_c_while_modules_are_imported_ends_the_command_quietly(module, tmp_path):
+    done = command_with(module, tmp_path, "train", "stdlib-tiny", "--out", "x")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "txl: interrupted\n")
+
+
+def test_a_background_job_goes_on_ignoring_ctrl_c(tmp_path):
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    done = command_with("torch", tmp_path, "train", "stdlib-tiny", "--out", "x", **ignore)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0])
+def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
+    code = "import runpy, sys; print(flush=True); sys.argv = ['txl', *sys.argv[1:]]; runpy.run_module('txl', run_name='__main__')"
+    words = ["train", "stdlib-tiny", "--out", "x", "--train.steps", "99999", "--data-dir", "data"]
+    command = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # from here on it is our code that runs
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "Error" not in said
+
+
+def test_ctrl_c_while_a_command_waits(trained):
+    command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt-file", "-"]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(1.5)  # it reads
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == "txl: interrupted\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error(trained):
+    command = f"{sys.executable} -m txl generate {trained} --prompt The --max-tokens 3000 --seed 1 | head -c 20"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
