@@ -179,7 +179,7 @@ def generate(
     """
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None
-    decoder = text_decoder(vocabulary, detokenise, prompt)
+    writer = _Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop))
     tokens = generate_tokens(
         model,
         ids,
@@ -193,7 +193,7 @@ def generate(
         dtype=dtype,
         compile=compile,
     )
-    return _pieces(tokens, decoder, StopStrings(stop))
+    return _pieces(tokens, writer)
 
 
 def generate_samples(
@@ -216,10 +216,9 @@ def generate_samples(
     detokenise: Convention | None = None,
 ) -> list[str]:
     """Return several continuations of a prompt, computed together; arguments and errors as in `generate`."""
-    stops = [StopStrings(stop) for _ in range(samples)]
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None
-    decoders = [text_decoder(vocabulary, detokenise, prompt) for _ in range(samples)]
+    writers = [_Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop)) for _ in range(samples)]
     steps = generate_tokens(
         model,
         ids,
@@ -236,17 +235,11 @@ def generate_samples(
     )
     texts = [""] * samples
     for tokens in steps:
-        for lane, (token, decoder, held) in enumerate(zip(tokens.tolist(), decoders, stops, strict=True)):
-            if not held.found:
-                texts[lane] += held.push(decoder.push(token))
-        if all(held.found for held in stops):
+        for lane, (token, writer) in enumerate(zip(tokens.tolist(), writers, strict=True)):
+            texts[lane] += writer.push(token)
+        if all(writer.ended for writer in writers):
             break
-    for lane, (decoder, held) in enumerate(zip(decoders, stops, strict=True)):
-        if not held.found:
-            texts[lane] += held.push(decoder.flush())
-        if not held.found:
-            texts[lane] += held.flush()
-    return texts
+    return [text + writer.finish() for text, writer in zip(texts, writers, strict=True)]
 
 
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
@@ -303,16 +296,33 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
-def _pieces(steps: Iterator[Tensor], decoder: Decoder, stop: StopStrings) -> Iterator[str]:
+class _Writer:
+    """The text of one continuation: tokens in, what can be shown out; nothing more once a stop string has come."""
+
+    def __init__(self, decoder: Decoder, stop: StopStrings):
+        self._decoder, self._stop = decoder, stop
+
+    @property
+    def ended(self) -> bool:
+        """True once a stop string has come."""
+        return self._stop.found
+
+    def push(self, token: int) -> str:
+        """Return the text that can be shown now that a token was drawn."""
+        return "" if self.ended else self._stop.push(self._decoder.push(token))
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        rest = "" if self.ended else self._stop.push(self._decoder.flush())
+        return rest if self.ended else rest + self._stop.flush()
+
+
+def _pieces(steps: Iterator[Tensor], writer: _Writer) -> Iterator[str]:
     """Yield the text of the first lane's tokens, up to a stop string."""
     for tokens in steps:
-        piece = stop.push(decoder.push(int(tokens[0])))
-        if piece:
+        if piece := writer.push(int(tokens[0])):
             yield piece
-        if stop.found:
+        if writer.ended:
             return
-    piece = stop.push(decoder.flush())
-    if not stop.found:
-        piece += stop.flush()
-    if piece:
+    if piece := writer.finish():
         yield piece
