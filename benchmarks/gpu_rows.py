@@ -36,10 +36,9 @@ from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.training.budget import peak_bytes, ranked_tokens
-from txl.training.captured import WARM, CapturedStep
+from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
-from txl.training.trainer import compile_layers
 
 Figures = dict[str, Any]
 VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735}

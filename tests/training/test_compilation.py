@@ -18,9 +18,10 @@ from torch import nn
 from txl.cli import main
 from txl.config import RecurrentConfig
 from txl.models import build_model
-from txl.training import trainer as compilation
+from txl.training import compilation
 from txl.training import trainer as trainer_module
-from txl.training.trainer import Trainer, compile_layers
+from txl.training.compilation import compile_layers
+from txl.training.trainer import Trainer
 
 QRNN = RecurrentConfig(kind="qrnn", n_layer=4, d_model=8, d_hidden=12, kernel_sizes=(2, 1), dropout=0.0)
 
@@ -78,7 +79,7 @@ def test_without_a_compiler_one_line_says_so_and_training_goes_on(story, data_di
 
 def test_a_missing_compiler_is_found_missing():
     code = (
-        "import txl; from txl.models import build_model; from txl.training.trainer import compile_layers\n"
+        "import txl; from txl.models import build_model; from txl.training.compilation import compile_layers\n"
         "model = build_model(txl.preset('stdlib-tiny').model, 5)\n"
         "print(compile_layers(model, 'cpu')); print(any(each._compiled_call_impl for each in model.layers))"
     )

@@ -50,27 +50,44 @@ def run_copy(trained, tmp_path_factory):
     return out
 
 
-def read_everything(out, story, data_dir) -> None:
-    """Each way in either works or is refused as a user's mistake."""
-    for action in (
-        lambda: txl.load(out),
-        lambda: txl.load(out, checkpoint="latest"),
-        lambda: run_status(out).lines(),
-        lambda: Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).would_go_on(),
-    ):
-        with suppress(UserError):
+@pytest.fixture(scope="module")
+def weights(trained):
+    return txl.load(trained)[0].state_dict()
+
+
+def read_everything(out, weights, story, data_dir) -> None:
+    """Each way in either gives what was trained, or refuses it as a user's mistake in the run's own files."""
+
+    def loaded(checkpoint: str | None) -> None:
+        model, _ = txl.load(out, checkpoint=checkpoint)
+        found = model.state_dict()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+    def told() -> None:
+        lines = run_status(out).lines()
+        assert len(lines) >= 4
+        assert lines[0].startswith(f"{out}: ")
+
+    def goes_on() -> None:
+        assert isinstance(Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).would_go_on(), bool)
+
+    for action in (lambda: loaded(None), lambda: loaded("latest"), told, goes_on):
+        try:
             action()
+        except UserError as refused:
+            assert str(out) in str(refused)  # noqa: PT017 (either is right)
 
 
 @pytest.mark.parametrize("name", FILES)
 @given(junk=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 @SETTINGS
-def test_junk_in_any_file_is_a_user_s_mistake(name, junk, run_copy, story, data_dir):
+def test_junk_in_any_file_is_a_user_s_mistake(name, junk, run_copy, weights, story, data_dir):
     path = run_copy / name
     original = path.read_bytes()
     try:
         path.write_bytes(junk)
-        read_everything(run_copy, story, data_dir)
+        read_everything(run_copy, weights, story, data_dir)
     finally:
         path.write_bytes(original)
 
@@ -78,7 +95,7 @@ def test_junk_in_any_file_is_a_user_s_mistake(name, junk, run_copy, story, data_
 @pytest.mark.parametrize("name", FILES[:7])
 @given(data=st.data())
 @SETTINGS
-def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, story, data_dir):
+def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, weights, story, data_dir):
     """Right in form, and even the hashes agree: what somebody wrote by hand, or another program."""
     path = run_copy / name
     manifest = run_copy / "checkpoints" / "step-00000012" / "manifest.json"
@@ -101,7 +118,7 @@ def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, st
             if name == "vocabulary.json":
                 entries["vocabulary_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
             write_manifest(manifest, entries)
-        read_everything(run_copy, story, data_dir)
+        read_everything(run_copy, weights, story, data_dir)
     finally:
         path.write_bytes(original)
         manifest.write_bytes(listed)

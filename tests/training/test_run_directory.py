@@ -248,7 +248,7 @@ def _manifest(step: int) -> str:
     ("damage", "message"),
     [
         (lambda path: path.unlink(), r"not a whole checkpoint \(manifest.json is missing\)"),
-        (lambda path: path.write_text("{"), "manifest.json: damaged"),
+        (lambda path: path.write_text("{"), "manifest.json: not JSON"),
         (lambda path: path.write_text("[]"), "manifest.json: damaged"),
         (
             lambda path: path.write_text('{"format": 99, "files": {}}'),

@@ -25,9 +25,9 @@ from txl.errors import RunInterrupted, UserError
 from txl.models import build_model
 from txl.models.language_model import State
 from txl.models.memory import Memory
-from txl.training import captured as captured_module
+from txl.training import compilation
 from txl.training import loop as loop_module
-from txl.training.captured import WARM, CapturedStep
+from txl.training.compilation import WARM, CapturedStep
 from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.step import StepResult, training_step
@@ -165,7 +165,7 @@ def spoil_by_step(monkeypatch) -> None:
             return real(*args, **options)
 
     monkeypatch.setattr(loop_module, "training_step", spoiled)
-    monkeypatch.setattr(captured_module, "training_step", spoiled)
+    monkeypatch.setattr(compilation, "training_step", spoiled)
 
 
 def nowhere_finite(state: State) -> Memory:

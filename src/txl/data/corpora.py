@@ -119,20 +119,8 @@ def open_corpus(
     Raises:
         UserError: if there is no such corpus, or it cannot be read in this unit, or is not what it should be.
     """
-    if not name:
-        raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
-    is_public, name = name in BENCHMARKS, absolute_path(name)
-    if whole and is_named(name):
-        raise UserError(
-            f"{name} is read by its splits, {', '.join(SPLITS)}; only a text of your own is read as one, {WHOLE}"
-        )
-    if unit is None:
-        unit = (config.unit if config is not None else None) or natural_unit(name)
-    if vocabulary is not None:
-        unit = vocabulary.kind
-    if unit not in get_args(Unit):
-        raise UserError(f"unit is {unit!r}; expected one of {', '.join(get_args(Unit))}")
-    config = dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
+    is_public = name in BENCHMARKS
+    config = _with_unit(_named(name, whole), unit, config, vocabulary)
     source = source if source is not None else config.source
     folder = data_directory(data_dir)
     if is_public:
@@ -148,9 +136,38 @@ def open_corpus(
             quiet=quiet,
         ).open()
     if source is not None:
-        raise UserError(f"data.source is set, but {name} is not fetched from anywhere; leave it out")
+        raise UserError(f"data.source is set, but {config.corpus} is not fetched from anywhere; leave it out")
+    return _open_own(config, vocabulary, folder, quiet, whole)
+
+
+def _named(name: str, whole: bool) -> str:
+    """Return a corpus's name, or the absolute path of a text of the user's, which alone is read as a whole."""
+    if not name:
+        raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
+    name = absolute_path(name)
+    if whole and is_named(name):
+        raise UserError(
+            f"{name} is read by its splits, {', '.join(SPLITS)}; only a text of your own is read as one, {WHOLE}"
+        )
+    return name
+
+
+def _with_unit(name: str, unit: str | None, config: DataConfig | None, vocabulary: Vocabulary | None) -> DataConfig:
+    """Return the settings that a corpus is read by, its unit checked; a vocabulary has a unit of its own."""
+    if unit is None:
+        unit = (config.unit if config is not None else None) or natural_unit(name)
+    if vocabulary is not None:
+        unit = vocabulary.kind
+    if unit not in get_args(Unit):
+        raise UserError(f"unit is {unit!r}; expected one of {', '.join(get_args(Unit))}")
+    return dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
+
+
+def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, quiet: bool, whole: bool) -> Corpus:
+    """Open the standard library's sources, or a text of the user's."""
+    name = config.corpus
     recipe = Recipe(
-        unit,
+        config.unit,
         config.vocab_size,
         config.min_count,
         config.max_words,
@@ -160,7 +177,7 @@ def open_corpus(
         counted=(WHOLE,) if whole else ("train",),
     )
     if name == STDLIB:
-        return _open(name, name, stdlib_files(), lambda: stdlib_pieces(unit), recipe, folder, quiet)
+        return _open(name, name, stdlib_files(), lambda: stdlib_pieces(config.unit), recipe, folder, quiet)
     label, files = Path(name).stem, own_files(name)
     if whole:
         pieces = {WHOLE: [Piece(path) for path in files]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import JsonObject, file_sha256
+from txl.files import JsonObject, file_sha256, read_json
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -278,7 +277,7 @@ def _percent(share: float) -> str:
 def read_meta(directory: Path) -> JsonObject:
     """Read the record of a prepared corpus, after checking that its files are whole."""
     try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(directory / "meta.json")
         if meta["format"] != META_FORMAT:
             raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
         width = np.dtype(meta["dtype"]).itemsize

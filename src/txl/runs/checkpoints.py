@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import JsonObject, file_sha256, follow_umask, is_full, sync
+from txl.files import JsonObject, file_sha256, follow_umask, is_full, read_json, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -288,11 +288,11 @@ def verify_file(checkpoint: Path, name: str) -> None:
 
 def _json_object(path: Path) -> JsonObject:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+        value = read_json(path, _OTHERWISE)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_OTHERWISE}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: damaged (not an object)")
+        raise UserError(f"{path}: damaged (not an object); {_OTHERWISE}")
     return value
 
 

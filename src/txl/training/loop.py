@@ -15,7 +15,7 @@ from txl.data.streams import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
 from txl.runs.events import EventName
-from txl.training.captured import CapturedStep
+from txl.training.compilation import CapturedStep
 from txl.training.display import Pace, Reading
 from txl.training.optimisers import WeightAverage, average_begins, has_converged, learning_rate, set_learning_rate
 from txl.training.recovery import check_end, report_spike, skip_update

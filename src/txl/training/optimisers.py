@@ -153,8 +153,8 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
             # gradient later than others (a tail cluster that no target was in). None: the best of its other ways.
             fused=(momentum == 0 and not is_sharded) or None,
         )
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    optimizer = kind(
+    adaptive = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    optimizer = adaptive[config.optimizer](
         divided,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),

@@ -63,6 +63,7 @@ def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
         generators = processes.gather(generator)
         if generators is not None:
             tensors[f"random.{name}"] = torch.stack(generators)
+    # "progress" is the format's name of the counters.
     numbers: JsonObject = {"progress": asdict(state.counters), "position": state.position.to_dict()}
     numbers["corpus"], numbers["processes"] = setup.corpus.info()["identity"], processes.count
     if state.average is not None:

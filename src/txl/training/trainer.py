@@ -5,7 +5,6 @@ Started by torchrun, it trains with several processes; process 0 alone writes an
 
 from __future__ import annotations
 
-import random
 import sys
 import uuid
 from contextlib import nullcontext, suppress
@@ -13,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
@@ -22,14 +20,13 @@ from txl.devices import float32_products
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
-from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
 from txl.runs.events import EventName
-from txl.training.captured import check_capture
+from txl.training.compilation import check_capture, compile_layers
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
@@ -363,38 +360,6 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
             "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
             "--train.parallel ddp or --train.optimizer adamw"
         )
-
-
-def compile_layers(model: FamilyModel, device: str) -> str | None:
-    """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
-
-    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
-    for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
-    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
-
-    Returns:
-        Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
-    """
-    reason = _compiler_missing(device)
-    if reason is None:
-        for layer in model.get_submodule("layers").children():
-            layer.compile(dynamic=model.compiles_any_length)
-    return reason
-
-
-def _compiler_missing(device: str) -> str | None:
-    """Compile something small; the first line of the error if that fails."""
-    factor = random.Random().random()  # no earlier attempt has left this one in a cache; torch's generator stays
-
-    def small(values: Tensor) -> Tensor:
-        return (values * factor).relu() + 1
-
-    try:
-        torch.compile(small)(torch.ones(8, device=device))
-    except Exception as error:  # whatever it is, it is the compiler's
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return lines[0].strip()
-    return None
 
 
 def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) -> tuple[Path, Path | None]:

@@ -1,4 +1,6 @@
-"""Whole training steps as a CUDA graph: a step's thousands of kernels cost one launch.
+"""Faster training steps: layers compiled by `torch.compile`, and whole steps recorded as CUDA graphs.
+
+A recorded step's thousands of kernels cost one launch.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -6,6 +8,7 @@ Shapes: B lanes, T tokens of a segment.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from txl.config import RecurrentConfig, RunConfig, TrainConfig
 from txl.devices import Captured
 from txl.errors import UserError
+from txl.models.family import FamilyModel
 from txl.models.language_model import State, TailRows
 from txl.models.memory import Memory
 from txl.training.parallel import TrainedModel
@@ -24,6 +28,38 @@ WARM = 3
 """Steps of the same shapes that run operation by operation before one is recorded: libraries set themselves up."""
 _ROOM, _MULTIPLE = 1.25, 64
 """Room for the targets of a tail cluster: so many times as many as were seen before, rounded up to a multiple."""
+
+
+def compile_layers(model: FamilyModel, device: str) -> str | None:
+    """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
+
+    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
+    for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
+    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
+
+    Returns:
+        Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
+    """
+    reason = _compiler_missing(device)
+    if reason is None:
+        for layer in model.get_submodule("layers").children():
+            layer.compile(dynamic=model.compiles_any_length)
+    return reason
+
+
+def _compiler_missing(device: str) -> str | None:
+    """Compile something small; the first line of the error if that fails."""
+    factor = random.Random().random()  # no earlier attempt has left this one in a cache; torch's generator stays
+
+    def small(values: Tensor) -> Tensor:
+        return (values * factor).relu() + 1
+
+    try:
+        torch.compile(small)(torch.ones(8, device=device))
+    except Exception as error:  # whatever it is, it is the compiler's
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return lines[0].strip()
+    return None
 
 
 def check_capture(run: RunConfig, device: str) -> None:
