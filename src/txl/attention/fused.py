@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from txl.attention.equations import KeyScope
@@ -111,30 +112,30 @@ def _tf32() -> bool:
 
 
 def fused_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
     scope: KeyScope,
     dropout: float = 0.0,
-) -> Tensor:
+) -> Float[Tensor, "B T H D"]:
     """The same function as `reference_attention`.
 
     Single queries without gradients, and all segments without gradients where the kernels cannot serve, go through
     `shifted`'s way.
 
     Args:
-        query: [B,T,H,D], float32 or bfloat16 on a GPU, where gradients are wanted.
-        key, value: [B,S,H,D], memory first, dtype of the query.
-        position: [S,H,D], W_kR R_d with the farthest distance first.
-        u, v: [H,D].
+        query: float32 or bfloat16 on a GPU, where gradients are wanted.
+        key, value: memory first, dtype of the query.
+        position: W_kR R_d with the farthest distance first.
+        u, v: the biases.
         scope: which keys a query sees.
         dropout: probability with which an attention weight is dropped.
 
     Returns:
-        [B,T,H,D]. Its gradient can be taken once (no second derivatives).
+        Each query's mean of the values. Its gradient can be taken once (no second derivatives).
     """
     # `torch.compile` traces shapes; what the machine has was asked when the model was built.
     traced = torch.compiler.is_compiling()
@@ -147,15 +148,15 @@ def fused_relative_attention(
 
 
 def relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    query: Float[Tensor, "B T H D"],
+    key: Float[Tensor, "B S H D"],
+    value: Float[Tensor, "B S H D"],
+    position: Float[Tensor, "S H D"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
     scope: KeyScope,
     dropout: float = 0.0,
-) -> Tensor:
+) -> Float[Tensor, "B T H D"]:
     """`fused_relative_attention` by the kernels alone; on a CPU they run in Triton's interpreter."""
     device = query.device
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
@@ -326,7 +327,7 @@ def _kernels() -> ModuleType:
     return triton_kernels
 
 
-def padded(rows: Tensor) -> Tensor:
+def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"]:
     """With neighbours in the last dimension lying behind one another, and zeros up to the next multiple of 16."""
     missing = -rows.shape[-1] % 16
     if missing:

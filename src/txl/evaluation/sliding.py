@@ -141,7 +141,7 @@ def losses_at_contexts(
     dtype: str = "float32",
     begins: Callable[[int], None] | None = None,
     progress: Progress | None = None,
-) -> dict[int, Tensor]:
+) -> dict[int, Float64[Tensor, " targets"]]:
     """Return `losses_at_context` at several lengths, also for models that read at most `model.context` tokens at once.
 
     At longer contexts such a model's losses are those at its longest one, as the paper's row for its Transformer

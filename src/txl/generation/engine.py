@@ -73,9 +73,9 @@ class StreamState:
     """Tokens of the stream, the one that waits to be read among them; 0 for a stream that has none yet."""
     waiting: int
     """The last token, which the next step reads; 0 if there is none."""
-    keys: tuple[Tensor, ...]
+    keys: tuple[Float[Tensor, "H M D"], ...]
     """One [H,M,D] a layer, the oldest position first."""
-    values: tuple[Tensor, ...]
+    values: tuple[Float[Tensor, "H M D"], ...]
 
     @property
     def nbytes(self) -> int:
@@ -289,7 +289,7 @@ class DecodeEngine:
             drawn = step.draw(self._next, drawing, keys).cpu()[:, slots]
         return self._ended(streams, drawn)
 
-    def draw(self, log_probs: Tensor, streams: Sequence[Stream] | None = None) -> Tensor:
+    def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " kept"]:
         """Draw the next token of some streams (by default all) from what `advance` gave for them: int64, on the CPU.
 
         Streams for which none can be drawn end, as in `step`; the tokens are those of the others, in the order given.
@@ -438,7 +438,7 @@ class Reading:
 
     Args:
         engine: whose model reads.
-        ids: int64 [n], at least one, all of the vocabulary (`checked_tokens`).
+        ids: at least one, all of the vocabulary (`checked_tokens`).
         after: what was read before.
         segment: most tokens of a segment, up to `PROMPT_SEGMENT`.
         view: reads in the place of the engine's model: a view of it, whose attention is watched.
@@ -450,7 +450,7 @@ class Reading:
     def __init__(
         self,
         engine: DecodeEngine,
-        ids: Tensor,
+        ids: Int64[Tensor, " n"],
         after: StreamState | None = None,
         segment: int = PROMPT_SEGMENT,
         view: TransformerXL | None = None,
@@ -479,12 +479,12 @@ class Reading:
         """Tokens of the stream that have been read."""
         return self.n_token - (self._ids.shape[0] - self._at)
 
-    def step(self) -> tuple[Tensor, Tensor]:
+    def step(self) -> tuple[Float[Tensor, "1 T E"], Int64[Tensor, "1 T"]]:
         """Read the next segment.
 
         Returns:
-            The final hidden states [1,T,E], for `log_probs_of` or `nll_of` of the engine's model, and what follows
-            each of the tokens read, int64 [1,T].
+            The final hidden states, for `log_probs_of` or `nll_of` of the engine's model, and what follows each of the
+            tokens read.
         """
         self._engine._check_weights()
         end = min(self._at + self._segment, self._ids.shape[0] - 1)

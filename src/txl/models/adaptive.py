@@ -87,11 +87,11 @@ class AdaptiveEmbedding(nn.Module):
         """True if every cluster has a table of its own."""
         return len(self.tables) > 1
 
-    def cluster_tables(self) -> list[Tensor]:
+    def cluster_tables(self) -> list[Float[Tensor, "_ _"]]:
         """Return the embeddings [V_i, d_i] of every cluster."""
         return cluster_parts(self.tables, self.bounds)
 
-    def projection(self, cluster: int) -> Tensor | None:
+    def projection(self, cluster: int) -> Float[Tensor, "E _"] | None:
         """Return the projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
         if len(self.projections) == 0:
             return None
