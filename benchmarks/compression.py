@@ -12,6 +12,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -32,8 +33,12 @@ PEERS = {
 }
 
 
-def timed(words: Sequence[str], out: Path | None) -> dict[str, float]:
-    """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory of it alone."""
+def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
+    """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory.
+
+    A process inherits the peak of the one that started it, so a peak that is not above ours is unknown: None.
+    """
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     with open(out or os.devnull, "wb") as file:
         process = subprocess.Popen(list(words), stdout=file)
@@ -44,7 +49,7 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float]:
     return {
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_memory_bytes": usage.ru_maxrss * 1024,
+        "peak_memory_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None,
     }
 
 

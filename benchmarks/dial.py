@@ -35,6 +35,8 @@ from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
 
 MB, KB = 1_000_000, 1_000
+RATE, LANES_HERE = 4e-3, 16
+"""The recipe's learning rate and lanes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Point:
     vocab_size: int = 2048
     """Byte pairs; 256: bytes."""
     dropout: float = 0.0
-    rate: float = 4e-3
-    batch_size: int = 16
+    rate: float = RATE
+    batch_size: int = LANES_HERE
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Point:
 def points() -> list[Point]:
     """Return all runs, those that tell most first."""
     wiki, stdlib, quixote = ("wikitext-2", 10 * MB), ("stdlib", 10 * MB), ("quixote", 2 * MB)
-    shakespeare, code = ("shakespeare", 200 * KB), ("stdlib", 200 * KB)
+    shakespeare = ("shakespeare", 200 * KB)
     return [
         Point(*stdlib, "4x128", 1200),
         Point(*wiki, "4x128", 400),
@@ -79,16 +81,16 @@ def points() -> list[Point]:
         Point(*quixote, "4x128", 1200, dropout=0.1),
         Point(*shakespeare, "4x128", 1200, 512),
         Point(*wiki, "4x128", 1200, rate=8e-3),
-        Point(*shakespeare, "4x128", 3600, 512, 0.2),
-        Point(*wiki, "6x256", 400, rate=8e-3),
-        Point(*wiki, "4x128", 600, batch_size=32),
         Point(*wiki, "6x192", 1200),
-        Point(*quixote, "4x128", 1200, 1024),
         Point(*wiki, "3x96", 1200),
+        Point(*wiki, "4x128", 3600),
+        Point(*shakespeare, "6x192", 1200, 512, 0.2),
+        Point(*wiki, "4x128", 600, batch_size=32),
+        Point(*quixote, "4x128", 1200, 1024),
+        Point(*shakespeare, "4x128", 3600, 512, 0.2),
         Point(*shakespeare, "4x128", 1200, 1024, 0.2),
         Point(*quixote, "4x128", 1200, 4096),
-        Point(*code, "4x128", 1200, 512, 0.2),
-        Point(*wiki, "4x128", 3600),
+        Point(*wiki, "6x256", 400, rate=8e-3),
     ]
 
 
@@ -155,28 +157,69 @@ def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def fit(curves: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fit E + A / N**ALPHA + B / D**BETA to the runs without repetition, in nats a token; E is each text's own.
+def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
+    """Fit the constants of `txl.presets.minutes` to the runs, in nats a token.
 
-    Runs at the recipe's rate and batch, in 2,048 byte pairs, over a text of 10 MB (at most three passes).
+    E + A / N**ALPHA + B / D**BETA to those without repetition, at the recipe's rate and batch; E is each text's own,
+    and not used. LANES then makes two runs of twice as many lanes and half as many steps come out as they did. PASSES
+    makes the small text's runs, each with its better dropout, fall as they did.
     """
-    kept = [row for row in curves if row["size"] == 10 * MB and (row["rate"], row["batch_size"]) == (4e-3, 16)]
-    texts = sorted({row["text"] for row in kept})
-    nats = torch.tensor([row["evaluations"][-1]["nll"] for row in kept], dtype=torch.float64)
-    sizes = torch.tensor([layer_weights(row["shape"]) for row in kept], dtype=torch.float64)
-    tokens = torch.tensor([row["steps"] * 16 * 128 for row in kept], dtype=torch.float64)
-    own = torch.stack([torch.tensor([float(row["text"] == text) for row in kept]) for text in texts], 1).double()
-    best: dict[str, Any] = {"error": math.inf}
-    for alpha in torch.arange(0.05, 0.8, 0.01).tolist():
-        for beta in torch.arange(0.05, 1.2, 0.01).tolist():
+    usual = [row for row in curves if (row["rate"], row["batch_size"]) == (RATE, LANES_HERE)]
+    plain = [row for row in usual if row["size"] == 10 * MB]
+    texts = sorted({row["text"] for row in plain})
+    nats = torch.tensor([last(row) for row in plain]).double()
+    sizes = torch.tensor([layer_weights(row["shape"]) for row in plain]).double()
+    tokens = torch.tensor([tokens_of(row) for row in plain]).double()
+    own = torch.stack([torch.tensor([float(row["text"] == text) for row in plain]) for text in texts], 1).double()
+    found: dict[str, float] = {"error": math.inf}
+    for alpha in torch.arange(0.05, 1.0, 0.01).tolist():
+        for beta in torch.arange(0.05, 1.5, 0.01).tolist():
             terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -beta], 1)
-            found = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
-            error = (terms @ found - nats[:, None]).square().mean().sqrt().item()
-            *floors, a, b = found[:, 0].tolist()
-            if error < best["error"] and min(a, b, *floors) > 0:
-                fitted = {"A": a, "ALPHA": alpha, "B": b, "BETA": beta, "floors": dict(zip(texts, floors, strict=True))}
-                best = {"error": error, "runs": len(kept)} | fitted
-    return best
+            solution = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
+            error = (terms @ solution - nats[:, None]).square().mean().sqrt().item()
+            *floors, a, b = solution[:, 0].tolist()
+            if error < found["error"] and min(a, b, *floors) > 0:
+                found = {"error": error, "A": a, "ALPHA": alpha, "B": b, "BETA": beta}
+    b, beta = found["B"], found["BETA"]
+
+    wide = next(row for row in curves if row["batch_size"] == 2 * LANES_HERE)
+    narrow = next(row for row in plain if (row["text"], row["shape"]) == (wide["text"], wide["shape"])
+                  and tokens_of(row) == tokens_of(wide))  # fmt: skip
+    lost = last(wide) - last(narrow)
+    divisor = (1 + lost / (b * tokens_of(narrow) ** -beta)) ** (1 / beta)  # of D, by twice as many lanes
+    # divisor = (1 + 2 L / LANES) / (1 + L / LANES), where LANES is infinite if nothing was lost
+    found["LANES"] = LANES_HERE * (2 - divisor) / (divisor - 1) if divisor > 1 else math.inf
+
+    small = [row for row in curves if (row["text"], row["vocab_size"]) == ("shakespeare", 512)]
+    by_steps = {steps: min(map(best, (row for row in small if row["steps"] == steps)))
+                for steps in {row["steps"] for row in small}}  # fmt: skip
+    first, *later = sorted(by_steps)
+    train_tokens = small[0]["train_tokens"]
+
+    def misses(passes: float) -> float:
+        expected = {
+            steps: b * (passes * train_tokens * -math.expm1(-steps * 2048 / (passes * train_tokens))) ** -beta
+            for steps in by_steps
+        }
+        return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
+
+    found["PASSES"] = min((0.5 * each for each in range(2, 200)), key=misses)
+    return found
+
+
+def last(row: dict[str, Any]) -> float:
+    """Return the loss at the end of a run, in nats a token."""
+    return row["evaluations"][-1]["nll"]
+
+
+def best(row: dict[str, Any]) -> float:
+    """Return the loss of a run's best checkpoint, in nats a token."""
+    return min(each["nll"] for each in row["evaluations"])
+
+
+def tokens_of(row: dict[str, Any]) -> int:
+    """Return the tokens that a run was trained on, D."""
+    return row["steps"] * row["batch_size"] * 128
 
 
 def layer_weights(shape: str) -> int:
