@@ -30,6 +30,7 @@ from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.data.sources import stdlib_files
 from txl.evaluation.perplexity import evaluate
+from txl.presets import minutes
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
@@ -158,11 +159,11 @@ def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
 
 
 def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Fit the constants of `txl.presets.minutes` to the runs, in nats a token.
+    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats a token, with its BETA.
 
     E + A / N**ALPHA + B / D**BETA to those without repetition, at the recipe's rate and batch; E is each text's own,
-    and not used. LANES then makes two runs of twice as many lanes and half as many steps come out as they did. PASSES
-    makes the small text's runs, each with its better dropout, fall as they did.
+    and not used. These runs have two lengths, which any BETA fits as well: it is assumed. PASSES makes the small text's
+    runs, each with its better dropout, fall as they did.
     """
     usual = [row for row in curves if (row["rate"], row["batch_size"]) == (RATE, LANES_HERE)]
     plain = [row for row in usual if row["size"] == 10 * MB]
@@ -172,38 +173,27 @@ def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
     tokens = torch.tensor([tokens_of(row) for row in plain]).double()
     own = torch.stack([torch.tensor([float(row["text"] == text) for row in plain]) for text in texts], 1).double()
     found: dict[str, float] = {"error": math.inf}
-    for alpha in torch.arange(0.05, 1.0, 0.01).tolist():
-        for beta in torch.arange(0.05, 1.5, 0.01).tolist():
-            terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -beta], 1)
-            solution = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
-            error = (terms @ solution - nats[:, None]).square().mean().sqrt().item()
-            *floors, a, b = solution[:, 0].tolist()
-            if error < found["error"] and min(a, b, *floors) > 0:
-                found = {"error": error, "A": a, "ALPHA": alpha, "B": b, "BETA": beta}
-    b, beta = found["B"], found["BETA"]
+    for alpha in (each / 100 for each in range(5, 100)):
+        terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -minutes.BETA], 1)
+        solution = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
+        error = (terms @ solution - nats[:, None]).square().mean().sqrt().item()
+        *floors, a, b = solution[:, 0].tolist()
+        if error < found["error"] and min(a, b, *floors) > 0:
+            found = {"error": error, "A": a, "ALPHA": alpha, "B": b}
 
-    wide = next(row for row in curves if row["batch_size"] == 2 * LANES_HERE)
-    narrow = next(row for row in plain if (row["text"], row["shape"]) == (wide["text"], wide["shape"])
-                  and tokens_of(row) == tokens_of(wide))  # fmt: skip
-    lost = last(wide) - last(narrow)
-    divisor = (1 + lost / (b * tokens_of(narrow) ** -beta)) ** (1 / beta)  # of D, by twice as many lanes
-    # divisor = (1 + 2 L / LANES) / (1 + L / LANES), where LANES is infinite if nothing was lost
-    found["LANES"] = LANES_HERE * (2 - divisor) / (divisor - 1) if divisor > 1 else math.inf
-
-    small = [row for row in curves if (row["text"], row["vocab_size"]) == ("shakespeare", 512)]
-    by_steps = {steps: min(map(best, (row for row in small if row["steps"] == steps)))
-                for steps in {row["steps"] for row in small}}  # fmt: skip
+    small = [row for row in usual if (row["text"], row["shape"], row["vocab_size"]) == ("shakespeare", "4x128", 512)]
+    by_steps: dict[int, float] = {}
+    for row in small:
+        by_steps[row["steps"]] = min(best(row), by_steps.get(row["steps"], math.inf))
     first, *later = sorted(by_steps)
-    train_tokens = small[0]["train_tokens"]
 
     def misses(passes: float) -> float:
-        expected = {
-            steps: b * (passes * train_tokens * -math.expm1(-steps * 2048 / (passes * train_tokens))) ** -beta
-            for steps in by_steps
-        }
+        own_tokens = passes * small[0]["train_tokens"]
+        worth = {each: own_tokens * -math.expm1(-each * LANES_HERE * 128 / own_tokens) for each in by_steps}
+        expected = {each: found["B"] * worth[each] ** -minutes.BETA for each in by_steps}
         return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
 
-    found["PASSES"] = min((0.5 * each for each in range(2, 200)), key=misses)
+    found["PASSES"] = min((each / 2 for each in range(2, 200)), key=misses)
     return found
 
 

@@ -15,6 +15,7 @@ from txl.cli import main
 from txl.config import RunConfig, TransformerXLConfig, validate
 from txl.data.facts import TextFacts, text_facts
 from txl.errors import UserError
+from txl.presets import minutes as rule
 from txl.presets.minutes import (
     AIM,
     FEWEST_STEPS,
@@ -131,6 +132,14 @@ def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
     assert choice.run.model.d_model == 192
     with pytest.raises(UserError, match="memory is too small"):
         choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: Speed(math.inf, math.inf), {})
+
+
+def test_the_constants_are_those_that_the_curves_give():
+    dial = pytest.importorskip("benchmarks.dial", reason="benchmarks/ lies beside the tests in the repository alone")
+    recorded = json.loads((Path(__file__).parent.parent / "results" / "dial.json").read_text(encoding="utf-8"))
+    fitted = dial.fit(recorded["output"]["curves"])
+    for name in ("A", "ALPHA", "B", "PASSES"):
+        assert getattr(rule, name) == pytest.approx(fitted[name], rel=0.01), name
 
 
 # The look at a text.
