@@ -5,26 +5,29 @@
 One small shape for each text. The authors' recipe is Adam in float32 with a cosine to 0, and has all of `--minutes`;
 its steps count with the time that the authors' code takes (`--peer-ratio`; both give the same losses). The others are
 whole runs of growing shares of that time, each with a schedule fixed beforehand, until one reaches the best loss of the
-authors' curve. Learning rates are tuned on validation, over five values, in runs of a share of the time, `--tuning`.
+authors' curve. Learning rates are tuned on validation, over five values, in runs of a quarter of the time, ours of a tenth.
 
 A curve's seconds are its steps times the seconds of a step, measured once on an idle machine; evaluations do not count.
-Runs and these seconds are kept in `--work`: the same command goes on where it was stopped.
+Runs and these seconds are kept in `--work`: the same command goes on where it was stopped. Losses do not depend on the
+machine's load: once `--time-only` has taken the seconds, texts may run beside each other (`--only`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.record import write
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.workloads import bench_training
+from txl.benchmarking.minutes import measured_speed
 from txl.config import RunConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.runs.directory import RunDirectory
@@ -34,7 +37,8 @@ from txl.training.trainer import Trainer
 Options = dict[str, str]
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.4, 1.0)
 """Of the minutes, that runs of ours have in turn."""
-TIMED_STEPS = 20
+TIMED = 5
+"""Measurements of a step's seconds, each of a second or more; their median is taken."""
 _FALLING = {"train.schedule": "linear", "train.beta2": "0.95", "train.clip": "1.0", "model.attention": "fastest"}
 
 
@@ -48,6 +52,8 @@ class Recipe:
     """Those that are tried; a single one is taken as it is."""
     warmup: float
     """Share of the steps."""
+    tuning: float
+    """Share of the minutes of a run that tunes the rate: about what the recipe needs in the end."""
     is_authors: bool = False
 
 
@@ -57,18 +63,19 @@ def recipes() -> list[Recipe]:
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
     authors |= {"train.beta2": "0.999", "model.attention": "shifted"}
     return [
-        Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, is_authors=True),
-        Recipe("adam", fast | {"train.optimizer": "adam"}, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04),
-        Recipe("muon", fast | {"train.optimizer": "muon"}, (4e-3,), 0.04),
+        Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, 0.25, is_authors=True),
+        Recipe("adam", fast | {"train.optimizer": "adam"}, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04, 0.1),
+        Recipe("muon", fast | {"train.optimizer": "muon"}, (4e-3,), 0.04, 0.0),
     ]
 
 
 def tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig]]:
     """Yield the texts that were given, each with its small shape."""
-    yield "stdlib", txl.preset("stdlib-bpe")
-    if arguments.enwik8:
+    if arguments.only in (None, "stdlib"):
+        yield "stdlib", txl.preset("stdlib-bpe")
+    if arguments.enwik8 and arguments.only in (None, "enwik8"):
         yield "enwik8", with_options(txl.preset("stdlib-tiny"), {"data.corpus": arguments.enwik8})
-    if arguments.ptb:
+    if arguments.ptb and arguments.only in (None, "ptb"):
         # Segments of one length and no average: both belong to another recipe than those compared here.
         ptb = {"data.source": arguments.ptb, "train.random_segments": "false", "train.average_from": "none"}
         yield "ptb", with_options(txl.preset("ptb-small"), ptb)
@@ -102,7 +109,7 @@ class Measurement:
         """Measure a recipe's step once; the authors' code takes `peer_ratio` times as long as ours."""
         if recipe.name not in self.step_seconds:
             run = self.configured(recipe, recipe.rates[0], 100)
-            seconds = bench_training(run, len(self.corpus.vocabulary), TIMED_STEPS, "cpu").step_seconds
+            seconds = median(measured_speed(run, self.corpus, "cpu", math.inf).step for _ in range(TIMED))
             self.step_seconds[recipe.name] = seconds * (self.given.peer_ratio if recipe.is_authors else 1.0)
             self.work.mkdir(parents=True, exist_ok=True)
             self.timed.write_text(json.dumps(self.step_seconds))
@@ -136,7 +143,7 @@ class Measurement:
         """Find the best of the recipe's rates; returned with the short runs that tell."""
         if len(recipe.rates) == 1:
             return recipe.rates[0], []
-        runs = [self.curve(recipe, rate, self.given.tuning) for rate in recipe.rates]
+        runs = [self.curve(recipe, rate, recipe.tuning) for rate in recipe.rates]
         return min(runs, key=lambda run: run["best_nll"])["rate"], runs
 
     def all(self) -> dict[str, Any]:
@@ -162,24 +169,40 @@ class Measurement:
 
 
 def main() -> None:
-    """Measure every text in turn, and write the record if a file is named."""
+    """Measure every text in turn, and add it to the record if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", help="where the record goes, results/quality.json")
     parser.add_argument("--work", required=True, help="folder of the runs")
     parser.add_argument("--enwik8", help="a file with the beginning of enwik8, read in bytes")
     parser.add_argument("--ptb", help="folder or archive of Penn Treebank, read in words")
     parser.add_argument("--minutes", type=float, default=20.0, help="that the authors' recipe has")
-    parser.add_argument("--tuning", type=float, default=0.25, help="share of the minutes of a run that tunes a rate")
     parser.add_argument("--peer-ratio", type=float, default=1.5, help="time of a step of the authors' code over ours")
-    parser.add_argument("--eval-tokens", type=int, default=200_000, help="of the validation split, in each evaluation")
+    parser.add_argument("--eval-tokens", type=int, default=100_000, help="of the validation split, in each evaluation")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="one of the texts: stdlib, enwik8 or ptb")
+    parser.add_argument("--time-only", action="store_true", help="measure the seconds of a step and end")
     parser.add_argument("--data-dir", help="where prepared corpora live")
     arguments = parser.parse_args()
     keep_freed_memory()
-    measured = [Measurement(name, base, arguments).all() for name, base in tasks(arguments)]
-    if arguments.record:
-        given = vars(arguments) | {"work": None, "data_dir": None, "enwik8": None, "ptb": None}
-        write(Path(arguments.record), f"python -m benchmarks.quality {arguments.record}", given | {"texts": measured})
+    texts = [Measurement(name, base, arguments) for name, base in tasks(arguments)]
+    for recipe in recipes():  # before anything else keeps the machine busy
+        for text in texts:
+            text.seconds_of_step(recipe)
+    if arguments.time_only:
+        return
+    for text in texts:
+        measured = text.all()
+        if arguments.record:
+            keep(Path(arguments.record), measured, arguments)
+
+
+def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Write a text's curves into the record, beside those of other texts."""
+    known = json.loads(record.read_text())["output"]["texts"] if record.exists() else []
+    others = [text for text in known if text["text"] != measured["text"]]
+    shown = ("minutes", "peer_ratio", "eval_tokens", "seed")
+    settings = {name: getattr(arguments, name) for name in shown}
+    write(record, f"python -m benchmarks.quality {record}", {"texts": [*others, {**measured, "settings": settings}]})
 
 
 if __name__ == "__main__":
