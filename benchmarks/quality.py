@@ -5,7 +5,8 @@
 One small shape for each text. The authors' recipe is Adam in float32 with a cosine to 0, and has all of `--minutes`;
 its steps count with the time that the authors' code takes (`--peer-ratio`; both give the same losses). The others are
 whole runs of growing shares of that time, each with a schedule fixed beforehand, until one reaches the best loss of the
-authors' curve. Learning rates are tuned on validation, over five values, in runs of a quarter of the time, ours of a tenth.
+authors' curve. Learning rates are tuned on validation, over five values: theirs in runs of a quarter of the time, ours
+in runs of a tenth.
 
 A curve's seconds are its steps times the seconds of a step, measured once on an idle machine; evaluations do not count.
 Runs and these seconds are kept in `--work`: the same command goes on where it was stopped. Losses do not depend on the
