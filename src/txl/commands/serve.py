@@ -23,6 +23,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.serving.kept import KeptStreams
     from txl.serving.requests import Limits
 
 KEY_VARIABLE = "TXL_API_KEY"
@@ -127,6 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
         access = Access(key, hosts, tuple(arguments.allow_origin))
         app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
+        kept: KeptStreams = app.app.state.kept
         if key is None and arguments.host not in _LOCAL:
             say(
                 f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
@@ -139,9 +141,23 @@ def run(arguments: argparse.Namespace) -> None:
                 f"memory {service.memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
+            if len(kept):
+                say(f"{_streams(len(kept))} opened from {arguments.streams}")
 
         serve(app, service, listening, ready)
-    say("stopped")
+    say(_farewell(kept, arguments.streams))
+
+
+def _streams(count: int) -> str:
+    return "1 stream" if count == 1 else f"{count:,} streams"
+
+
+def _farewell(kept: KeptStreams, folder: str | None) -> str:
+    """Return the last line: where the streams are now, if there are any."""
+    if folder is not None:
+        saved = sum(not stream.changed for stream in kept)
+        return f"stopped; {_streams(saved)} saved in {folder}" if saved else "stopped"
+    return f"stopped; {_streams(len(kept))} lost, --streams DIR saves them" if len(kept) else "stopped"
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -86,7 +86,7 @@ class LaneStream:
         if self.lane_length < segment + 1:
             name = tokens.split if isinstance(tokens, Tokens) else "token stream"
             raise UserError(
-                f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
+                f"the {name} split has {len(tokens):,} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
                 f"of {segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
             )
 
