@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
+from txl.benchmarking.workloads import reading_workload, timed_alternately, training_workload
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.prepared import Tokens
@@ -19,6 +22,7 @@ from txl.presets import find_preset
 from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind, Row
 from txl.reproduction.scales import Scale
+from txl.training.budget import peak_bytes
 from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
@@ -156,6 +160,28 @@ def speed_length(row: Row, scale: Scale) -> int:
     """Return the attention length that stands for a row's at a scale."""
     assert row.length is not None
     return max(1, round(row.length * scale.speed_lengths))
+
+
+def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, steps: int, device: str) -> JsonObject:
+    """Return time a token and peak memory of training, and time a token of reading, over another configuration's.
+
+    Both are timed in turns. The caller's random numbers stay as they were.
+    """
+    found: JsonObject = {}
+    with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+        training = [training_workload(each, vocab_size, device)[1] for each in (run, peer)]
+        seconds = timed_alternately(training[0], training[1], steps, device)
+        found |= _beside("time", seconds, [each.train.tokens_per_step for each in (run, peer)])
+        reading = [reading_workload(each, vocab_size, device)[2] for each in (run, peer)]
+        with torch.no_grad():
+            seconds = timed_alternately(reading[0], reading[1], steps, device)
+        found |= _beside("reading", seconds, [each.eval.batch_size * each.eval.segment for each in (run, peer)])
+    return found | _beside("memory", [peak_bytes(each, vocab_size, device) for each in (run, peer)], (1, 1), "bytes")
+
+
+def _beside(name: str, measured: Sequence[float], tokens: Sequence[int], unit: str = "seconds a token") -> JsonObject:
+    ours, theirs = (value / count for value, count in zip(measured, tokens, strict=True))
+    return {name: ours / theirs, f"{name}, {unit}": {"here": ours, "beside": theirs}}
 
 
 def measure_speed(row: Row, scale: Scale, device: str) -> JsonObject:
