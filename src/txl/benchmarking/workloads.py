@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +54,14 @@ class Speed:
         return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
 
 
+class Beside(NamedTuple):
+    """Median seconds of two steps that were timed in turns, and the median ratio of the first to the second."""
+
+    ours: float
+    theirs: float
+    ratio: float
+
+
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
     """Return the median seconds of a step, after two that do not count."""
     return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
@@ -67,6 +76,16 @@ def timed_alternately(
     """
     rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
     return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
+
+
+def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs: int, device: str) -> Beside:
+    """Time two steps in turns, after a pair that does not count.
+
+    The ratio is the median over pairs: load of the machine that comes and goes is on both steps of most of them.
+    """
+    found = [(seconds_of(first, device), seconds_of(second, device)) for _ in range(pairs + 1)][1:]
+    ours, theirs = (median(each) for each in zip(*found, strict=True))
+    return Beside(ours, theirs, median(one / other for one, other in found))
 
 
 def seconds_of(step: Callable[[], None], device: str) -> float:

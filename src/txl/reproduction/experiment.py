@@ -219,7 +219,7 @@ class Experiment:
         if peer is not None:
             self._say(f"time and memory, beside {self.definition.cost_beside}")
             size = len(corpus.vocabulary)
-            measured |= measure_cost(run, RunConfig.from_dict(peer), size, self.scale.speed_steps, self.device)
+            measured |= measure_cost(run, RunConfig.from_dict(peer), size, 3 * self.scale.speed_steps, self.device)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
 
     def _fit(self, run: RunConfig, directory: Path) -> JsonObject:

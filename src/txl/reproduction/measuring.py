@@ -9,7 +9,7 @@ import torch
 
 from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
-from txl.benchmarking.workloads import reading_workload, timed_alternately, training_workload
+from txl.benchmarking.workloads import Beside, reading_workload, timed_in_pairs, training_workload
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.prepared import Tokens
@@ -162,26 +162,33 @@ def speed_length(row: Row, scale: Scale) -> int:
     return max(1, round(row.length * scale.speed_lengths))
 
 
-def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, steps: int, device: str) -> JsonObject:
+def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, pairs: int, device: str) -> JsonObject:
     """Return time a token and peak memory of training, and time a token of reading, over another configuration's.
 
-    Both are timed in turns. The caller's random numbers stay as they were.
+    Steps of both are timed in turns, so many pairs of them. The caller's random numbers stay as they were.
     """
-    found: JsonObject = {}
+    both = run, peer
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
-        training = [training_workload(each, vocab_size, device)[1] for each in (run, peer)]
-        seconds = timed_alternately(training[0], training[1], steps, device)
-        found |= _beside("time", seconds, [each.train.tokens_per_step for each in (run, peer)])
-        reading = [reading_workload(each, vocab_size, device)[2] for each in (run, peer)]
+        train, other = (training_workload(each, vocab_size, device)[1] for each in both)
+        training = timed_in_pairs(train, other, pairs, device)
+        read, other = (reading_workload(each, vocab_size, device)[2] for each in both)
         with torch.no_grad():
-            seconds = timed_alternately(reading[0], reading[1], steps, device)
-        found |= _beside("reading", seconds, [each.eval.batch_size * each.eval.segment for each in (run, peer)])
-    return found | _beside("memory", [peak_bytes(each, vocab_size, device) for each in (run, peer)], (1, 1), "bytes")
+            reading = timed_in_pairs(read, other, pairs, device)
+    bytes_of = [peak_bytes(each, vocab_size, device) for each in both]
+    return {
+        **_a_token("time", training, [each.train.tokens_per_step for each in both]),
+        **_a_token("reading", reading, [each.eval.batch_size * each.eval.segment for each in both]),
+        "memory": bytes_of[0] / bytes_of[1],
+        "memory, bytes": bytes_of[0],
+    }
 
 
-def _beside(name: str, measured: Sequence[float], tokens: Sequence[int], unit: str = "seconds a token") -> JsonObject:
-    ours, theirs = (value / count for value, count in zip(measured, tokens, strict=True))
-    return {name: ours / theirs, f"{name}, {unit}": {"here": ours, "beside": theirs}}
+def _a_token(name: str, timed: Beside, tokens: Sequence[int]) -> JsonObject:
+    return {
+        name: timed.ratio * tokens[1] / tokens[0],
+        f"{name}, seconds a token": timed.ours / tokens[0],
+        f"{name}, seconds a token beside": timed.theirs / tokens[1],
+    }
 
 
 def measure_speed(row: Row, scale: Scale, device: str) -> JsonObject:
