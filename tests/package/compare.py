@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from txl.attention.equations import KeyScope, reference_attention
-from txl.models.compiled_step import few_rows
 from txl.native import build, prebuilt
+from txl.native.few_rows import few_rows
 from txl.native.reading_attention import reading_attention
 from txl.native.training_attention import training_attention
 
