@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import small_run
 
 from txl.analysis import novelty
-from txl.analysis.consistency import Shared, mentions, shared_mentions
-from txl.analysis.novelty import copies
+from txl.analysis.copies import copies
+from txl.analysis.mentions import Shared, mentions, shared_mentions
 from txl.analysis.samples import draw_contexts, repeated_ngrams
 from txl.cli import main
 from txl.data.detokenise import detokenise

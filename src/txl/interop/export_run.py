@@ -36,8 +36,8 @@ from txl.data.vocabulary import (
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 from txl.files import JsonObject, follow_umask
+from txl.interop.conversion import FREE
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
-from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors
 from txl.runs.directory import RunDirectory
