@@ -39,8 +39,8 @@ from txl.evaluation.perplexity import (
     Progress,
     TokenIds,
     bytes_per_token,
-    check_ids,
     checked_ids,
+    checked_segments,
 )
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
@@ -300,22 +300,11 @@ def gradient_statistics(
     copied = dict(model.named_parameters())
     state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
     squares: dict[str, Tensor] = {}
-    device = next(model.parameters()).device
     n_target = min(lanes.n_target, lanes.n_target if segments is None else segments * segment * batch_size)
     read = done = 0
-    for inputs, targets, _ in islice(lanes.segments(ids, segment), segments):
-        check_ids(inputs, model.vocab_size)
-        check_ids(targets, model.vocab_size)
-        _, gradients, state = _gradients(
-            model,
-            [copied[name] for name in parameters],
-            inputs.to(device),
-            targets.to(device),
-            state,
-            None,
-            dtype,
-            temperature,
-        )
+    for inputs, targets, _ in islice(checked_segments(model, lanes, ids, segment), segments):
+        current = [copied[name] for name in parameters]
+        _, gradients, state = _gradients(model, current, inputs, targets, state, None, dtype, temperature)
         assert gradients is not None  # every target counts
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -370,13 +359,11 @@ def evaluate_dynamically(
     lengths = state.lengths
     device = next(model.parameters()).device
     total, done = torch.zeros((), dtype=torch.float64, device=device), 0
-    for inputs, targets, counts in lanes.segments(ids, segment):
-        check_ids(inputs, model.vocab_size)
-        check_ids(targets, model.vocab_size)
-        counts = counts.to(device)
-        nll, state = adapting.score_then_adapt(inputs.to(device), targets.to(device), state, counts)
-        total += nll.double().masked_fill(~counts, 0.0).sum()
+    for inputs, targets, counts in checked_segments(model, lanes, ids, segment):
         done += int(counts.sum())
+        counts = counts.to(device)
+        nll, state = adapting.score_then_adapt(inputs, targets, state, counts)
+        total += nll.double().masked_fill(~counts, 0.0).sum()
         if progress is not None:
             progress(done, lanes.n_target)
     return EvaluationResult(
