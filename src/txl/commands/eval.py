@@ -16,7 +16,13 @@ from txl.commands.evaluation_options import (
     with_cache,
     with_preset,
 )
-from txl.commands.evaluation_results import collect_statistics, print_rows, refuse_divergence, refuse_not_a_number
+from txl.commands.evaluation_results import (
+    collect_statistics,
+    measured_on,
+    print_rows,
+    refuse_divergence,
+    refuse_not_a_number,
+)
 from txl.commands.options import (
     add_dtype,
     add_memory_options,
@@ -177,15 +183,7 @@ def _describe(
         part += ", its training text included" if split == WHOLE else ""
     elif split != WHOLE and not is_named(corpus.name):
         hint = f"--split {WHOLE} measures everything"
-    described: Measured = {
-        "split": split,
-        "corpus": corpus.name,
-        "unit": corpus.unit,
-        "sha256_text": corpus.info()["splits"][split]["sha256_text"],
-        "checkpoint": checkpoint.name,
-        "measured": part,
-    }
-    return described, hint
+    return {**measured_on(corpus, split, checkpoint), "measured": part}, hint
 
 
 def _record(

@@ -26,12 +26,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import Limit, same_length
+from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName, same_length
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
@@ -45,10 +46,6 @@ from txl.evaluation.perplexity import (
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
-
-RULES = ("rms", "sgd")
-STATISTICS = ("mean", "sum")
-WEIGHTS = ("all", "feed-forward", "biases")
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         for name, value, choices in (
-            ("rule", self.rule, RULES),
-            ("statistics", self.statistics, STATISTICS),
-            ("weights", self.weights, WEIGHTS),
+            ("rule", self.rule, get_args(AdaptationRule)),
+            ("statistics", self.statistics, get_args(StatisticsName)),
+            ("weights", self.weights, get_args(AdaptedWeights)),
         ):
             if value not in choices:
                 raise UserError(f"{name} of the adaptation is {value!r}; expected one of {', '.join(choices)}")
@@ -99,11 +96,11 @@ class GradientStatistics:
     batch_size: int
     """Lanes that each gradient is the mean of."""
     weights: str = "all"
-    """The choice of weights, one of `WEIGHTS`."""
+    """The choice of weights, one of `AdaptedWeights`."""
 
 
 def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
-    """Return the parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once."""
+    """Return the parameters that adapt under a choice of `AdaptedWeights`, by name; a shared one once."""
     model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
@@ -285,7 +282,7 @@ def gradient_statistics(
     Args:
         model: the trained model; it is not changed.
         tokens: the training split's tokens, or any one-dimensional array of token ids.
-        weights: the weights that will adapt, one of `WEIGHTS`.
+        weights: the weights that will adapt, one of `AdaptedWeights`.
         segments: number of segments to read; None, or more than there are: all. Krause et al. read all in 2018, in 100
             lanes, and a 5,000th in 2019, in one.
         segment, mem_len, window, clamp_len, batch_size, dtype, temperature: as in the evaluation to come.
