@@ -16,7 +16,7 @@ from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
 from txl.reporting import compression
-from txl.reporting.compression import compress, lzma_after
+from txl.reporting.compressors import compress, lzma_after
 from txl.reporting.report import write_report
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
@@ -75,7 +75,7 @@ def test_a_short_text_does_not_take_the_memory_of_the_largest_dictionary():
     code = """
 import resource
 from txl.reporting import compression
-from txl.reporting.compression import compress, lzma_after
+from txl.reporting.compressors import compress, lzma_after
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 64 * 2**20,) * 2)
 print(compress((bytes(2**16) for _ in range(100)), 2**20).text)
