@@ -25,7 +25,8 @@ from starlette.staticfiles import StaticFiles
 from txl.errors import UserError
 from txl.files import reason_of
 from txl.serving import streams
-from txl.serving.completions import beside, completions
+from txl.serving.completions import completions
+from txl.serving.exchange import beside
 from txl.serving.guard import Access, Guard, patient_protocol
 from txl.serving.kept import KeptStreams
 from txl.serving.requests import ApiError, fields_of, json_response, of_user

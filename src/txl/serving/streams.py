@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from txl.files import JsonObject
 from txl.generation.text import StopStrings
-from txl.serving.completions import beside, event_stream, finite, read_prompt, while_connected
+from txl.serving.exchange import beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.kept import KeptStreams
 from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
