@@ -13,6 +13,7 @@ from txl.commands.evaluation_options import (
     add_dynamic_options,
     dynamic_request,
     evaluation_settings,
+    refuse_with_sliding,
     with_cache,
     with_preset,
 )
@@ -115,9 +116,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
-    for name in ("mem_len", "mem_lens", "window", "segment"):
-        if arguments.sliding is not None and getattr(arguments, name) is not None:
-            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    refuse_with_sliding(arguments)
 
 
 def _statistics(

@@ -172,6 +172,13 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
     }
 
 
+def refuse_with_sliding(arguments: argparse.Namespace) -> None:
+    """Refuse options of memory and segments beside a sliding window, which has neither."""
+    for name in ("mem_len", "mem_lens", "window", "segment"):
+        if arguments.sliding is not None and getattr(arguments, name, None) is not None:
+            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+
+
 def refuse_tuned_split(arguments: argparse.Namespace) -> None:
     """Refuse to measure the split that settings are tuned on."""
     if arguments.split == arguments.tune_on:
