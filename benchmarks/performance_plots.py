@@ -150,7 +150,40 @@ def draw_training_memory(figure: Figure, record: Record) -> None:
     axes.legend(loc="upper left")
 
 
+def draw_quality(figure: Figure, record: Record) -> None:
+    """Validation loss against training time: the authors' recipe as it goes, ours in whole runs of several lengths."""
+    texts = record["texts"]
+    for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
+        (authors,) = (curve for curve in text["curves"] if curve["recipe"] == "authors")
+        points = [point for point in authors["points"] if point["seconds"] > 0]
+        axes.plot([each["seconds"] for each in points], [each["nll"] for each in points], color=SOFT, linewidth=1.5)
+        end = points[-1]["seconds"], text["target_nll"]
+        axes.axhline(end[1], color=SOFT, linewidth=0.8, linestyle=":")
+        axes.annotate("authors'", end, xytext=(0, 6), textcoords="offset points", ha="right", fontsize=8.5, color=SOFT)
+        for recipe, color, below in (("adam", SECOND, False), ("muon", ACCENT, True)):
+            runs = [curve for curve in text["curves"] if curve["recipe"] == recipe]
+            ends = [(curve["steps"] * curve["step_seconds"], curve["points"][-1]["nll"]) for curve in runs]
+            axes.plot(*zip(*ends, strict=True), color=color, marker="o", markersize=4, linewidth=1.5)
+            shift = (-4, -10) if below else (4, 4)
+            axes.annotate(
+                NAMED_RECIPES[recipe], ends[0], xytext=shift, textcoords="offset points", fontsize=8.5, color=color,
+                ha="right" if below else "left",
+            )  # fmt: skip
+        axes.set_xscale("log")
+        seconds = [each["seconds"] for each in points] + [60.0 * record["texts"][0]["settings"]["minutes"]]
+        _doubling_axis(axes.xaxis, [each for each in (15, 30, 60, 120, 300, 600, 1200) if each <= max(seconds)])
+        axes.set_xlim(left=15)
+        shown = [nll for _, nll in ends] + [end[1]]
+        axes.set_ylim(min(shown) - 0.15, max(shown) + 0.6)
+        axes.set_xlabel("seconds of training")
+        axes.set_title(text["text"], fontsize=9.5, loc="left")
+    figure.axes[0].set_ylabel("validation loss, nats a token")
+
+
+NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}
+"""Our recipes, by their names in the record."""
 FIGURES = {
+    "quality": PageFigure("Validation loss against the time of training", (9.4, 3.3), draw_quality),
     "roofline": PageFigure("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
     "growth": PageFigure("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
     "training-memory": PageFigure("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),

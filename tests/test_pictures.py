@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("benchmarks", reason="benchmarks/ lies beside the tests in the repository alone")
-from benchmarks import pictures, reach
+from benchmarks import pictures, reach, tables_page
 from benchmarks.long_stream import lively_model
 
 from txl.config import TransformerXLConfig
@@ -19,6 +20,18 @@ ROOT = Path(__file__).parents[1]
 def test_pictures_are_what_the_records_give():
     wrong = pictures.check_pictures(ROOT / "results", ROOT / "docs" / "images")
     assert not wrong, "run python -m benchmarks.pictures"
+
+
+def test_tables_and_plots_are_what_the_records_give(tmp_path):
+    assert not tables_page.check(ROOT / "results"), "run python -m benchmarks.tables_page"
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    record = tmp_path / "results" / "reproduce-table7-ptb.json"
+    record.write_text(record.read_text().replace('"quality": [', '"quality": [1.5, '))
+    assert tables_page.check(tmp_path / "results") == ["table7.svg"]
+    record.write_text(record.read_text().replace("undecided", "holds"))
+    assert tables_page.check(tmp_path / "results") == ["README.md", "table7.svg"]
+    tables_page.write(tmp_path / "results")
+    assert tables_page.check(tmp_path / "results") == []
 
 
 def test_pictures_follow_dark_mode(tmp_path):

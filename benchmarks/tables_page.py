@@ -1,0 +1,206 @@
+"""Claims and tables of `results/README.md`, with a plot for each, from the records of `txl reproduce`.
+
+    python -m benchmarks.tables_page            # writes that part of the page and results/figures/tableN.svg
+    python -m benchmarks.tables_page --check    # exit code 1 if they are not what the records give
+
+A record named reproduce-tableN-CORPUS.json holds a table; one that trained until convergence supersedes one that did
+not, because there is one record a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.performance_page import table
+from matplotlib.figure import Figure
+
+from txl.reporting.plots import ACCENT, INK, SECOND, save_figure
+
+ROOT = Path(__file__).parents[1]
+Record = dict[str, Any]
+BEGIN, END = "<!-- tables: python -m benchmarks.tables_page -->", "<!-- end of tables -->"
+CLAIMS = {
+    "C1": "first below 1.0 bits a character on enwik8",
+    "C2": "the best perplexity on WikiText-103",
+    "C3": "dependencies 80% longer than recurrent networks', 450% longer than Transformers'",
+    "C4": "evaluation up to 1,800 times faster",
+    "C5": "recurrence and the relative encoding are both needed",
+    "C6": "12 layers match a vanilla Transformer of 64",
+    "C7": "recurrence helps without long-term dependency too",
+}
+"""The paper's claims, shortened."""
+_PLOTTED = {"table8": "r = 0.1", "table9": "slower"}
+"""Measure that a plot shows, where it is not the quality."""
+_LEFT_OUT = ("parameters", "status", "backprop len")
+
+
+def records(results: Path) -> dict[str, Record]:
+    """Return the tables' records by name, table1 first."""
+    paths = sorted(results.glob("reproduce-table*.json"), key=lambda path: int(path.stem.split("-")[1][5:]))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def name_of(stem: str) -> str:
+    """Return table6 for reproduce-table6-ptb."""
+    return stem.split("-")[1]
+
+
+def claims(found: dict[str, Record]) -> str:
+    """Return a row for each judgement about C1 to C7, in their order."""
+    rows = []
+    for stem, record in found.items():
+        for judged in record["output"]["claims"]:
+            key = judged["claim"].split(",")[0]
+            if key in CLAIMS and judged["outcome"] != "not judged":
+                link = f"[{record['output']['title'].split(':')[0]}](#{name_of(stem)})"
+                rows.append([key, CLAIMS[key], judged["text"], f"**{judged['outcome']}**", judged["reason"], link])
+    rows.sort(key=lambda row: row[0])
+    for before, row in itertools.pairwise(rows):
+        if before[0] == row[0]:
+            row[1] = ""
+    return table(["", "the paper", "judged here", "outcome", "margin", "table"], rows)
+
+
+def section(stem: str, record: Record) -> str:
+    """Return a table's part of the page."""
+    output = record["output"]
+    name, trained = name_of(stem), [row for row in output["rows"] if row["status"] == "done"]
+    parts = [f'<a id="{name}"></a>\n\n### {output["title"]}\n', budget(output) + "\n"]
+    if plotted(output):
+        parts.append(f"![{output['title']}, every seed](figures/{name}.svg)\n")
+    left_out = {*_LEFT_OUT, "attn len"} if output["what"] == "table9" else _LEFT_OUT
+    ours = [key for key in trained[0]["shown"] if key not in left_out]
+    theirs = [key for key in trained[0]["paper"] if key.lower().replace("pplx", "ppl") in [key.lower() for key in ours]]
+    heads = [
+        "model" if output["what"] != "table9" else "attention length",
+        "parameters",
+        *(f"{key}, here" for key in ours),
+        *(f"{key}, the paper" for key in theirs),
+    ]
+    rows = [
+        [
+            label(row),
+            f"{row['parameters']:,}" if row["parameters"] else "-",
+            *(row["shown"][key] for key in ours),
+            *map(row["paper"].get, theirs),
+        ]
+        for row in trained
+    ]
+    parts.append(table(heads, [[str(cell) for cell in row] for row in rows]) + "\n")
+    own = [judged for judged in output["claims"] if judged["claim"].split(",")[0] not in CLAIMS]
+    parts += [f"- {judged['text']}: **{judged['outcome']}** ({judged['reason']})\n" for judged in own]
+    return "\n".join([*parts, made(stem, record)])
+
+
+def label(row: Record) -> str:
+    """Return the row's key, which names what is different; the paper's name beside it where it has one."""
+    model = row["model"].lstrip("- ")
+    return f"`{row['row']}`" + (f" {model}" if model else "")
+
+
+def budget(output: Record) -> str:
+    """Return one sentence: text, training, seeds, targets."""
+    scale = output["scale"]
+    if output["what"] == "table9":
+        return "Nothing is trained. Times of one thread."
+    until = scale.get("until_converged")
+    length = "trained until validation no longer improves" if until else f"{scale['steps']:,} steps each, not converged"
+    targets = scale["targets" if output["what"] == "table8" else "eval_tokens"]
+    seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
+    return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
+
+
+def made(stem: str, record: Record) -> str:
+    """Return the line that says where the numbers come from."""
+    command = record["command"] if isinstance(record["command"], str) else shlex.join(record["command"])
+    return f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
+
+
+def plotted(output: Record) -> list[tuple[str, list[float]]]:
+    """Return each trained row's key with the values that its plot shows, one a seed."""
+    measure = _PLOTTED.get(output["what"], "quality")
+    rows = [(row["row"], row["values"].get(measure)) for row in output["rows"] if row["status"] == "done"]
+    return [(key, values) for key, values in rows if values]
+
+
+def draw(output: Record, figure: Figure) -> None:
+    """Draw every seed's value, a line for each row."""
+    axes = figure.add_subplot()
+    rows = plotted(output)
+    for place, (key, values) in enumerate(reversed(rows)):
+        color = ACCENT if key.startswith("xl") else SECOND
+        axes.plot(values, [place] * len(values), "o", markersize=5, alpha=0.8, color=color)
+        mean = sum(values) / len(values)
+        axes.annotate(
+            f"{mean:,.3f}" if mean < 10 else f"{mean:,.0f}", (max(values), place), xytext=(7, 0),
+            textcoords="offset points", va="center", fontsize=8, color=INK,
+        )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [key for key, _ in reversed(rows)], fontsize=8.5)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.margins(x=0.12)
+    axes.grid(True, axis="x")
+    measures = {"table8": "relative effective context length, tokens, r = 0.1", "table9": "times faster"}
+    quality = "bits per character" if output["unit"] in ("byte", "char") else "perplexity, test split"
+    axes.set_xlabel(measures.get(output["what"], quality))
+
+
+def digest(record: Record) -> str:
+    """Return what a plot carries, to tell whether it shows its record."""
+    return hashlib.sha256(json.dumps(["tables", plotted(record["output"])]).encode()).hexdigest()[:16]
+
+
+def text(results: Path) -> str:
+    """Return the part of the page between the marks."""
+    found = records(results)
+    return "\n".join([claims(found), "\n## The paper's tables\n", *(section(*each) for each in found.items())])
+
+
+def current(results: Path) -> tuple[str, str]:
+    """Return the page as it is and as the records give it."""
+    page = (results / "README.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return page, f"{before}{BEGIN}\n\n{text(results)}\n{END}{after}"
+
+
+def check(results: Path) -> list[str]:
+    """Return the names of what is not as the records give it."""
+    page, wanted = current(results)
+    wrong = [] if page == wanted else ["README.md"]
+    for stem, record in records(results).items():
+        path = results / "figures" / f"{name_of(stem)}.svg"
+        if plotted(record["output"]) and not (path.is_file() and digest(record) in path.read_text(encoding="utf-8")):
+            wrong.append(path.name)
+    return wrong
+
+
+def write(results: Path) -> None:
+    """Write the part of the page, and the plots."""
+    (results / "README.md").write_text(current(results)[1], encoding="utf-8")
+    for stem, record in records(results).items():
+        output = record["output"]
+        if rows := plotted(output):
+            path, size = results / "figures" / f"{name_of(stem)}.svg", (7.6, 0.9 + 0.28 * len(rows))
+            save_figure(partial(draw, output), path, size, digest(record))
+
+
+def main() -> None:
+    """Write or check."""
+    if sys.argv[1:] == ["--check"]:
+        if wrong := check(ROOT / "results"):
+            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.tables_page")
+    elif sys.argv[1:]:
+        sys.exit("usage: python -m benchmarks.tables_page [--check]")
+    else:
+        write(ROOT / "results")
+
+
+if __name__ == "__main__":
+    main()
