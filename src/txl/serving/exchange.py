@@ -1,4 +1,4 @@
-"""What all routes share: the prompt that comes in, and the answer that goes out as long as the client stays."""
+"""Parts that all routes share: the prompt that comes in, and the answer that goes out as long as the client stays."""
 
 from __future__ import annotations
 
