@@ -15,6 +15,7 @@ from txl.commands.options import (
     add_device,
     add_memory_options,
     pick_device,
+    refuse_below_one,
     run_to_read,
     tested_lengths,
 )
@@ -164,10 +165,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse numbers that make no sense, before anything is loaded."""
     if not 0 <= arguments.port < 1 << 16:
         raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
-    for name in ("max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
     if arguments.api_key == "":

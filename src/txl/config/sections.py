@@ -17,6 +17,10 @@ Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
 Boundary = Literal["end", "both"]
+AdaptationRule = Literal["rms", "sgd"]
+StatisticsName = Literal["mean", "sum"]
+AdaptedWeights = Literal["all", "feed-forward", "biases"]
+"""Choices of dynamic evaluation (`txl.Adaptation`)."""
 RANDOM_LENGTHS = 40
 """Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
