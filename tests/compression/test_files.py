@@ -161,6 +161,12 @@ def test_another_seed_is_another_file():
     assert packed(TEXT, online=ONLINE)[0] != packed(TEXT, online=dataclasses.replace(ONLINE, seed=2))[0]
 
 
+@pytest.mark.parametrize("values", [{"segment": 0}, {"beta1": 1.0}, {"eps": -1.0}])
+def test_a_recipe_that_no_model_can_learn_by(values):
+    with pytest.raises(UserError, match="no model can learn by"):
+        dataclasses.replace(ONLINE, **values)
+
+
 def test_online_learns():
     small, large = (packed(text, online=ONLINE, lanes=1)[1].payload for text in (TEXT, TEXT * 3))
     assert large < 1.3 * small
@@ -209,6 +215,8 @@ def changed(file: bytes, **values: Any) -> bytes:
         ({"lanes": 0}, "header"),
         ({"block": 1 << 40}, "header"),
         ({"lengths": {"other": 1}}, "header"),
+        ({"lengths": {"mem_len": "x"}}, "mem_len 'x'"),
+        ({"dynamic": {}}, "dynamic.adaptation is missing"),
     ],
 )
 def test_another_arithmetic_and_another_model_are_refused(values, match):

@@ -314,6 +314,9 @@ class _Setup:
         names = {"mem_len", "window", "clamp_len"}
         if not isinstance(lengths, dict) or not lengths.keys() <= names:
             raise UserError("the file's header is not of a kind that this version understands")
+        for key, value in lengths.items():
+            if type(value) is not int and (key == "mem_len" or value not in (None, "none")):
+                raise UserError(f"the file's header has {key} {value!r}; expected a whole number")
         self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)
         self._dynamic: DynamicRecipe | None = None
         self._statistics: GradientStatistics | None = None
