@@ -62,11 +62,13 @@ def recipes() -> list[Recipe]:
     """Return the authors' first, whose loss the others have to reach."""
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
-    authors |= {"train.beta2": "0.999", "model.attention": "shifted"}
+    authors |= {"train.beta2": "0.999", "model.attention": "shifted", "model.pre_norm": "false"}
+    adam = {"train.optimizer": "adam", "model.pre_norm": "false"}  # as theirs, but for arithmetic and schedule
+    muon = {"train.optimizer": "muon", "model.pre_norm": "true"}
     return [
         Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, 0.25, is_authors=True),
-        Recipe("adam", fast | {"train.optimizer": "adam"}, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04, 0.1),
-        Recipe("muon", fast | {"train.optimizer": "muon"}, (4e-3,), 0.04, 0.0),
+        Recipe("adam", fast | adam, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04, 0.1),
+        Recipe("muon", fast | muon, (4e-3,), 0.04, 0.0),
     ]
 
 

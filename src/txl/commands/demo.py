@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 PROMPTS = ("import ", "class Stream:\n    ", "def read_config(path):\n    ")
-_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 800
+_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1000
 """The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
 _SHOWN = 12
 """Lines of a sample that are printed."""

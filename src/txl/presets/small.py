@@ -9,12 +9,12 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, Muon, and a learning rate that falls along a line."""
+    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a learning rate that falls along a line."""
     run = stdlib_tiny()
-    run.name, run.model.attention = "stdlib-bpe", "fastest"
+    run.name, run.model.attention, run.model.pre_norm = "stdlib-bpe", "fastest", True
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
-        steps=1300,
+        steps=1600,
         batch_size=16,
         segment=128,
         optimizer="muon",
@@ -24,9 +24,9 @@ def stdlib_bpe() -> RunConfig:
         schedule="linear",
         warmup_steps=60,
         log_every=20,
-        eval_every=350,
+        eval_every=400,
         eval_tokens=30_000,
-        checkpoint_every=350,
+        checkpoint_every=400,
     )
     return run
 
