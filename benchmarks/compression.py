@@ -36,7 +36,7 @@ PEERS = {
 def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
     """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory.
 
-    A process inherits the peak of the one that started it, so a peak that is not above ours is unknown: None.
+    A process inherits the peak of the one that started it, so a peak that is not well above ours is unknown: None.
     """
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
     return {
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_memory_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None,
+        "peak_memory_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > 1.1 * ours else None,
     }
 
 
