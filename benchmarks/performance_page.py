@@ -149,9 +149,10 @@ def peers(record: Record) -> str:
         aim = row["aim"] if isinstance(row["aim"], (int, float)) else row["aim"][0]
         rows.append([row["name"], shape, row["dtype"], f"{row['ratio']:.1f}", f"{aim:g}", "; ".join(bounds)])
     return (
-        f'Speed relative to {record["peer"]}, with the same weights, memory and results, in one run. For "our '
-        'segment" it is the speed for each token, with longer segments on our side. "Reached" compares with the '
-        "machine: the time to read weights and memory once, or the rate of its largest matrix products.\n\n"
+        f"Speed relative to {record['peer']}, with the same weights, memory and results, in one run. In rows of *our "
+        "segment*, ours reads longer segments than the peer, and the time for each token is compared. *Aim* is the "
+        "ratio that this project wants to reach. *Reached* is the speed relative to the machine's limit: reading "
+        "weights and memory once, or the rate of its largest matrix products.\n\n"
         "![Times faster than Hugging Face's model, by kind of work](../images/speed.svg)\n\n"
         f"{table(['work', 'shape', 'our arithmetic', 'times faster', 'aim', 'reached'], rows)}\n"
     )

@@ -40,6 +40,20 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "explanation" or page.stem == "architecture"], ids=of
+)
+def test_functions_and_files_of_the_code_are_where_they_are_said_to_be(page):
+    """`score_terms` in `attention/equations.py`, say, or several names joined by "and"."""
+    text, package = " ".join(page.read_text(encoding="utf-8").split()), Path(txl.__file__).parent
+    for name in re.findall(r"`([\w/]+/\w+\.(?:py|cpp))`", text):
+        assert (package / name).is_file() or (DOCS.parent / name).is_file(), name
+    for names, file in re.findall(r"((?:`[\w.]+`(?:, | and )?)+) (?:in|\() ?`([\w/]+\.py)`", text):
+        source = (package / file).read_text(encoding="utf-8")
+        for name in re.findall(r"(\w+)`", names):
+            assert re.search(rf"^\s*(?:def |class |async def )?{name}\b(?:[(:\[]| =)", source, flags=re.MULTILINE), name
+
+
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(f"{name}.md" for name in listed) == sorted(of(page) for page in PAGES if page.name != "index.md")

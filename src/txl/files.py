@@ -110,6 +110,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a file could not be read or written, without its name; libraries say it in words of their own."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def is_full(error: Exception) -> bool:
     """Return whether something could not be written for want of room; the safetensors library says so in words
     alone."""

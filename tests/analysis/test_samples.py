@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.conftest import small_run
 
-from txl.analysis import novelty
-from txl.analysis.consistency import Shared, mentions, shared_mentions
-from txl.analysis.novelty import copies
+from txl.analysis import copies as copying
+from txl.analysis.copies import copies
+from txl.analysis.mentions import Shared, mentions, shared_mentions
 from txl.analysis.samples import draw_contexts, repeated_ngrams
 from txl.cli import main
 from txl.data.detokenise import detokenise
@@ -41,7 +41,7 @@ def longest_match(text: np.ndarray, position: int, training: np.ndarray) -> int:
 
 @pytest.mark.parametrize("block", [7, 53, 1 << 20])
 def test_copies_are_those_of_a_slow_search_whatever_the_blocks(monkeypatch, block):
-    monkeypatch.setattr(novelty, "BLOCK", block)
+    monkeypatch.setattr(copying, "BLOCK", block)
     rng = np.random.default_rng(3)
     training = rng.integers(0, 4, 307).astype(np.uint16)
     texts = [
@@ -65,7 +65,7 @@ def test_copies_through_the_sieve(monkeypatch):
     training = rng.integers(0, 60, 400_000).astype(np.uint8)
     text = np.concatenate([training[1000:1030], rng.integers(0, 60, 200), training[399_980:]])
     sieved = copies([text.tolist()], training)[0]
-    monkeypatch.setattr(novelty, "BLOCK", 10_000)
+    monkeypatch.setattr(copying, "BLOCK", 10_000)
     plain = copies([text.tolist()], training)[0]
     assert (sieved.lengths == plain.lengths).all()
     assert (sieved.sources == plain.sources).all()

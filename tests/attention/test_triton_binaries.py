@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from txl.attention.fused import launch_options, padded_width, tiling
+from txl.attention.triton_attention import launch_options, padded_width, tiling
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton, and not its interpreter; make triton runs this", allow_module_level=True)

@@ -202,7 +202,7 @@ def test_what_the_documentation_shows(trained):
     text = (Path(__file__).parents[2] / "docs/how-to/generate.md").read_text(encoding="utf-8")
     block = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
     names: dict[str, Any] = {}
-    exec(block.replace("runs/demo", str(trained)).replace("range(100)", "range(3)"), names)
+    exec(block.replace("runs/mine", str(trained)).replace("range(100)", "range(3)"), names)
     assert names["tokens"].shape == (2,)
     assert names["engine"].streams == (names["b"], names["c"])
 

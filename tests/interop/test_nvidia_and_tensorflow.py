@@ -19,8 +19,8 @@ from tests.interop.test_original import EXPECTED, GOLDEN, losses
 from txl.cli import main
 from txl.errors import UserError
 from txl.interop import import_run as import_module
+from txl.interop.conversion import flip_clusters
 from txl.interop.import_run import import_run, read_source
-from txl.interop.names import flip_clusters
 from txl.interop.tensorflow import source_of, tensorflow_prefix
 
 WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(27))]

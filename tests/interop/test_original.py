@@ -15,8 +15,8 @@ import txl
 from tests.interop.make_golden import BASE, CASES, LEGACY, SEGMENT, VOCABULARY
 from txl.cli import main
 from txl.errors import UserError
+from txl.interop.conversion import converted
 from txl.interop.import_run import import_run, read_source
-from txl.interop.names import converted
 from txl.runs.directory import RunDirectory
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from tests.models.test_contract import VARIANTS, B, lively, stream
 
-from txl.models.compiled_step import LayerWeights, few_rows
+from txl.models.compiled_step import LayerWeights
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build, compiling
 from txl.native.build import compiled_code, why_not
+from txl.native.few_rows import few_rows
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 

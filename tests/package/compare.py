@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from txl.attention.equations import KeyScope, reference_attention
-from txl.models.compiled_step import few_rows
 from txl.native import build, prebuilt
-from txl.native.attention import fused_attention
+from txl.native.few_rows import few_rows
+from txl.native.reading_attention import reading_attention
 from txl.native.training_attention import training_attention
 
 (kind,) = (each for each in prebuilt.KINDS if each.name == sys.argv[1])
@@ -33,7 +33,7 @@ for dtype, tolerance in multiplies.items():
     exact = [each.double().requires_grad_() for each in rounded]
     expected = reference_attention(*exact, scope=scope)
     with torch.no_grad():
-        found = fused_attention(*rounded, window=scope.window, filled=scope.filled)
+        found = reading_attention(*rounded, window=scope.window, filled=scope.filled)
     assert found is not None
     torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=tolerance)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.config import RunConfig, with_options
-from txl.reporting.compression import SETTINGS
+from txl.reporting.compressors import SETTINGS
 from txl.runs.directory import RunDirectory
 
 LENGTHS = (0, 32, 64, 128, 256)

@@ -37,6 +37,8 @@ def test_every_table_and_figure_is_there():
         "figure6",
         "figure7",
         "samples",
+        "memory-depth",
+        "gradients-into-memory",
     ]
     assert list(definitions()) == names
     assert all(each.name == name for name, each in definitions().items())
@@ -87,7 +89,8 @@ def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
 
 def test_rows_that_are_trained_have_a_preset_but_those_of_one_billion_word():
     without = {(table.name, row.key) for table in definitions().values() for row in table.rows if row.preset is None}
-    trained = {(table.name, row.key) for table in definitions().values() for row in table.rows if row.trained}
+    tables = [table for table in definitions().values() if table.is_the_papers]
+    trained = {(table.name, row.key) for table in tables for row in table.rows if row.trained}
     assert without & trained == {("table4", key) for key in ("lstm", "adaptive-input", "adaptive-input-large")}
     for table in ("table1", "table2", "table3", "table5"):
         used = {row.preset for row in definitions()[table].rows}
@@ -97,7 +100,7 @@ def test_rows_that_are_trained_have_a_preset_but_those_of_one_billion_word():
 
 @pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
 def test_claims_are_about_rows_that_are_trained(definition):
-    measures = ("quality", "attention", "training reach", "slower", "r = 0.1")
+    measures = ("quality", "time", "attention", "training reach", "slower", "r = 0.1")
     made_up = {row.key: {measure: [1.0, 2.0] for measure in measures} for row in definition.rows if row.trained}
     for claim in definition.claims:
         assert "no result" not in claim.judge(made_up, {}).reason
@@ -134,8 +137,26 @@ def test_models_of_a_table_have_equal_budgets(definition):
     for row in definition.rows:
         if row.trained and row.equal_memory_with is None:
             train = configure(definition, row, SMALL, data, 10_000, estimated_segment).train
-            budgets.add((train.steps, train.batch_size, train.segment, train.learning_rate))
+            lanes = train.batch_size if definition.is_the_papers else None
+            budgets.add((train.steps, train.tokens_per_step, lanes, train.learning_rate))
     assert len(budgets) == 1
+
+
+def test_rows_of_the_open_questions_differ_in_what_is_asked():
+    data = DataConfig(corpus="stdlib", unit="word")
+
+    def configured(name, scale=SMALL):
+        table = definitions()[name]
+        return {row.key: configure(table, row, scale, data, 10_000, estimated_segment) for row in table.rows}
+
+    grid = configured("memory-depth")
+    assert [(run.model.n_layer, run.model.mem_len, run.eval.mem_len, run.eval.window) for run in grid.values()] == [
+        (n_layer, mem_len, mem_len + 69, mem_len + 69) for n_layer in (4, 8) for mem_len in (70, 140, 280, 560)
+    ]
+    rows = configured("gradients-into-memory")
+    shapes = {key: (r.train.batch_size, r.train.segment, r.train.backprop_segments) for key, r in rows.items()}
+    assert shapes == {"one-segment": (20, 70, 1), "two-segments": (10, 70, 2), "longer-segment": (10, 140, 1)}
+    assert len({(run.model.mem_len, run.eval.mem_len, run.model.n_layer) for run in rows.values()}) == 1
 
 
 def test_published_rows_are_the_presets():

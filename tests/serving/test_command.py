@@ -66,8 +66,8 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         ours = httpx.post(f"{url}/generate", json=asked, timeout=30).json()
         theirs = httpx.post(f"{there}/v1/streams/{moved['id']}/generate", json=asked, headers=key, timeout=30).json()
         assert ours["tokens"] == theirs["tokens"]
-        ends(second, signal.SIGINT)
-        assert "stopped" in ends(first, signal.SIGTERM)
+        assert "stopped; 1 stream lost, --streams DIR saves them" in ends(second, signal.SIGINT)
+        assert f"stopped; 1 stream saved in {folder}" in ends(first, signal.SIGTERM)
     assert (folder / f"{made['id']}.safetensors").is_file()
 
 

@@ -19,7 +19,7 @@ from txl.analysis.observation import AttentionInputs, attentions, known_terms, o
 from txl.attention.shifted import shifted_view
 from txl.config import Lengths, Limit
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, TokenIds, check_ids, evaluation_mode
+from txl.evaluation.perplexity import Lanes, Progress, TokenIds, checked_segments, evaluation_mode
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
@@ -147,13 +147,11 @@ def average_attention(
         )
     close = [_Close(position, min(rows, position + 1), span, lanes, chosen, n_head) for position in positions]
     sums = _Sums(chosen, n_head, span, needed, names, close)
-    device = next(model.parameters()).device
     done, read = 0, 0
     with evaluation_mode(model) as model, observed(model, sums.observe):
-        for inputs, _, _ in lanes.segments(ids, segment):
-            check_ids(inputs, model.vocab_size)
+        for inputs, _, _ in checked_segments(model, lanes, ids, segment):
             sums.starts = [first - 1 + read for first in lanes.first]
-            _, state = model.hidden_states(inputs.to(device), state)
+            _, state = model.hidden_states(inputs, state)
             read += inputs.shape[1]
             done += inputs.numel()
             if progress is not None:

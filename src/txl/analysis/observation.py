@@ -20,8 +20,6 @@ from txl.models.language_model import LanguageModel
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 from txl.models.vanilla import CausalSelfAttention
 
-"""The terms of A^rel (Section 3.3) that an encoding's scores have; the others' cannot be told apart by position."""
-
 
 @dataclass(frozen=True)
 class AttentionInputs:

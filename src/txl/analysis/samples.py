@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from txl.analysis.consistency import KINDS, Shared, shared_mentions
-from txl.analysis.novelty import Copies, copies
+from txl.analysis.copies import Copies, copies
+from txl.analysis.mentions import KINDS, Shared, shared_mentions
 from txl.config import Lengths
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.prepared import Tokens

@@ -5,9 +5,9 @@
 | tests, `model.attention` reference: **the oracle** of all others | `reference_attention` | `equations.py` |
 | training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
 | training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attend_backward.cpp` |
-| training and segments on an NVIDIA GPU, `triton` | `fused_relative_attention` | `fused.py`, `triton_kernels.py` |
+| training and segments on an NVIDIA GPU, `triton` | `triton_attention` | `triton_attention.py`, `triton_kernels.py` |
 | training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |
-| segments without gradients on a CPU with a compiler | `fused_attention` | `native/attention.py`, `attend.cpp` |
+| segments without gradients, CPU with a compiler | `reading_attention` | `native/reading_attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
 | one token without gradients on a CPU with a compiler | `read_token` | `models/compiled_step.py`, `decode.cpp` |
 | one token of many streams on a CPU with a compiler | `CompiledStep` | `generation/steps.py`, `decode.cpp` |
@@ -24,9 +24,9 @@ token. A module with a hook, or of another class, makes every one-token way give
 | `reference_attention` | yes | yes | yes | yes | any order | every dtype |
 | `shifted_attention` | yes | yes | yes | yes | first | every dtype |
 | `compiled_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
-| `fused_relative_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
+| `triton_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
 | `SegmentPhases.attend` | yes | no | no | no | first | every dtype; `flex` float32, bfloat16 |
-| `fused_attention` | yes | yes | no | - | no | float32, bfloat16 |
+| `reading_attention` | yes | yes | no | - | no | float32, bfloat16 |
 | `read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
 | `StaticStep` | yes | yes | no | - | no | every dtype |
 """

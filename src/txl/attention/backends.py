@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from txl.attention.equations import KeyScope, reference_attention
-from txl.attention.factorised import DotProductKernel, FlexKernel, FusedKernel
-from txl.attention.fused import fused_relative_attention, why_not_fused
+from txl.attention.factorised import DotProductKernel, FlexKernel, WideKernel
 from txl.attention.shifted import shifted_attention
+from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
-from txl.native.attention import fused_attention
+from txl.native.reading_attention import reading_attention
 from txl.native.training_attention import training_attention, why_not_training
 
 
@@ -75,8 +75,8 @@ def attention_without_gradients(
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
     """Compute `reference_attention` by the compiled library where it is faster, else by `shifted_attention`."""
-    fused = fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
-    return shifted_attention(query, key, value, position, u, v, scope, dropout) if fused is None else fused
+    read = reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
+    return shifted_attention(query, key, value, position, u, v, scope, dropout) if read is None else read
 
 
 def causal_attention(
@@ -93,8 +93,8 @@ def causal_attention(
         dropout: probability with which an attention weight is dropped.
         compiled: compute gradients in the compiled library.
     """
-    if dropout == 0 and (fused := fused_attention(query, key, value, None, None, None)) is not None:
-        return fused
+    if dropout == 0 and (read := reading_attention(query, key, value, None, None, None)) is not None:
+        return read
     if compiled and (dropout > 0 or torch.is_grad_enabled()):
         return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
     heads = (each.transpose(1, 2) for each in (query, key, value))
@@ -113,8 +113,8 @@ class Backend:
     """Computes segments without gradients."""
     train_reads_on: str | None = None
     """Kind of device on which `train` also computes segments without gradients, in place of `read`."""
-    kernel: Callable[[], FusedKernel] | None = None
-    """Makes the fused attention of the factorised form, which then computes training segments in place of `train`."""
+    kernel: Callable[[], WideKernel] | None = None
+    """Makes the plain attention of the factorised form, which then computes training segments in place of `train`."""
     compiled_step: bool = False
     """Single tokens without gradients may go through the compiled library, all layers at once."""
     devices: tuple[str, ...] | None = None
@@ -208,12 +208,12 @@ BACKENDS = {
         Backend(
             "triton",
             "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
-            fused_relative_attention,
+            triton_attention,
             train_reads_on="cuda",
             compiled_step=True,
             devices=("cuda",),
             dtypes=(torch.float32, torch.bfloat16),
-            obstacle=why_not_fused,
+            obstacle=why_not_triton,
         ),
         Backend(
             "factorised",

@@ -42,7 +42,7 @@ _MULTIPLE = 16
 """Ranks are multiples of it, as matrix units like their operands."""
 
 
-class FusedKernel(Protocol):
+class WideKernel(Protocol):
     """Attention that never writes its scores, and takes queries and keys that are wider than values."""
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Any:
@@ -77,7 +77,7 @@ class DotProductKernel:
         mask: Tensor,
         scale: float,
     ) -> Float[Tensor, "B H T D"]:
-        """Compute `FusedKernel.attend`."""
+        """Compute `WideKernel.attend`."""
         if query.device.type == "cpu":
             # The fused kernel of a CPU wants one width for all; without it scores would be written out.
             n_more = key.shape[-1] - value.shape[-1]
@@ -113,7 +113,7 @@ class PhaseBasis:
 class SegmentPhases:
     """Tables that all layers of one segment share; the place of R in `RelativeMultiHeadAttention.forward`."""
 
-    kernel: FusedKernel
+    kernel: WideKernel
     mask: Any
     """Keys that each query sees, in the kernel's own type."""
     sin: Float[Tensor, "T half"]
@@ -150,7 +150,7 @@ class SegmentPhases:
 class PhaseTables:
     """Makes the phases of each segment; keeps B and the last segment's tables, which the next one mostly shares."""
 
-    def __init__(self, kernel: FusedKernel, d_model: int):
+    def __init__(self, kernel: WideKernel, d_model: int):
         self.kernel, self.d_model = kernel, d_model
         self._basis: PhaseBasis | None = None
         self._tables: tuple[Any, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
@@ -226,7 +226,7 @@ class FlexKernel:
         mask: BlockMask,
         scale: float,
     ) -> Float[Tensor, "B H T D"]:
-        """Compute `FusedKernel.attend`."""
+        """Compute `WideKernel.attend`."""
         function: Callable[..., Any] = flex_attention
         if query.device.type == "cuda":
             if self._compiled is None:

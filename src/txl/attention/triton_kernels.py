@@ -12,7 +12,7 @@ The backward pass is three kernels, each of which computes the weights again fro
 gradients of queries along the keys, of keys and values along the queries, of positions along the diagonals, whose tiles
 share a band. Every sum is taken in an order that the shape decides, without atomics: the same bits in every run.
 
-This module needs Triton; `txl.attention.fused` calls it and imports it only there.
+This module needs Triton; `txl.attention.triton_attention` calls it and imports it only there.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head, WIDTH the power
 of two above it.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.family import FamilyModel
+from txl.models.language_model import State
 from txl.training.compilation import WARM, CapturedStep, check_capture, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
@@ -51,6 +54,14 @@ class Speed:
         return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
 
 
+class Beside(NamedTuple):
+    """Median seconds of two steps that were timed in turns, and the median ratio of the first to the second."""
+
+    ours: float
+    theirs: float
+    ratio: float
+
+
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
     """Return the median seconds of a step, after two that do not count."""
     return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
@@ -65,6 +76,16 @@ def timed_alternately(
     """
     rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
     return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
+
+
+def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs: int, device: str) -> Beside:
+    """Time two steps in turns, after a pair that does not count.
+
+    The ratio is the median over pairs: load of the machine that comes and goes is on both steps of most of them.
+    """
+    found = [(seconds_of(first, device), seconds_of(second, device)) for _ in range(pairs + 1)][1:]
+    ours, theirs = (median(each) for each in zip(*found, strict=True))
+    return Beside(ours, theirs, median(one / other for one, other in found))
 
 
 def seconds_of(step: Callable[[], None], device: str) -> float:
@@ -91,7 +112,8 @@ def training_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[Fam
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
         )
     optimizer = build_optimizer(model, train)
-    shape, take_step = (train.batch_size, train.segment), CapturedStep() if train.capture else training_step
+    shape = train.batch_size, train.segment * train.backprop_segments
+    take_step = CapturedStep() if train.capture else partial(training_step, lengths=train.step_lengths)
     trained = TrainedModel(model)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
     states = [state.filled_with_noise() for state in states]
@@ -116,36 +138,44 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     memory = model.init_state(1).filled_with_noise().length
     # Each part of the lanes projects R for itself.
     part = (train.batch_size // train.micro_batches, train.segment)
-    operations = 3 * train.micro_batches * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
-    tokens_per_second = train.batch_size * train.segment / seconds
+    passes = 3 * train.micro_batches * train.backprop_segments
+    operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
+    tokens_per_second = train.tokens_per_step / seconds
     name, shape = model.attention_name, (train.batch_size, train.segment)
     return Speed(
         "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, name, train.compile
     )
 
 
-def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
-    """Time evaluation in segments on random tokens, memory full from the start, with the run's test settings."""
+def reading_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, State, Callable[[], None]]:
+    """Return a new model, its full memory, and a step of evaluation on random tokens at the run's test settings."""
     torch.manual_seed(0)
-    settings, model_shape = run.eval, transformer_xl_of(run)
-    model = build_model(model_shape, vocab_size).to(device).eval()
+    settings = run.eval
+    model = build_model(run.model, vocab_size).to(device).eval()
     clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
     state = model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len)
-    state = state.filled_with_noise()
-    shape = (settings.batch_size, settings.segment)
+    first = state = state.filled_with_noise()
 
     def step() -> None:
         nonlocal state
-        tokens = torch.randint(vocab_size, shape, device=device)
+        tokens = torch.randint(vocab_size, (settings.batch_size, settings.segment), device=device)
         _, state = model.nll(tokens, tokens, state)
 
+    return model, first, step
+
+
+def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
+    """Time evaluation in segments on random tokens, memory full from the start, with the run's test settings."""
+    settings, model_shape = run.eval, transformer_xl_of(run)
+    model, state, step = reading_workload(run, vocab_size, device)
+    shape, memory = (settings.batch_size, settings.segment), state.length or 0
     rate = matmul_rate(getattr(torch, dtype), device)
     # Entered once for all steps, as an evaluation does it: autocast converts the weights once.
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    operations = forward_operations(model_shape, vocab_size, *shape, state.length, settings.window, frozen=True)
+    operations = forward_operations(model_shape, vocab_size, *shape, memory, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds
     return Speed(
-        "evaluation", dtype, *shape, state.length, seconds, tokens_per_second, operations, rate, model.attention_name
+        "evaluation", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
     )

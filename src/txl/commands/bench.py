@@ -19,6 +19,7 @@ from txl.commands.options import (
     config_options,
     numbers,
     pick_device,
+    refuse_below_one,
 )
 from txl.commands.output import print_json, say
 from txl.config import RunConfig, validate, with_options
@@ -102,8 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
-    if arguments.steps < 1:
-        raise UserError(f"--steps is {arguments.steps}; expected 1 or more")
+    refuse_below_one(arguments, "steps")
     if "train.dtype" in config_options(arguments):
         raise UserError("--train.dtype does nothing here; use --dtype float32, bfloat16 or both")
     if "train.compile" in config_options(arguments):
@@ -183,9 +183,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
     from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
-    for name, least in (("steps", 1), ("segment", 1), ("vocabulary", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} is {getattr(arguments, name)}; expected {least} or more")
+    refuse_below_one(arguments, "steps", "segment", "vocabulary")
     if not arguments.lengths or min(arguments.lengths) < 1:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
@@ -248,10 +246,7 @@ def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
         raise UserError("expected one of --like PRESET and --bytes N: the memory that may be used")
-    for name in ("bytes", "vocabulary", "at_most"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    refuse_below_one(arguments, "bytes", "vocabulary", "at_most")
     options = config_options(arguments)
     config = _configuration(arguments.preset, options)
     from txl.data.corpora import vocabulary_size

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions
-from txl.commands.evaluation_results import print_rows, refuse_not_a_number
+from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions, refuse_tuned_split
+from txl.commands.evaluation_results import measured_on, print_rows, refuse_not_a_number
 from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
-from txl.errors import UserError
-from txl.runs.events import Evaluation, EventName, Measured
+from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -47,10 +46,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune, measure, print, and add the results to the run's log."""
-    if arguments.split == arguments.tune_on:
-        raise UserError(
-            f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
-        )
+    refuse_tuned_split(arguments)
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.evaluation.cache_tuning import measure_cache
@@ -60,13 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
     settings = evaluation_settings(arguments, config, config.eval.batch_size)
-    described: Measured = {
-        "split": arguments.split,
-        "corpus": corpus.name,
-        "unit": corpus.unit,
-        "sha256_text": corpus.info()["splits"][arguments.split]["sha256_text"],
-        "checkpoint": checkpoint.name,
-    }
+    described = measured_on(corpus, arguments.split, checkpoint)
     with ProgressByPart(quiet=arguments.json) as progress:
         found = measure_cache(
             model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from txl.commands.evaluation_options import (
     BATCH,
@@ -16,13 +16,20 @@ from txl.commands.evaluation_options import (
     evaluation_settings,
     fractions,
     refuse_statistics,
+    refuse_tuned_split,
     with_cache,
 )
-from txl.commands.evaluation_results import collect_statistics, print_rows, refuse_divergence, refuse_not_a_number
+from txl.commands.evaluation_results import (
+    collect_statistics,
+    measured_on,
+    print_rows,
+    refuse_divergence,
+    refuse_not_a_number,
+)
 from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
-from txl.errors import UserError
-from txl.runs.events import Evaluation, EventName, Measured
+from txl.config import AdaptationRule
+from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -41,7 +48,10 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument(
-        "--rule", choices=("rms", "sgd"), default="rms", help="how weights adapt, see txl eval --help (default: rms)"
+        "--rule",
+        choices=get_args(AdaptationRule),
+        default="rms",
+        help="how weights adapt, see txl eval --help (default: rms)",
     )
     parser.add_argument("--learning-rates", type=fractions, metavar="X,X,...", help="to try (default: a wide range)")
     parser.add_argument("--decays", type=fractions, metavar="X,X,...", help="to try (default: 0 to 0.1)")
@@ -64,10 +74,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune, measure, print, and add the results to the run's log."""
-    if arguments.split == arguments.tune_on:
-        raise UserError(
-            f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
-        )
+    refuse_tuned_split(arguments)
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
     directory, config, checkpoint = run_to_read(arguments)
@@ -109,12 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     refuse_not_a_number([found.tuning.static_nll, found.static.nll], checkpoint)
     refuse_divergence(found.adapted)
-    described: Measured = {
-        "split": arguments.split,
-        "corpus": corpus.name,
-        "unit": corpus.unit,
-        "checkpoint": checkpoint.name,
-    }
+    described = measured_on(corpus, arguments.split, checkpoint)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (found.static, found.adapted)]
     tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)

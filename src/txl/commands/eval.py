@@ -13,10 +13,17 @@ from txl.commands.evaluation_options import (
     add_dynamic_options,
     dynamic_request,
     evaluation_settings,
+    refuse_with_sliding,
     with_cache,
     with_preset,
 )
-from txl.commands.evaluation_results import collect_statistics, print_rows, refuse_divergence, refuse_not_a_number
+from txl.commands.evaluation_results import (
+    collect_statistics,
+    measured_on,
+    print_rows,
+    refuse_divergence,
+    refuse_not_a_number,
+)
 from txl.commands.options import (
     add_dtype,
     add_memory_options,
@@ -109,9 +116,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
-    for name in ("mem_len", "mem_lens", "window", "segment"):
-        if arguments.sliding is not None and getattr(arguments, name) is not None:
-            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    refuse_with_sliding(arguments)
 
 
 def _statistics(
@@ -177,15 +182,7 @@ def _describe(
         part += ", its training text included" if split == WHOLE else ""
     elif split != WHOLE and not is_named(corpus.name):
         hint = f"--split {WHOLE} measures everything"
-    described: Measured = {
-        "split": split,
-        "corpus": corpus.name,
-        "unit": corpus.unit,
-        "sha256_text": corpus.info()["splits"][split]["sha256_text"],
-        "checkpoint": checkpoint.name,
-        "measured": part,
-    }
-    return described, hint
+    return {**measured_on(corpus, split, checkpoint), "measured": part}, hint
 
 
 def _record(

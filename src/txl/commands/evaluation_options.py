@@ -6,10 +6,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from txl.commands.options import config_options, named, number_or_all, tested_lengths
-from txl.config import RunConfig, same_length
+from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from txl.models.cache import ContinuousCache
     from txl.models.family import FamilyModel
 
-_RULES, _STATISTICS, _WEIGHTS = ("rms", "sgd"), ("mean", "sum"), ("all", "feed-forward", "biases")
 SEGMENTS, BATCH = 500, 1
 """Segments of the training split that are read for gradient statistics, and their lanes, where nothing is said."""
 _LENGTHS = ("segment", "mem_len", "window", "clamp_len")
@@ -39,7 +38,9 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
         f"--{prefix}epsilon", type=float, metavar="X", help="added to a gradient's size (default: 2e-5)"
     )
     parser.add_argument(
-        f"--{prefix}weights", choices=_WEIGHTS, help="weights that adapt; biases: and norms (default: all)"
+        f"--{prefix}weights",
+        choices=get_args(AdaptedWeights),
+        help="weights that adapt; biases: and norms (default: all)",
     )
     parser.add_argument(
         f"--{prefix}statistics-segments",
@@ -56,14 +57,18 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
 def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of dynamic evaluation: weights that follow what is read."""
     group = parser.add_argument_group("dynamic evaluation: score a segment, then adapt a copy of the weights to it")
-    group.add_argument("--dynamic", choices=_RULES, help="how: by gradients over their usual size (rms), or plainly")
+    group.add_argument(
+        "--dynamic",
+        choices=get_args(AdaptationRule),
+        help="how: by gradients over their usual size (rms), or plainly",
+    )
     group.add_argument("--dynamic-preset", metavar="NAME", help="published settings, with their memory and segment")
     group.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="txl dynamic finds a good one")
     group.add_argument("--dynamic-decay", type=float, metavar="X", help="pull towards the trained weights (default: 0)")
     add_rule_options(group, "dynamic-")
     group.add_argument(
         "--dynamic-statistics",
-        choices=_STATISTICS,
+        choices=get_args(StatisticsName),
         help="a gradient's size: from the mean of squares (2018; default) or their sum (2019)",
     )
 
@@ -165,6 +170,21 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
         "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
         **tested_lengths(arguments, config).options(),
     }
+
+
+def refuse_with_sliding(arguments: argparse.Namespace) -> None:
+    """Refuse options of memory and segments beside a sliding window, which has neither."""
+    for name in ("mem_len", "mem_lens", "window", "segment"):
+        if arguments.sliding is not None and getattr(arguments, name, None) is not None:
+            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+
+
+def refuse_tuned_split(arguments: argparse.Namespace) -> None:
+    """Refuse to measure the split that settings are tuned on."""
+    if arguments.split == arguments.tune_on:
+        raise UserError(
+            f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
+        )
 
 
 @named("numbers separated by commas")

@@ -12,11 +12,11 @@ from txl.commands.output import print_table, progress_bar
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.data.prepared import Tokens
+    from txl.data.prepared import Corpus, Tokens
     from txl.evaluation.dynamic import GradientStatistics
     from txl.evaluation.perplexity import EvaluationResult, Settings
     from txl.models.language_model import LanguageModel
-    from txl.runs.events import Evaluation
+    from txl.runs.events import Evaluation, Measured
 
 
 def collect_statistics(
@@ -44,6 +44,17 @@ def collect_statistics(
             progress=move,
             **{name: settings[name] for name in names},
         )
+
+
+def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
+    """Return which text a checkpoint was measured on, as the log has it."""
+    return {
+        "split": split,
+        "corpus": corpus.name,
+        "unit": corpus.unit,
+        "sha256_text": corpus.info()["splits"][split]["sha256_text"],
+        "checkpoint": checkpoint.name,
+    }
 
 
 def refuse_divergence(result: EvaluationResult) -> EvaluationResult:

@@ -405,6 +405,14 @@ def writable_folder(path: str | Path) -> Path:
     return folder
 
 
+def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse the first of some numbers that is below 1; those that were not given are passed over."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+
+
 def check_out(out: str | None, source: Path | None) -> None:
     """Refuse an output that cannot be, before anything is computed."""
     if out is None:

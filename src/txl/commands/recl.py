@@ -19,6 +19,7 @@ from txl.commands.options import (
     existing_run,
     limit,
     pick_device,
+    refuse_below_one,
     run_corpus,
     writable_folder,
 )
@@ -169,9 +170,7 @@ def _described(directory: RunDirectory, clamp: int | Literal["none"], device: st
 
 def _lengths(arguments: argparse.Namespace) -> range:
     """Return context lengths step, 2 * step, ... up to the longest, once all options are checked."""
-    for name in ("step", "longest", "targets", "batch"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} is {getattr(arguments, name)}; expected 1 or more")
+    refuse_below_one(arguments, "step", "longest", "targets", "batch")
     from txl.evaluation.effective_context import check_fractions
 
     if arguments.longest < 2 * arguments.step:

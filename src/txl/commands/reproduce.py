@@ -36,7 +36,11 @@ def add_parser(commands: Subparsers) -> None:
         description="Train and measure every row of a table or figure of the paper again, and write one page beside "
         "the paper's numbers. The same command goes on with one that was stopped.",
     )
-    parser.add_argument("what", metavar="WHAT", help="table1 ... table10, figure3 ... figure7, or samples")
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="table1 ... table10, figure3 ... figure7, samples, memory-depth or gradients-into-memory",
+    )
     add_out(parser, "DIR", "folder of the runs and the page (default: runs/reproduce/...)")
     parser.add_argument("--scale", default="tiny", metavar="NAME", help="tiny, small or paper (default: tiny)")
     parser.add_argument(

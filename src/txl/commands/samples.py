@@ -13,6 +13,7 @@ from txl.commands.options import (
     add_sampling_options,
     convention,
     pick_device,
+    refuse_below_one,
     run_corpus,
     run_to_read,
     tested_lengths,
@@ -57,9 +58,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate, measure, write the three files, and print the measures."""
-    for name in ("count", "context", "max_tokens"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected 1 or more")
+    refuse_below_one(arguments, "count", "context", "max_tokens")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
     from txl.generation.sampling import Sampling

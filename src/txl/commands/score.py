@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from txl.commands.evaluation_options import add_cache_options, with_cache
+from txl.commands.evaluation_options import add_cache_options, refuse_with_sliding, with_cache
 from txl.commands.options import (
     add_checkpoint,
     add_device,
@@ -68,9 +68,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
-    for name in ("mem_len", "window", "segment"):
-        if arguments.sliding is not None and getattr(arguments, name) is not None:
-            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    refuse_with_sliding(arguments)
     from txl.data.sources import Piece, open_file
 
     run_directory, config, checkpoint = run_to_read(arguments)

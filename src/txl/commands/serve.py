@@ -15,6 +15,7 @@ from txl.commands.options import (
     add_device,
     add_memory_options,
     pick_device,
+    refuse_below_one,
     run_to_read,
     tested_lengths,
 )
@@ -23,6 +24,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.serving.kept import KeptStreams
     from txl.serving.requests import Limits
 
 KEY_VARIABLE = "TXL_API_KEY"
@@ -127,6 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
         hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
         access = Access(key, hosts, tuple(arguments.allow_origin))
         app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
+        kept: KeptStreams = app.app.state.kept
         if key is None and arguments.host not in _LOCAL:
             say(
                 f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
@@ -139,19 +142,30 @@ def run(arguments: argparse.Namespace) -> None:
                 f"memory {service.memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
+            if len(kept):
+                say(f"{_streams(len(kept))} opened from {arguments.streams}")
 
         serve(app, service, listening, ready)
-    say("stopped")
+    say(_farewell(kept, arguments.streams))
+
+
+def _streams(count: int) -> str:
+    return "1 stream" if count == 1 else f"{count:,} streams"
+
+
+def _farewell(kept: KeptStreams, folder: str | None) -> str:
+    """Return the last line: where the streams are now, if there are any."""
+    if folder is not None:
+        saved = sum(not stream.changed for stream in kept)
+        return f"stopped; {_streams(saved)} saved in {folder}" if saved else "stopped"
+    return f"stopped; {_streams(len(kept))} lost, --streams DIR saves them" if len(kept) else "stopped"
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse numbers that make no sense, before anything is loaded."""
     if not 0 <= arguments.port < 1 << 16:
         raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
-    for name in ("max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
     if arguments.api_key == "":

@@ -13,9 +13,7 @@ from txl.config.vanilla import VanillaConfig
 from txl.errors import UserError
 
 MODEL_FAMILIES: dict[str, type[ModelConfig]] = {
-    "transformer-xl": TransformerXLConfig,
-    "vanilla": VanillaConfig,
-    "recurrent": RecurrentConfig,
+    config().family: config for config in (TransformerXLConfig, VanillaConfig, RecurrentConfig)
 }
 """The configuration of every family by its name; `txl.models.FAMILIES` has the model of each."""
 MODEL_FIELDS = model_fields()

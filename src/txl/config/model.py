@@ -255,6 +255,11 @@ class ModelConfig(ABC):
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
         """Check the rules of how this model can be trained and tested."""
+        if train.backprop_segments > 1 and (self.constant_state or not self.mem_len):
+            raise UserError(
+                f"train.backprop_segments is {train.backprop_segments}, but this model has no memory for gradients to "
+                f"flow into (model.mem_len); use a longer train.segment"
+            )
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
 

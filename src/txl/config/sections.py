@@ -17,6 +17,10 @@ Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
 Boundary = Literal["end", "both"]
+AdaptationRule = Literal["rms", "sgd"]
+StatisticsName = Literal["mean", "sum"]
+AdaptedWeights = Literal["all", "feed-forward", "biases"]
+"""Choices of dynamic evaluation (`txl.Adaptation`)."""
 RANDOM_LENGTHS = 40
 """Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
@@ -161,6 +165,11 @@ class TrainConfig:
         1, "parts the lanes are divided into, one forward and backward each, to save memory", at_least=1
     )
     segment: int = setting(512, "tokens T of each lane in one step", at_least=1)
+    backprop_segments: int = setting(
+        1,
+        "consecutive segments of a step, with gradients through the memory between them; 1: none flow into memory",
+        at_least=1,
+    )
     loss: LossName = setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
@@ -284,9 +293,24 @@ class TrainConfig:
         False, "write the log's figures for TensorBoard too (needs its package)", may_change=True
     )
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step reads, in all lanes and segments; fewer at the end of a pass over the text."""
+        return self.batch_size * self.segment * self.backprop_segments
+
+    @property
+    def step_lengths(self) -> tuple[int, ...] | None:
+        """Lengths of the segments of one step; None of a single one."""
+        return None if self.backprop_segments == 1 else (self.segment,) * self.backprop_segments
+
     def validate(self) -> None:
         """Check the rules of how a model is trained."""
         check_ranges(self, "train.")
+        if self.capture and self.backprop_segments > 1:
+            raise UserError(
+                f"train.capture records steps of one segment, and train.backprop_segments is {self.backprop_segments}; "
+                f"leave one of them out"
+            )
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
         require(
             self.epoch_shift >= 0 and bool(shifts),

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -15,7 +14,7 @@ import platformdirs
 
 from txl.config import DataConfig, Unit
 from txl.data.catalogue import BENCHMARKS
-from txl.data.prepare import Recipe, normalises, prepare
+from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus
@@ -233,20 +232,13 @@ def _open(
     told_apart: Sequence[str] = (),
 ) -> Corpus:
     """Open what was prepared from these files with this recipe; files count by path, size and time of change."""
-    stamps = []
-    for path in files:
-        status = path.stat()
-        stamps.append([str(path), status.st_size, status.st_mtime_ns])
-    everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
+    everything = [META_FORMAT, name, stamps_of(files), recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
     safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in label).lstrip(".")[:40] or "text"
     directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"
-    if directory.is_dir():
-        try:
-            return Corpus(directory)
-        except UserError as error:
-            say(f"note: {error}; preparing {name} anew", quiet)
-            shutil.rmtree(directory, ignore_errors=True)
+    corpus = prepared_before(directory, name, quiet)
+    if corpus is not None:
+        return corpus
     with preparing(name, recipe.unit, quiet) as progress:
         prepare(directory, name, pieces, recipe, progress)
     corpus = Corpus(directory)

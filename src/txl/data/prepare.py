@@ -22,7 +22,8 @@ import numpy as np
 
 from txl.config import DataConfig, WordRule
 from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, words
-from txl.data.prepared import META_FORMAT, TokenWriter, token_dtype
+from txl.data.prepared import META_FORMAT, Corpus, TokenWriter, token_dtype
+from txl.data.progress import say
 from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.data.words import UNK, holds_word
@@ -90,6 +91,30 @@ def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default:
     return by_default if vocabulary is None else vocabulary.normalise
 
 
+def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
+    """Open a prepared corpus; None if it is not there, or is damaged and therefore removed, which a line says."""
+    if not directory.is_dir():
+        return None
+    try:
+        return Corpus(directory)
+    except UserError as error:
+        say(f"note: {error}; preparing {name} anew", quiet)
+        shutil.rmtree(directory, ignore_errors=True)
+        return None
+
+
+def stamps_of(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size and time of change of each file: a text whose stamps are the same is not prepared again."""
+    found = [(path, path.stat()) for path in files]
+    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in found]
+
+
+def not_written(what: str, folder: Path, error: OSError) -> UserError:
+    """Return the mistake of a folder that could not be written to."""
+    remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
+    return UserError(f"{what} {folder} failed: {error.strerror or error}; nothing was kept; {remedy}")
+
+
 def prepare(
     directory: Path,
     name: str,
@@ -126,10 +151,7 @@ def prepare(
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
     except OSError as error:
-        remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
-        raise UserError(
-            f"preparing {name} in {directory.parent} failed: {error.strerror or error}; nothing was kept; {remedy}"
-        ) from None
+        raise not_written(f"preparing {name} in", directory.parent, error) from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
@@ -13,13 +12,13 @@ from txl.config import Boundary, DataConfig
 from txl.data.catalogue import Benchmark
 from txl.data.download import fetch, forget
 from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
-from txl.data.prepare import Recipe, normalises, prepare
+from txl.data.prepare import Recipe, normalises, not_written, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import JsonObject, is_full
+from txl.files import JsonObject
 
 
 class _NotTheCorpus(UserError):
@@ -79,17 +78,14 @@ class PublicCorpus:
         prefix = f"{self.benchmark.name}-{self.config.unit}-{key}"
         if self.source is None:
             for directory in sorted(self.folder.glob(f"{prefix}-*")):
-                corpus = self._ready(directory)
+                corpus = prepared_before(directory, self.benchmark.name, self.quiet)
                 if corpus is not None:
                     return corpus
             return self._prepare(self.folder / f"{prefix}-download")
-        stamps = []
-        for path in source_files(self.benchmark, self.source):
-            status = path.stat()
-            stamps.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+        stamps = stamps_of(source_files(self.benchmark, self.source))
         stamp = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:8]
         directory = self.folder / f"{prefix}-{stamp}"
-        return self._ready(directory) or self._prepare(directory)
+        return prepared_before(directory, self.benchmark.name, self.quiet) or self._prepare(directory)
 
     def _settings(self) -> JsonObject:
         """Return the settings that the token files depend on, beside the text."""
@@ -100,16 +96,6 @@ class PublicCorpus:
     @property
     def _strips(self) -> bool:
         return self.like_original and self.benchmark.name == "text8" and self.config.unit == "char"
-
-    def _ready(self, directory: Path) -> Corpus | None:
-        if not directory.is_dir():
-            return None
-        try:
-            return Corpus(directory)
-        except UserError as error:
-            say(f"note: {error}; preparing {self.benchmark.name} anew", self.quiet)
-            shutil.rmtree(directory, ignore_errors=True)
-            return None
 
     def _prepare(self, directory: Path) -> Corpus:
         downloads = self.folder / "downloads" / self.benchmark.name
@@ -124,7 +110,7 @@ class PublicCorpus:
         try:
             fetch(self.benchmark.routes, downloads, quiet=self.quiet)
         except OSError as error:
-            raise self._failed(error) from None
+            raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
         try:
             return self._prepare_from(downloads, directory)
         except _NotTheCorpus as error:
@@ -137,7 +123,7 @@ class PublicCorpus:
             try:
                 parts = stack.enter_context(opened(benchmark, source, self.folder))
             except OSError as error:
-                raise self._failed(error) from None
+                raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
             except UserError as error:
                 raise _NotTheCorpus(str(error)) from None
             wrong = file_differences(benchmark, parts)
@@ -153,13 +139,6 @@ class PublicCorpus:
                 lambda meta: self._check(meta, wrong),
             )
         return Corpus(directory)
-
-    def _failed(self, error: OSError) -> UserError:
-        remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
-        return UserError(
-            f"getting {self.benchmark.name} into {self.folder} failed: {error.strerror or error}; nothing was kept; "
-            f"{remedy}"
-        )
 
     def _recipe(self, parts: Parts | None) -> Recipe:
         """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""

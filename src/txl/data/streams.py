@@ -35,7 +35,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Segment:
-    """One step's tokens."""
+    """One step's tokens: a segment, or consecutive ones."""
 
     tokens: Tensor
     """int64 [B,T]."""
@@ -46,6 +46,8 @@ class Segment:
     """Its beginning."""
     starts_epoch: bool
     """True where the lanes begin anew: what was in memory belongs to the text's end."""
+    lengths: tuple[int, ...]
+    """Tokens of each of the consecutive segments that it consists of; most often one."""
 
 
 class LaneStream:
@@ -86,7 +88,7 @@ class LaneStream:
         if self.lane_length < segment + 1:
             name = tokens.split if isinstance(tokens, Tokens) else "token stream"
             raise UserError(
-                f"the {name} split has {len(tokens)} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
+                f"the {name} split has {len(tokens):,} tokens: {batch_size} lanes of {self.lane_length}, but a segment "
                 f"of {segment} needs lanes of {segment + 1}; use more text, a smaller batch or a shorter segment"
             )
 
@@ -109,9 +111,19 @@ class LaneStream:
             following = StreamPosition(position.epoch + 1, self._begin(position.epoch + 1))
         else:
             following = StreamPosition(position.epoch, end)
-        return Segment(
-            block[:, :-1], block[:, 1:], following, position, starts_epoch=first == self._begin(position.epoch)
-        )
+        starts_epoch = first == self._begin(position.epoch)
+        return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch, (width,))
+
+    def read_several(self, position: StreamPosition, count: int) -> Segment:
+        """Read `count` consecutive segments as one, fewer where the epoch ends: the next one begins without memory."""
+        parts = [self.read(position)]
+        while len(parts) < count and parts[-1].next.epoch == position.epoch:
+            parts.append(self.read(parts[-1].next))
+        if len(parts) == 1:
+            return parts[0]
+        tokens, targets = (torch.cat(each, dim=1) for each in zip(*((s.tokens, s.targets) for s in parts), strict=True))
+        lengths = tuple(each.tokens.shape[1] for each in parts)
+        return Segment(tokens, targets, parts[-1].next, position, parts[0].starts_epoch, lengths)
 
     def _begin(self, epoch: int) -> int:
         """Return the offset at which an epoch's first segment begins in every lane."""

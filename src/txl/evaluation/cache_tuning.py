@@ -22,8 +22,8 @@ from txl.evaluation.perplexity import (
     Lanes,
     Progress,
     TokenIds,
-    check_ids,
     checked_ids,
+    checked_segments,
     evaluate,
     evaluation_mode,
 )
@@ -144,17 +144,15 @@ def tune_cache(
     weights = torch.tensor(list(lambdas), dtype=torch.float64, device=device)
     total, plain, done = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(cache) as cache, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        for inputs, targets, counts in lanes.segments(ids, segment):
-            check_ids(inputs, model.vocab_size)
-            check_ids(targets, model.vocab_size)
-            inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
+        for inputs, targets, counts in checked_segments(model, lanes, ids, segment):
+            done += int(counts.sum())
+            counts = counts.to(device)
             if thetas is None:
                 thetas = _spread(cache.model, inputs, state.inner)
             nll, cached, any_pair, state = cache.parts(inputs, targets, state, thetas, temperature)
             nll = nll.double().masked_fill(~counts, 0.0)
             total = total.to(device) + _mixed(nll, cached, any_pair & counts, weights)
             plain = plain.to(device) + nll.sum()
-            done += int(counts.sum())
             if progress is not None:
                 progress(done, lanes.n_target)
     assert thetas is not None  # Lanes.cut leaves at least one segment

@@ -26,12 +26,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import Limit, same_length
+from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName, same_length
 from txl.errors import UserError
 from txl.evaluation.perplexity import (
     EvaluationResult,
@@ -39,16 +40,12 @@ from txl.evaluation.perplexity import (
     Progress,
     TokenIds,
     bytes_per_token,
-    check_ids,
     checked_ids,
+    checked_segments,
 )
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
-
-RULES = ("rms", "sgd")
-STATISTICS = ("mean", "sum")
-WEIGHTS = ("all", "feed-forward", "biases")
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         for name, value, choices in (
-            ("rule", self.rule, RULES),
-            ("statistics", self.statistics, STATISTICS),
-            ("weights", self.weights, WEIGHTS),
+            ("rule", self.rule, get_args(AdaptationRule)),
+            ("statistics", self.statistics, get_args(StatisticsName)),
+            ("weights", self.weights, get_args(AdaptedWeights)),
         ):
             if value not in choices:
                 raise UserError(f"{name} of the adaptation is {value!r}; expected one of {', '.join(choices)}")
@@ -99,11 +96,11 @@ class GradientStatistics:
     batch_size: int
     """Lanes that each gradient is the mean of."""
     weights: str = "all"
-    """The choice of weights, one of `WEIGHTS`."""
+    """The choice of weights, one of `AdaptedWeights`."""
 
 
 def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
-    """Return the parameters that adapt under a choice of `WEIGHTS`, by name; a shared one once."""
+    """Return the parameters that adapt under a choice of `AdaptedWeights`, by name; a shared one once."""
     model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
@@ -285,7 +282,7 @@ def gradient_statistics(
     Args:
         model: the trained model; it is not changed.
         tokens: the training split's tokens, or any one-dimensional array of token ids.
-        weights: the weights that will adapt, one of `WEIGHTS`.
+        weights: the weights that will adapt, one of `AdaptedWeights`.
         segments: number of segments to read; None, or more than there are: all. Krause et al. read all in 2018, in 100
             lanes, and a 5,000th in 2019, in one.
         segment, mem_len, window, clamp_len, batch_size, dtype, temperature: as in the evaluation to come.
@@ -300,22 +297,11 @@ def gradient_statistics(
     copied = dict(model.named_parameters())
     state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
     squares: dict[str, Tensor] = {}
-    device = next(model.parameters()).device
     n_target = min(lanes.n_target, lanes.n_target if segments is None else segments * segment * batch_size)
     read = done = 0
-    for inputs, targets, _ in islice(lanes.segments(ids, segment), segments):
-        check_ids(inputs, model.vocab_size)
-        check_ids(targets, model.vocab_size)
-        _, gradients, state = _gradients(
-            model,
-            [copied[name] for name in parameters],
-            inputs.to(device),
-            targets.to(device),
-            state,
-            None,
-            dtype,
-            temperature,
-        )
+    for inputs, targets, _ in islice(checked_segments(model, lanes, ids, segment), segments):
+        current = [copied[name] for name in parameters]
+        _, gradients, state = _gradients(model, current, inputs, targets, state, None, dtype, temperature)
         assert gradients is not None  # every target counts
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -370,13 +356,11 @@ def evaluate_dynamically(
     lengths = state.lengths
     device = next(model.parameters()).device
     total, done = torch.zeros((), dtype=torch.float64, device=device), 0
-    for inputs, targets, counts in lanes.segments(ids, segment):
-        check_ids(inputs, model.vocab_size)
-        check_ids(targets, model.vocab_size)
-        counts = counts.to(device)
-        nll, state = adapting.score_then_adapt(inputs.to(device), targets.to(device), state, counts)
-        total += nll.double().masked_fill(~counts, 0.0).sum()
+    for inputs, targets, counts in checked_segments(model, lanes, ids, segment):
         done += int(counts.sum())
+        counts = counts.to(device)
+        nll, state = adapting.score_then_adapt(inputs, targets, state, counts)
+        total += nll.double().masked_fill(~counts, 0.0).sum()
         if progress is not None:
             progress(done, lanes.n_target)
     return EvaluationResult(

@@ -210,10 +210,8 @@ def evaluate(
     done = 0
     start = time.perf_counter()
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        for inputs, targets, counts in mine.segments(ids, segment):
-            check_ids(inputs, model.vocab_size)
-            check_ids(targets, model.vocab_size)
-            nll, state = model.nll_at(inputs.to(device), targets.to(device), state, temperature)
+        for inputs, targets, counts in checked_segments(model, mine, ids, segment):
+            nll, state = model.nll_at(inputs, targets, state, temperature)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
             done += int(counts.sum())
             if progress is not None:
@@ -294,6 +292,20 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
             f"the tokens hold id {lowest if lowest < 0 else highest}, the model's vocabulary ends at {vocab_size - 1}; "
             f"encode the text with the model's own vocabulary"
         )
+
+
+def checked_segments(
+    model: LanguageModel, lanes: Lanes, ids: np.ndarray, segment: int
+) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
+    """Yield `Lanes.segments`, inputs and targets on the model's device, after checking their ids.
+
+    The mask of targets that count stays on the CPU: to count them there is not to wait for a GPU.
+    """
+    device = next(model.parameters()).device
+    for inputs, targets, counts in lanes.segments(ids, segment):
+        check_ids(inputs, model.vocab_size)
+        check_ids(targets, model.vocab_size)
+        yield inputs.to(device), targets.to(device), counts
 
 
 def counted_over(tokens: TokenIds, ids: np.ndarray) -> JsonObject:

@@ -21,7 +21,7 @@ from unicodedata import category
 import numpy as np
 import torch
 
-from txl.config import Limit, validate_temperature
+from txl.config import Limit, same_length, validate_temperature
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.prepared import normalised_note
 from txl.data.sources import BLOCK, Piece
@@ -119,8 +119,6 @@ def surprisals(
             f"{'segment' if sliding is None else 'sliding'} is {sliding or segment}, but this model reads at most "
             f"{model.context} tokens at once (model.max_segment)"
         )
-    if window is None and mem_len is not None:
-        window = mem_len or "none"
     if prompt and isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
         raise UserError("this vocabulary marks the beginning of every sentence, the first too; leave the prompt out")
     before = (
@@ -130,7 +128,7 @@ def surprisals(
     reader = _Reader(evaluation_view(model), dtype, temperature)
     if sliding is not None:
         return _with_words(_rows(reader.slide(tokens, sliding, without_memory(model, clamp_len)), vocabulary))
-    state = model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
+    state = model.init_state(1, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
     return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
 
 
@@ -283,7 +281,7 @@ class TextTotals:
     returns: int = 0
     """\\r that are tokens and unknown."""
     first_unknown: bool = False
-    """Return whether the first token is unknown."""
+    """True if the first token is unknown."""
 
     def add(self, row: TokenSurprisal) -> None:
         """Count one more token."""

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from txl.devices import Captured, runs_ahead, sent
 from txl.generation.sampling import Sampling, chances, permitted
-from txl.models.compiled_step import MOST_ROWS, LayerWeights, caches_of, layer_weights, places_of, sums_dtype
+from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
 from txl.models.memory import Memory
 from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
+from txl.native.few_rows import MOST_ROWS, sums_dtype
 
 
 class Slots:

@@ -35,9 +35,9 @@ from txl.data.vocabulary import (
 )
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
-from txl.files import JsonObject, follow_umask
+from txl.files import JsonObject, follow_umask, reason_of
+from txl.interop.conversion import FREE
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
-from txl.interop.names import FREE
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors
 from txl.runs.directory import RunDirectory
@@ -89,8 +89,9 @@ def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
         os.rename(temporary, out)
         return notes
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--out {out}: cannot be written ({reason}); give a directory that can be written") from None
+        raise UserError(
+            f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
+        ) from None
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)

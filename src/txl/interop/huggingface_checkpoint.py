@@ -15,7 +15,7 @@ from torch import Tensor
 from txl.config import FieldValues
 from txl.errors import UserError
 from txl.files import JsonObject, read_json
-from txl.interop.names import restore_shared
+from txl.interop.conversion import restore_shared
 from txl.interop.original import refuse_encoding, refuse_extended_context
 from txl.interop.source import Source, length_or_none, window_of
 from txl.interop.torch_files import read_torch_file

@@ -14,9 +14,9 @@ from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, v
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject
+from txl.interop.conversion import converted
 from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
-from txl.interop.names import converted
 from txl.interop.original import source_of
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix

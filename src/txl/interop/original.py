@@ -10,7 +10,7 @@ from torch import Tensor
 
 from txl.config import FieldValues
 from txl.errors import UserError
-from txl.interop.names import flip_clusters
+from txl.interop.conversion import flip_clusters
 from txl.interop.safe_pickle import StandIn
 from txl.interop.source import Source, length_or_none, window_of
 from txl.interop.vocabularies import vocabulary_from

@@ -1,9 +1,8 @@
-"""One-token steps through all layers in the compiled library, and its products of a few rows.
+"""One-token steps through all layers in the compiled library.
 
 Everything here gives None where the library cannot be used: PyTorch then computes the same.
 
-Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer, N rows, I and O inputs and
-outputs of a linear layer.
+Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from txl.config import TransformerXLConfig
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 from txl.native.build import library
+from txl.native.few_rows import MOST_ROWS, SUFFIXES, sums_dtype
+from txl.native.reading_attention import Count, Pointer
 
-MOST_ROWS = 8
-"""Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
 _MOST_D = 512  # MOST_D in decode.cpp
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
-_Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
 _Pointers = ctypes.Array[ctypes.c_void_p]
 
 WEIGHTS = {
@@ -57,9 +54,9 @@ class _TransformerXL(Protocol):
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, _Count) for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "pre_norm")),
+        *((name, Count) for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "pre_norm")),
         ("epsilon", ctypes.c_double),
-        ("layers", _Pointer),
+        ("layers", Pointer),
     ]
 
 
@@ -69,53 +66,9 @@ class Places(ctypes.Structure):
     indices: tuple[Tensor, ...]
     """The tensors behind `lanes`, `at` and `seen`, alive as long as their addresses."""
     _fields_ = [
-        *((name, _Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
-        *((name, _Pointer) for name in ("lanes", "at", "seen")),
+        *((name, Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
+        *((name, Pointer) for name in ("lanes", "at", "seen")),
     ]
-
-
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the library sums in, for weights of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def few_rows(
-    rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
-) -> Float[Tensor, "N O"] | None:
-    """Compute `F.linear` of a few rows in the precision of the sums.
-
-    None where the library cannot do it, or PyTorch is as fast.
-    """
-    n_out, n_in = weight.shape
-    dtype = weight.dtype
-    if (
-        dtype not in _SUFFIXES
-        or weight.device.type != "cpu"
-        or not 0 < rows.numel() <= MOST_ROWS * n_in
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or rows.dtype not in (dtype, sums_dtype(dtype))
-        or not (weight.is_contiguous() or weight.t().is_contiguous())
-        or (bias is not None and not (bias.is_contiguous() and bias.dtype == dtype))
-    ):
-        return None
-    compiled = library()
-    if compiled is None:
-        return None
-    x = rows.reshape(-1, n_in).to(sums_dtype(dtype)).contiguous()
-    out = x.new_empty(x.shape[0], n_out)
-    getattr(compiled, f"txl_linear_{_SUFFIXES[dtype]}")(
-        _Pointer(weight.data_ptr()),
-        _Pointer(bias.data_ptr() if bias is not None else None),
-        _Count(n_out),
-        _Count(n_in),
-        _Pointer(x.data_ptr()),
-        _Count(x.shape[0]),
-        _Pointer(out.data_ptr()),
-        int(not weight.is_contiguous()),
-        torch.get_num_threads(),
-    )
-    return out
 
 
 class LayerWeights:
@@ -126,7 +79,7 @@ class LayerWeights:
         assert compiled is not None
         self.tensors, self.structure = tensors, structure
         self.dtype = tensors[0].dtype
-        self._run = getattr(compiled, f"txl_step_{_SUFFIXES[self.dtype]}")
+        self._run = getattr(compiled, f"txl_step_{SUFFIXES[self.dtype]}")
         self._addresses = _addresses(tensors)
         self._model = _Model(
             config.n_layer,
@@ -136,7 +89,7 @@ class LayerWeights:
             config.d_inner,
             int(config.pre_norm),
             config.layer_norm_eps,
-            ctypes.cast(self._addresses, _Pointer),
+            ctypes.cast(self._addresses, Pointer),
         )
 
     def step(self, hidden: Float[Tensor, "B E"], caches: _Pointers, places: Places) -> None:
@@ -145,8 +98,8 @@ class LayerWeights:
             ctypes.byref(self._model),
             caches,
             ctypes.byref(places),
-            _Count(hidden.shape[0]),
-            _Pointer(hidden.data_ptr()),
+            Count(hidden.shape[0]),
+            Pointer(hidden.data_ptr()),
             torch.get_num_threads(),
         )
 
@@ -187,14 +140,14 @@ def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights |
         return None
     dtype = present[0].dtype
     alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
-    if not alike or dtype not in _SUFFIXES or [each.shape for each in present] != shapes:
+    if not alike or dtype not in SUFFIXES or [each.shape for each in present] != shapes:
         return None
     return LayerWeights(config, present, structure)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
     addresses = [None if each is None else each.data_ptr() for each in tensors]
-    return (_Pointer * len(addresses))(*addresses)
+    return (Pointer * len(addresses))(*addresses)
 
 
 def caches_of(

@@ -37,6 +37,9 @@ class Objective:
     tail_rows: TailRows | None = None
     """Room for as many targets of each tail cluster as there are, or more, if the caller knows; None: they are counted,
     for which a device has to be waited for."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths of the consecutive segments that the tokens consist of, where gradients flow through the memory from each
+    to the one before (`train.backprop_segments`); None: one segment."""
 
     def counted(self, n_position: int) -> int:
         """Return how many of a segment's positions count, the most recent ones; of an odd number the larger half."""

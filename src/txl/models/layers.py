@@ -11,8 +11,8 @@ from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from txl.config import TransformerConfig
-from txl.models.compiled_step import few_rows
 from txl.models.cross_entropy import at_least_float32
+from txl.native.few_rows import few_rows
 
 
 class Linear(nn.Linear):

@@ -145,13 +145,15 @@ class Memory:
     """
 
     hidden: tuple[Float[Tensor, "B M E"], ...]
-    """One a layer, detached, oldest position first."""
+    """One a layer, oldest position first; detached, unless `differentiable`."""
     filled: tuple[int, ...] | None
     """Positions of each lane that hold something, counted from the newest; None: all M in every lane."""
     lengths: Lengths
     """Memory length asked for, window and clamp."""
     projections: Projections | None = None
     """Keys and values of the positions held, if they were read without gradients; a cache beside `hidden`."""
+    differentiable: bool = False
+    """True inside a training step of several segments: gradients flow into the states that these have left behind."""
 
     @classmethod
     def empty(cls, n_layer: int, batch_size: int, d_model: int, lengths: Lengths, like: Tensor) -> Memory:
@@ -198,7 +200,8 @@ class Memory:
         """Return the memory after a segment of training, from the states that entered each layer (Section 3.2)."""
         n_new = layer_inputs[0].shape[1]
         keep = min(self.capacity, self.length + n_new)
-        hidden = tuple(_newest(old, new.detach(), keep) for old, new in zip(self.hidden, layer_inputs, strict=True))
+        left = layer_inputs if self.differentiable else [each.detach() for each in layer_inputs]
+        hidden = tuple(_newest(old, new, keep) for old, new in zip(self.hidden, left, strict=True))
         return self._followed_by(n_new, hidden, None)
 
     def _followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None) -> Memory:
@@ -219,8 +222,10 @@ class Memory:
         return replace(self, hidden=tuple(torch.randn(shape).to(old) for old in self.hidden), filled=None)
 
     def detach(self) -> Memory:
-        """Return the memory as it is: it never carries a gradient."""
-        return self
+        """Return the memory without the graph that computed it: as it is, unless it is `differentiable`."""
+        if not self.differentiable:
+            return self
+        return replace(self, hidden=tuple(each.detach() for each in self.hidden), differentiable=False)
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Memory:
         """Return the memory of some lanes, in the order of the indices `lanes`; repeats are allowed."""

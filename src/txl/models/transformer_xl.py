@@ -27,7 +27,8 @@ from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
-from txl.models.family import FamilyModel
+from txl.models.family import FamilyModel, check_targets
+from txl.models.language_model import EVERY_TARGET, Objective
 from txl.models.layers import Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
@@ -76,7 +77,7 @@ class RelativeMultiHeadAttention(nn.Module):
 
         Args:
             hidden: h^{n-1}.
-            memory: m^{n-1}; no gradient flows into it, but W_k and W_v learn from it.
+            memory: m^{n-1}; its gradient has been stopped, SG(m), but W_k and W_v learn from it.
             r: the rows R_d, farthest distance first; with learned vectors the distances; in the factorised form what
                 takes the place of R.
             shared_biases: u and v, if all layers share them.
@@ -85,7 +86,7 @@ class RelativeMultiHeadAttention(nn.Module):
         Returns:
             LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
-        context = torch.cat([memory.detach(), hidden], dim=1)  # [SG(m) o h], [B,S,E]
+        context = torch.cat([memory, hidden], dim=1)  # [SG(m) o h], [B,S,E]
         if self.pre_norm:
             context = self.norm(context)
         query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
@@ -266,8 +267,37 @@ class TransformerXL(FamilyModel[Memory]):
         layer_inputs = []
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
-            hidden = layer(hidden, memory, r, shared_biases, scope)
+            stopped = memory if state.differentiable else memory.detach()  # SG(m)
+            hidden = layer(hidden, stopped, r, shared_biases, scope)
         return hidden, state.after_hidden(layer_inputs)
+
+    def training_terms(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: Memory,
+        objective: Objective = EVERY_TARGET,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Memory]:
+        """Return `FamilyModel.training_terms`, of one segment or of several (`Objective.lengths`).
+
+        Several are truncated back-propagation through time: each segment attends to what the ones before it have left
+        in memory, and the gradient of its loss flows there, down to the first of them and no further. Each segment's
+        terms count in proportion to its targets.
+        """
+        if objective.lengths is None:
+            return super().training_terms(tokens, targets, state, objective)
+        check_targets(tokens, targets)
+        one = dataclasses.replace(objective, lengths=None)
+        counted = [one.counted(length) for length in objective.lengths]
+        before = tuple(each.detach() for each in state.hidden)
+        state, losses, penalties = dataclasses.replace(state, hidden=before, differentiable=True), [], []
+        segments = zip(*(each.split(objective.lengths, dim=1) for each in (tokens, targets)), counted, strict=True)
+        for read, wanted, count in segments:
+            hidden, state = self.hidden_states(read, state)
+            loss, penalty = self._terms_of(hidden, wanted, one)
+            losses.append(loss * (count / sum(counted)))
+            penalties.append(penalty * (count / sum(counted)))
+        return torch.stack(losses).sum(), torch.stack(penalties).sum(), state.detach()
 
     def _encoded(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """Return R [S,E], or the distances [S] themselves where vectors are learned."""

@@ -14,8 +14,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from txl.native.attention import SUFFIXES, AttentionCall, Pointer, Rows
 from txl.native.build import library, why_not
+from txl.native.reading_attention import SUFFIXES, AttentionCall, Pointer, Rows
 
 
 class _Gradients(ctypes.Structure):

@@ -188,7 +188,7 @@ def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dic
     if not math.isfinite(speed.step):
         return Choice(run, math.inf, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
-    train, per_step = run.train, run.train.batch_size * run.train.segment
+    train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
     evaluated = min(text.valid_tokens, max(100 * run.eval.batch_size, int(evaluated)))
     evaluations = _EVALUATIONS * evaluated * speed.evaluated_token
@@ -216,7 +216,7 @@ def expected_loss(run: RunConfig, text: Text, steps: int) -> float:
     """Return the loss to expect, in nats a token above what no model can predict."""
     own = text.own_tokens
     size = min(run.model.parameter_count(0), MOST_WEIGHTS * own)
-    tokens = steps * run.train.batch_size * run.train.segment
+    tokens = steps * run.train.tokens_per_step
     worth = PASSES * own * -math.expm1(-tokens / (PASSES * own))
     worth *= (LANES + BATCHES[0]) / (LANES + run.train.batch_size)
     return A / size**ALPHA + B / worth**BETA
@@ -245,8 +245,9 @@ def reasons(choice: Choice, text: Text, minutes: float, prepared: float) -> tupl
     return (
         f"text: {facts.bytes:,} bytes to train on, {script}, compresses {facts.bytes / facts.compressed_bytes:.1f} "
         f"times: {unit}{per_token}{why}, prepared in {duration_text(prepared)}",
-        f"model: {model.n_layer} layers of width {model.d_model}, {train.batch_size} x {train.segment} tokens a step "
-        f"in {train.dtype}: {choice.speed.step:.3g} s a step here; {compared}",
+        f"model: {model.n_layer} layers of width {model.d_model}, {train.batch_size} x "
+        f"{train.tokens_per_step // train.batch_size} tokens a step in {train.dtype}: {choice.speed.step:.3g} s a step "
+        f"here; {compared}",
         f"training: {train.steps:,} steps, {choice.passes:.3g} passes over the text{rate}, in "
         f"{duration_text(choice.seconds)} with evaluations, of the {minutes:g} minutes{end}",
     )

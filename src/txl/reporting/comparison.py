@@ -9,7 +9,7 @@ from txl.data.corpora import data_directory
 from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.reporting.compression import SETTINGS, compress, lzma_after
+from txl.reporting.compressors import SETTINGS, compress, lzma_after
 from txl.reporting.findings import Findings, scored_bytes, tokens_read
 from txl.runs.directory import RunDirectory
 from txl.runs.events import Evaluation, EventName

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from txl.files import JsonObject
-from txl.reporting.compression import SETTINGS
+from txl.reporting.compressors import SETTINGS
 from txl.runs.events import (
     CompressionEvent,
     Evaluation,

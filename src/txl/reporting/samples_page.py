@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from txl.analysis.consistency import KINDS
+from txl.analysis.mentions import KINDS
 from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
 from txl.files import JsonObject, write_whole
 from txl.reporting.page import escape, note, page, section, table, visible

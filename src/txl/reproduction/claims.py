@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
 Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
@@ -108,6 +109,38 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
         if found.value + found.margin <= allowed:
             return Verdict("holds", words)
         return Verdict("does not hold" if found.value - found.margin > allowed else "undecided", words)
+
+    return judge
+
+
+def lower_at_equal_time(ours: str, *others: str) -> Judge:
+    """Judge whether our row's quality is below that of a row of the others' kind which takes as much time.
+
+    That row is thought to lie on the line, over time, between the two of the others that take less and more time.
+    """
+
+    def judge(results: Results, grids: Grids) -> Verdict:
+        missing = _missing(results, (ours, *others), "quality") or _missing(results, (ours, *others), "time")
+        if missing is not None:
+            return missing
+        times = {row: statistics.fmean(results[row]["time"]) for row in (ours, *others)}
+        ordered = sorted(others, key=lambda row: times[row])
+        pairs = [(a, b) for a, b in pairwise(ordered) if times[a] <= times[ours] <= times[b]]
+        if not pairs:
+            spent = ", ".join(f"{row} {_shown(times[row], 3)}" for row in ordered)
+            return Verdict("undecided", f"{ours} takes {_shown(times[ours], 3)} of time, outside of {spent}")
+        below, beyond = pairs[0]
+        share = (times[ours] - times[below]) / ((times[beyond] - times[below]) or 1.0)
+        both = zip(results[below]["quality"], results[beyond]["quality"], strict=False)
+        line = [(1 - share) * first + share * second for first, second in both]
+        found = difference(results[ours]["quality"], line)
+        if found is None:
+            return _ONE_SEED
+        words = f"between {below} and {beyond}, at {_shown(times[ours], 3)} of time: "
+        words += f"they − {ours} = {_shown(found.value, 3, '+')} ± {_shown(found.margin)}"
+        if abs(found.value) <= found.margin:
+            return Verdict("undecided", words)
+        return Verdict("holds" if found.value > 0 else "does not hold", words)
 
     return judge
 

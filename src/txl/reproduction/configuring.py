@@ -89,7 +89,10 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         run = scale.base(definition.unit)
         widths = {name: getattr(run.model, name) for name in ("d_model", "d_head", "d_inner")}
         widths = {name: 2 * max(1, round(width * row.shape.width / 2)) for name, width in widths.items()}
-        run.model = dataclasses.replace(run.model, n_layer=max(1, round(run.model.n_layer * row.shape.depth)), **widths)
+        lengths = {"mem_len": round(run.model.mem_len * row.shape.memory)} if row.shape.memory != 1 else {}
+        n_layer = max(1, round(run.model.n_layer * row.shape.depth))
+        run.model = dataclasses.replace(run.model, n_layer=n_layer, **widths, **lengths)
+        run.train.batch_size //= row.lanes_over
         if definition.unit == "word":
             _settle_clusters(run.model, row, vocab_size)
     longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))

@@ -34,6 +34,8 @@ class Length(Enum):
     """The largest distance that training sees: memory and segment, less one."""
     LONGEST = "longest"
     """The longest context that is evaluated."""
+    TWO_SEGMENTS = "two segments"
+    """Tokens of two training segments."""
 
 
 Overrides = Mapping[str, "str | Length"]
@@ -42,10 +44,11 @@ Overrides = Mapping[str, "str | Length"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A row's model beside the scale's: factors of its layers, and of the width of everything in them."""
+    """A row's model beside the scale's: factors of its layers, of the width of everything in them, of its memory."""
 
     depth: float = 1.0
     width: float = 1.0
+    memory: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,10 @@ class Row:
     adaptive: bool = False
     """True if the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
     group: str = ""
-    """Rows that are compared as one model group (Table 8)."""
+    """Rows that are compared as one model group (Table 8), or drawn as one line."""
+    lanes_over: int = 1
+    """Number that the scale's lanes are divided by: a step of as many segments, or of a longer one, has as many
+    tokens."""
     equal_memory_with: str | None = None
     """The row whose training memory this one may take: its segment is as long as fits (Table 10)."""
     length: int | None = None
@@ -94,7 +100,12 @@ class Row:
         values = self.overrides or {}
         own = values.get("model.mem_len", mem_len)
         assert not isinstance(own, Length)
-        lengths = {Length.SEGMENT: segment, Length.REACH: int(own) + segment - 1, Length.LONGEST: longest}
+        lengths = {
+            Length.SEGMENT: segment,
+            Length.REACH: int(own) + segment - 1,
+            Length.LONGEST: longest,
+            Length.TWO_SEGMENTS: 2 * segment,
+        }
         return {name: str(lengths[value]) if isinstance(value, Length) else value for name, value in values.items()}
 
 
@@ -118,6 +129,8 @@ class Definition:
     claims: tuple[Claim, ...] = ()
     experiment: str = ""
     """Definitions of the same experiment share their runs and results; empty: the name."""
+    cost_beside: str = ""
+    """The row beside which each row's time and memory are measured; empty: they are not. Kind "quality" alone."""
     separate_sentences: bool = False
     """True if the corpus is to be one of sentences in random order, as One Billion Word is."""
     product: Product | None = None
@@ -125,6 +138,11 @@ class Definition:
     pictures: str = ""
     """Pattern of the names of those files that the page shows as figures."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_the_papers(self) -> bool:
+        """True if the paper has it; False for a question that it left open."""
+        return not self.cost_beside
 
     @property
     def experiment_name(self) -> str:

@@ -1,15 +1,16 @@
-"""All tables and figures that can be reproduced, by name, with Figures 5 to 7 and the samples of Appendix E."""
+"""All tables, figures and open questions by name, with Figures 5 to 7 and the samples of Appendix E."""
 
 from __future__ import annotations
 
 from txl.errors import UserError, did_you_mean
-from txl.reproduction import tables_1_to_5, tables_6_to_10
+from txl.reproduction import open_questions, tables_1_to_5, tables_6_to_10
 from txl.reproduction.definition import Definition, Product, Row
 
 _NAMES = (
     *(f"table{number}" for number in range(1, 11)),
     *(f"figure{number}" for number in range(3, 8)),
     "samples",
+    *(each.name for each in open_questions.QUESTIONS),
 )
 
 
@@ -68,8 +69,9 @@ _APPENDIX = (FIGURE5, FIGURE6, FIGURE7, SAMPLES)
 
 
 def definitions() -> dict[str, Definition]:
-    """Return all tables and figures by name, in the paper's order."""
-    every = {each.name: each for each in (*tables_1_to_5.TABLES, *tables_6_to_10.TABLES, *_APPENDIX)}
+    """Return all tables and figures by name, in the paper's order, and the questions that it left open."""
+    tables = (*tables_1_to_5.TABLES, *tables_6_to_10.TABLES, *_APPENDIX, *open_questions.QUESTIONS)
+    every = {each.name: each for each in tables}
     return {name: every[name] for name in _NAMES}
 
 

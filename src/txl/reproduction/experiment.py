@@ -32,7 +32,7 @@ from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, tune
 from txl.reproduction.definition import Definition, Row
 from txl.reproduction.folder import Folder, changes, stored_json
-from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_speed
+from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_cost, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.sentences import shuffled_sentences
@@ -89,6 +89,11 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
         """
+        if self.scale.is_published and not any(row.preset for row in self.definition.rows):
+            raise UserError(
+                f"scale {self.scale.name} trains published presets, and {self.definition.name} has none; use tiny or "
+                f"small"
+            )
         self.data = self._as_stored()
         self._folder.check()
         if self.definition.kind == "speed":
@@ -101,7 +106,8 @@ class Experiment:
         data, corpus = self._trained_on(corpus)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
         self._refuse_what_cannot_be(rows, corpus)
-        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus))
+        peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
+        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer))
 
     def _refuse_what_cannot_be(self, rows: list[RowResult], corpus: Corpus) -> None:
         """Refuse before hours of training what would be found out after them."""
@@ -176,7 +182,7 @@ class Experiment:
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
 
-    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus) -> JsonObject:
+    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None) -> JsonObject:
         if result.row.cache_over is not None:
             return self._with_cache(result.row, seed, corpus)
         assert result.config is not None
@@ -210,6 +216,10 @@ class Experiment:
             return found | {"files": sorted(str(path.relative_to(self.out)) for path in paths)}
         began = time.perf_counter()
         measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
+        if peer is not None:
+            self._say(f"time and memory, beside {self.definition.cost_beside}")
+            size = len(corpus.vocabulary)
+            measured |= measure_cost(run, RunConfig.from_dict(peer), size, 3 * self.scale.speed_steps, self.device)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
 
     def _fit(self, run: RunConfig, directory: Path) -> JsonObject:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.table9 import slowdown
+from txl.benchmarking.workloads import Beside, reading_workload, timed_in_pairs, training_workload
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.data.prepared import Tokens
@@ -19,6 +22,7 @@ from txl.presets import find_preset
 from txl.reproduction.configuring import attention_lengths
 from txl.reproduction.definition import Kind, Row
 from txl.reproduction.scales import Scale
+from txl.training.budget import peak_bytes
 from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
@@ -156,6 +160,35 @@ def speed_length(row: Row, scale: Scale) -> int:
     """Return the attention length that stands for a row's at a scale."""
     assert row.length is not None
     return max(1, round(row.length * scale.speed_lengths))
+
+
+def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, pairs: int, device: str) -> JsonObject:
+    """Return time a token and peak memory of training, and time a token of reading, over another configuration's.
+
+    Steps of both are timed in turns, so many pairs of them. The caller's random numbers stay as they were.
+    """
+    both = run, peer
+    with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+        train, other = (training_workload(each, vocab_size, device)[1] for each in both)
+        training = timed_in_pairs(train, other, pairs, device)
+        read, other = (reading_workload(each, vocab_size, device)[2] for each in both)
+        with torch.no_grad():
+            reading = timed_in_pairs(read, other, pairs, device)
+    bytes_of = [peak_bytes(each, vocab_size, device) for each in both]
+    return {
+        **_a_token("time", training, [each.train.tokens_per_step for each in both]),
+        **_a_token("reading", reading, [each.eval.batch_size * each.eval.segment for each in both]),
+        "memory": bytes_of[0] / bytes_of[1],
+        "memory, bytes": bytes_of[0],
+    }
+
+
+def _a_token(name: str, timed: Beside, tokens: Sequence[int]) -> JsonObject:
+    return {
+        name: timed.ratio * tokens[1] / tokens[0],
+        f"{name}, seconds a token": timed.ours / tokens[0],
+        f"{name}, seconds a token beside": timed.theirs / tokens[1],
+    }
 
 
 def measure_speed(row: Row, scale: Scale, device: str) -> JsonObject:

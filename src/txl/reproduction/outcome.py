@@ -21,6 +21,8 @@ from txl.units import is_character_unit, measure_name
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
 _SCALARS = {"quality": ("quality",), "attention": ("quality", "init", "attention", "training length")}
+COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
+"""Measures of a row's cost beside another row's, and their headings."""
 _SCALARS |= {"speed": ("slower",), "context": (), "product": ()}
 
 
@@ -80,9 +82,8 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
     curves: dict[str, dict[int, list[float]]] = {}
     for result in rows:
         by_seed = [result.by_seed[seed] for seed in sorted(result.by_seed)]
-        values[result.row.key] = {
-            name: [each[name] for each in by_seed] for name in _SCALARS[definition.kind] if by_seed
-        }
+        names = (*_SCALARS[definition.kind], *(COSTS if definition.cost_beside else ()))
+        values[result.row.key] = {name: [each[name] for each in by_seed] for name in names if by_seed}
         for each in by_seed:
             for point in each.get("curve", ()):
                 curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
@@ -146,7 +147,7 @@ def headings(outcome: Outcome) -> tuple[str, ...]:
     if outcome.definition.kind == "speed":
         return ("attn len", "slower", "status")
     if outcome.definition.kind == "quality":
-        return ("parameters", measure, "status")
+        return ("parameters", measure, *(COSTS.values() if outcome.definition.cost_beside else ()), "status")
     return ("parameters", "status")
 
 
@@ -171,7 +172,11 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
         lengths = {each["attention_length"] for each in result.by_seed.values()}
         times = f"{shown('slower', 0)}x" if values.get("slower") else "-"
         return (", ".join(f"{each:,}" for each in lengths) or "-", times, "measured" if lengths else status)
-    return (parameters, shown("quality"), status) if kind == "quality" else (parameters, status)
+    if kind == "quality":
+        names = COSTS if outcome.definition.cost_beside else ()
+        costs = [f"{shown(name, 2)}x" if values.get(name) else "-" for name in names]
+        return (parameters, shown("quality"), *costs, status)
+    return (parameters, status)
 
 
 def hit_cap(result: RowResult) -> bool:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from txl.config import model_from_dict
+from txl.config import RunConfig, model_from_dict
 from txl.files import JsonObject, write_whole
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
@@ -134,7 +134,7 @@ def _header(outcome: Outcome) -> str:
     text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
-    if not outcome.is_the_papers and definition.kind not in ("speed", "product"):
+    if definition.is_the_papers and not outcome.is_the_papers and definition.kind not in ("speed", "product"):
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
@@ -163,7 +163,7 @@ def _comparison(outcome: Outcome) -> str:
     wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
     missing = [each for each in outcome.rows if each.status == "not at this scale"]
     return section(
-        "The paper’s numbers and ours",
+        "The paper’s numbers and ours" if definition.is_the_papers else "Results",
         note(definition.caption, "lead"),
         *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
         *(note(text) for text in definition.notes),
@@ -212,6 +212,8 @@ def _figures(outcome: Outcome) -> list[str]:
     kind, definition = outcome.definition.kind, outcome.definition
     drawn = quality_figure(outcome) if kind in ("quality", "attention") else None
     parts = [] if drawn is None else [_figure("Over seeds", drawn, "Each dot is a seed, each bar the mean of a row.")]
+    if definition.cost_beside and (drawn := cost_figure(outcome)) is not None:
+        parts.append(_figure("Against time", drawn, f"Training time a token over that of {definition.cost_beside}."))
     if kind == "attention":
         drawn = length_figure(outcome, [row.key for row in definition.rows], "attention", "attention length")
         if drawn is not None:
@@ -296,17 +298,19 @@ def _budget(outcome: Outcome) -> str:
     rows = []
     for result in trained:
         assert result.config is not None
-        train, model = result.config["train"], model_from_dict(result.config["model"])
+        run = RunConfig.from_dict(result.config)
+        train, model = run.train, run.model
         seconds = statistics.fmean(each.get("training_seconds", 0.0) for each in result.by_seed.values())
-        steps = round(statistics.fmean(each.get("steps", train["steps"]) for each in result.by_seed.values()))
+        steps = round(statistics.fmean(each.get("steps", train.steps) for each in result.by_seed.values()))
         rows.append(
             [
                 result.row.key,
                 "-" if result.parameters is None else f"{result.parameters:,}",
                 f"{steps:,}" + (" (the cap)" if hit_cap(result) else ""),
-                f"{train['batch_size']} × {train['segment']}",
+                f"{train.batch_size} × {train.segment}"
+                + (f" × {train.backprop_segments}" if train.backprop_segments > 1 else ""),
                 f"{model.mem_len:,}",
-                f"{steps * train['batch_size'] * train['segment']:,}",
+                f"{steps * train.tokens_per_step:,}",
                 duration_text(seconds),
             ]
         )
@@ -385,6 +389,36 @@ def quality_figure(outcome: Outcome) -> Drawing | None:
     return drawing(
         draw, "quality", "Results over seeds", f"Means: {text}.", wide=(7.6, height), narrow=(4.2, height)
     )  # fmt: skip
+
+
+def cost_figure(outcome: Outcome) -> Drawing | None:
+    """Draw quality against training time a token, means over seeds, one line a group of rows."""
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for row in outcome.definition.rows:
+        found = outcome.values[row.key]
+        if found.get("time"):
+            mean = statistics.fmean(found["time"]), statistics.fmean(found["quality"])
+            points.setdefault(row.group, []).append((*mean, row.name.removeprefix(f"{row.group}, ")))
+    if not points:
+        return None
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for number, (group, each) in enumerate(points.items()):
+            times, values, names = zip(*each, strict=True)
+            color, line = (ACCENT, SECOND)[number % 2], "-" if group else "none"
+            axes.plot(times, values, color=color, marker="o", markersize=4.5, linestyle=line, label=group or None)
+            for place, name in zip(zip(times, values, strict=True), names, strict=True):
+                axes.annotate(name, place, textcoords="offset points", xytext=(4, 4), color=INK, fontsize="small")
+        axes.margins(x=0.18, y=0.12)
+        axes.set_xlabel("training time a token")
+        axes.set_ylabel(f"{quality_label(outcome.unit)}, test split")
+        if len(points) > 1:
+            axes.legend(loc="best")
+
+    text = "; ".join(f"{name} {value:.4g} at {time:.2f}" for each in points.values() for time, value, name in each)
+    title = "Results against training time a token"
+    return drawing(draw, "cost", title, f"{text}.", wide=(7.6, 3.6), narrow=(4.2, 3.6))
 
 
 def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:

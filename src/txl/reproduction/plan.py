@@ -67,7 +67,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
         preset=row.preset if scale.is_published else None,
         parameters=count_parameters(run, size),
         steps=train.steps,
-        tokens=train.steps * train.batch_size * train.segment,
+        tokens=train.steps * train.tokens_per_step,
     )
 
 

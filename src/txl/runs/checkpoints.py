@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import JsonObject, file_sha256, follow_umask, is_full, read_json, sync
+from txl.files import JsonObject, file_sha256, follow_umask, is_full, read_json, reason_of, sync
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
@@ -115,11 +115,10 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         sync(folder)
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk by an exception of its own.
-        reason = getattr(error, "strerror", None) or str(error)
         remedy = "make room" if is_full(error) else "see to it that files can be written there"
         raise UserError(
-            f"{final}: the checkpoint could not be written ({reason}); older checkpoints are untouched: {remedy}, then "
-            f"run the same command to go on from the last one"
+            f"{final}: the checkpoint could not be written ({reason_of(error)}); older checkpoints are untouched: "
+            f"{remedy}, then run the same command to go on from the last one"
         ) from None
     finally:
         remove_partial(folder)
@@ -282,8 +281,7 @@ def verify_file(checkpoint: Path, name: str) -> None:
     except FileNotFoundError:
         raise UserError(f"{path}: missing from the checkpoint; {_OTHERWISE}") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{path}: cannot be read ({reason}); {_OTHERWISE}") from None
+        raise UserError(f"{path}: cannot be read ({reason_of(error)}); {_OTHERWISE}") from None
 
 
 def _json_object(path: Path) -> JsonObject:

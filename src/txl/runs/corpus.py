@@ -113,5 +113,5 @@ def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
         identity = run.trained_on().get("identity")
         trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
     if len(trained_on) > 1:
-        described = ", ".join(f"{each.path} {each.config().data.corpus or 'no'}" for each in trained_on.values())
+        described = ", ".join(f"{each.path}: {each.config().data.corpus or 'none'}" for each in trained_on.values())
         raise UserError(f"the runs have different corpora ({described}); say which to compare on: --data.corpus NAME")

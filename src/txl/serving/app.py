@@ -23,8 +23,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from txl.errors import UserError
+from txl.files import reason_of
 from txl.serving import streams
-from txl.serving.completions import beside, completions
+from txl.serving.completions import completions
+from txl.serving.exchange import beside
 from txl.serving.guard import Access, Guard, patient_protocol
 from txl.serving.kept import KeptStreams
 from txl.serving.requests import ApiError, fields_of, json_response, of_user
@@ -187,8 +189,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} means no address of this machine ({reason}); try 127.0.0.1") from None
+        raise UserError(f"--host {host} means no address of this machine ({reason_of(error)}); try 127.0.0.1") from None
     family, _, _, _, address = found[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from torch import Tensor
 
 from txl.data.decoders import Decoder
 from txl.files import JsonObject
 from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
-from txl.serving.requests import ApiError, Fields, dumps, fields_of, json_response, of_user
+from txl.serving.exchange import Prompt, beside, event_stream, finite, read_prompt, while_connected
+from txl.serving.requests import ApiError, Fields, fields_of, json_response
 from txl.serving.service import Service
 from txl.serving.texts import Texts
 from txl.serving.work import DrawnEvent, EndEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
@@ -34,25 +30,6 @@ _NEUTRAL = {
 }
 """Fields that are not supported, with the values by which they ask for nothing."""
 KNOWN = frozenset(("model", "prompt", "user", "stream", "stream_options", *_CONTROLS, *_NEUTRAL))
-_IN_THREAD = 1 << 14
-"""Characters or tokens from which a text is encoded, or an answer written, beside the event loop."""
-_LEAST = -9999.0
-"""Stands for the logarithm of 0, which JSON has no number for."""
-T = TypeVar("T")
-
-
-@dataclass
-class Prompt:
-    """One prompt of a request."""
-
-    ids: Tensor
-    text: str | None
-    """None for token ids."""
-    shown: str = ""
-    """The text that `echo` shows."""
-    parts: list[tuple[bytes, int]] = field(default_factory=list)
-    """Each token's bytes, and the character at which it begins."""
-    scored: list[ScoredToken] = field(default_factory=list)
 
 
 class Choice:
@@ -124,11 +101,6 @@ def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, t
         "bytes": [list(data) for _, data, _ in entries],
         "token_ids": [token.id for token, _, _ in entries],
     }
-
-
-def finite(log_prob: float) -> float:
-    """Return a log-probability that JSON can hold."""
-    return max(log_prob, _LEAST)
 
 
 @dataclass(frozen=True)
@@ -285,89 +257,7 @@ def _is_ids(value: list[object]) -> bool:
     return isinstance(value[0], int) and not isinstance(value[0], bool)
 
 
-async def read_prompt(value: object, service: Service, name: str, shown: bool, located: bool) -> Prompt:
-    """Return a prompt of a request, a string or token ids.
-
-    Raises:
-        ApiError: if it is neither, empty, too long, or not of the vocabulary.
-    """
-    texts = service.texts
-    if isinstance(value, str) and value:
-        ids = await beside(len(value), lambda: of_user(lambda: texts.encode(value), name))
-        prompt = Prompt(ids, value, value)
-        if ids.numel() == 0:
-            raise ApiError(400, f"{name} has no tokens; expected at least one", param=name)
-    elif isinstance(value, list) and value and all(type(each) is int for each in value):
-        prompt = Prompt(of_user(lambda: texts.checked(value, name), name), None)
-    else:
-        what = "is empty" if value in ("", []) else "is missing" if value is None else "is of another kind"
-        raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
-    n_token = prompt.ids.numel()
-    if n_token > service.limits.max_prompt:
-        raise ApiError(
-            400, f"{name} has {n_token:,} tokens; at most {service.limits.max_prompt:,} are read", param=name
-        )
-    if located and prompt.text is not None:
-        text = prompt.text
-        prompt.parts = await beside(len(text), lambda: texts.located(text, prompt.ids))
-    elif prompt.text is None and (shown or located):
-        prompt.shown, prompt.parts = texts.placed(prompt.ids.tolist())
-    return prompt
-
-
-async def beside(size: int, make: Callable[[], T]) -> T:
-    """Return what a function gives, computed in a thread if that may take long."""
-    return make() if size < _IN_THREAD else await asyncio.to_thread(make)
-
-
 def _decoder(texts: Texts, prompt: Prompt) -> Decoder:
     if prompt.text is not None:
         return texts.vocabulary.decoder(prompt.text)
     return texts.decoder_after(prompt.ids[-8:].tolist())
-
-
-def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service) -> Response:
-    """Return objects as server-sent events, ended by `[DONE]`; who leaves ends the works."""
-
-    async def data() -> AsyncIterator[dict[str, str]]:
-        try:
-            async for each in events:
-                yield {"data": dumps(each)}
-            yield {"data": "[DONE]"}
-        except ApiError as error:
-            yield {"data": dumps(error.value())}
-        finally:
-            for work in works:
-                work.cancelled = True
-
-    return EventSourceResponse(
-        data(), ping=15, sep="\n", shutdown_event=service.farewell(), shutdown_grace_period=service.grace + 5
-    )
-
-
-async def while_connected(request: Request, waiting: Awaitable[T], works: Sequence[Work]) -> T:
-    """Wait for works; if the client leaves first, they end, and so does this.
-
-    Raises:
-        ApiError: as `waiting` does.
-    """
-    task = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has left")
-        return task.result()
-    finally:
-        for work in works:
-            work.cancelled = True
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError):
-                    await each
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -15,7 +15,7 @@ import portalocker
 from portalocker import LockFlags
 
 from txl.errors import UserError
-from txl.files import replacing
+from txl.files import reason_of, replacing
 from txl.serving.kept_stream import TAIL, Entry, KeptStream, Totals, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
@@ -241,8 +241,7 @@ class KeptStreams:
                 f"--streams {folder}: another server keeps its streams there; give another folder"
             ) from None
         except (OSError, portalocker.LockException) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"--streams {folder} cannot be used ({reason}); give another folder") from None
+            raise UserError(f"--streams {folder} cannot be used ({reason_of(error)}); give another folder") from None
         for path in sorted(folder.iterdir()):
             if _FILE.fullmatch(path.name) and len(self) < self.service.limits.max_kept:
                 try:

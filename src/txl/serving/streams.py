@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from txl.files import JsonObject
 from txl.generation.text import StopStrings
-from txl.serving.completions import beside, event_stream, finite, read_prompt, while_connected
+from txl.serving.exchange import beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.kept import KeptStreams
 from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
@@ -220,14 +220,37 @@ async def generate(request: Request) -> Response:
         attention=attention,
         keep=True,
     )
-    shown = _Shown(kept, stream, detailed=work.top is not None)
     operation = Operation(stream, work, seed)
+    answer = _Generation(kept, operation, seed)
     operation.start(service)
-    began = time.perf_counter()
-    made, reason = 0, ""
+    if progressive:
+        return event_stream(answer.events(), [work], service)
+    return json_response(await while_connected(request, answer.whole(), [work]))
 
-    def taken(batch: list[Event]) -> tuple[str, list[JsonObject] | None]:
-        nonlocal made, reason
+
+class _Generation:
+    """The answer to a generation, as far as it has come."""
+
+    def __init__(self, kept: KeptStreams, operation: Operation, seed: int):
+        self._kept, self._operation, self._seed = kept, operation, seed
+        self._shown = _Shown(kept, operation.stream, detailed=operation.work.top is not None)
+        self._began, self._made, self._reason = time.perf_counter(), 0, ""
+
+    async def events(self) -> AsyncIterator[JsonObject]:
+        """Yield the objects of an event stream."""
+        async for batch in self._operation.batches():
+            text, tokens = self._take(batch)
+            if text or tokens:
+                yield {"object": "stream.tokens", "text": text, "tokens": tokens}
+        _check(self._operation)
+        yield self._result(None, None)
+
+    async def whole(self) -> JsonObject:
+        """Return everything at once."""
+        return self._result(*self._take(await _all(self._operation)))
+
+    def _take(self, batch: list[Event]) -> tuple[str, list[JsonObject] | None]:
+        """Return the text and the tokens of some events."""
         text, scored = "", []
         for event in batch:
             if isinstance(event, DrawnEvent):
@@ -235,35 +258,21 @@ async def generate(request: Request) -> Response:
                 scored.append(event.token)
             elif isinstance(event, EndEvent):
                 text += event.text
-                reason = event.reason
-        made += len(scored)
-        return text, shown.tokens(scored, "drawn")
+                self._reason = event.reason
+        self._made += len(scored)
+        return text, self._shown.tokens(scored, "drawn")
 
-    def result(text: str | None, tokens: list[JsonObject] | None) -> JsonObject:
+    def _result(self, text: str | None, tokens: list[JsonObject] | None) -> JsonObject:
         return {
             "object": "stream.generation",
             "text": text,
             "tokens": tokens,
-            "finish_reason": reason,
-            "seed": seed,
-            "usage": {"completion_tokens": made},
-            "tokens_per_second": made / max(time.perf_counter() - began, 1e-9),
-            "stream": describe(stream, kept),
+            "finish_reason": self._reason,
+            "seed": self._seed,
+            "usage": {"completion_tokens": self._made},
+            "tokens_per_second": self._made / max(time.perf_counter() - self._began, 1e-9),
+            "stream": describe(self._operation.stream, self._kept),
         }
-
-    if progressive:
-
-        async def events() -> AsyncIterator[JsonObject]:
-            async for batch in operation.batches():
-                text, tokens = taken(batch)
-                if text or tokens:
-                    yield {"object": "stream.tokens", "text": text, "tokens": tokens}
-            _check(operation)
-            yield result(None, None)
-
-        return event_stream(events(), [work], service)
-    text, tokens = taken(await while_connected(request, _all(operation), [work]))
-    return json_response(result(text, tokens))
 
 
 async def fork(request: Request) -> Response:

@@ -102,8 +102,8 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     parts = train.micro_batches
     states = [model.init_state(train.batch_size // parts).filled_with_noise() for _ in range(parts)]
     for _ in range(STEPS):
-        tokens = ranked_tokens(vocab_size, train.batch_size, train.segment).to(device)
-        states = training_step(model, optimizer, tokens, tokens, states, train).states
+        tokens = ranked_tokens(vocab_size, train.batch_size, train.segment * train.backprop_segments).to(device)
+        states = training_step(model, optimizer, tokens, tokens, states, train, lengths=train.step_lengths).states
         if average is not None:
             average.update(model)
 

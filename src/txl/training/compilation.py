@@ -120,8 +120,10 @@ class CapturedStep:
         abandon: Callable[[], bool] | None = None,
         void: Tensor | None = None,
         tail_rows: Sequence[TailRows | None] | None = None,
+        lengths: tuple[int, ...] | None = None,
     ) -> StepResult:
-        """Make one update; arguments as for `training_step`."""
+        """Make one update; arguments as for `training_step`, of one segment (`TrainConfig.validate`)."""
+        assert lengths is None
         held = [each for state in states for each in _tensors(state)]
         shape = self._shapes.setdefault((tokens.shape, *(each.shape for each in held)), _Shape())
         rows = list(tail_rows or [None] * len(states))

@@ -84,6 +84,8 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     - memory or state, activations and scratch of the layers: the model's `layer_costs`,
     - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
+    A step of several segments keeps the activations of all of them.
+
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
     allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
     total has been seen).
@@ -105,14 +107,14 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
         "optimiser": 4 * _kept_by_optimiser(model, train),
         **({"averaged weights": 4 * total} if averaged else {}),
         **({"memory": layers.state} if layers.state else {}),
-        "activations": layers.activations + ends,
+        "activations": train.backprop_segments * layers.activations + ends,
         "scratch": scratch,
     }
     width = 2 if train.dtype == "float64" else 1
     return Costs(
         parameters,
-        train.batch_size * train.segment,
-        train.batch_size * Objective(train.loss).counted(train.segment),
+        train.tokens_per_step,
+        train.batch_size * train.backprop_segments * Objective(train.loss).counted(train.segment),
         {part: width * number for part, number in memory.items()},
     )
 
@@ -163,12 +165,13 @@ def _states_at_ends(run: RunConfig) -> int:
     copies = 2 + sum(dropout_copies(model, rate)[1] for rate in (model.dropout_embed, model.dropout_out))
     if model.n_softmax > 1:
         copies += model.n_softmax * (2 + sum(dropout_copies(model, model.dropout_latent)))
-    return 4 * (train.batch_size // train.micro_batches) * train.segment * copies * model.d_model
+    tokens = train.tokens_per_step // train.micro_batches
+    return 4 * tokens * copies * model.d_model
 
 
 def _logits(run: RunConfig, vocab_size: int) -> int:
     """Return the bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for
-    a mixture.
+    a mixture; the log-probabilities for each segment of a step.
 
     With half or last losses T is the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
     `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every
@@ -177,7 +180,9 @@ def _logits(run: RunConfig, vocab_size: int) -> int:
     model, train = run.model, run.train
     tokens = train.batch_size // train.micro_batches * Objective(train.loss).counted(train.segment)
     head = model.cutoffs[0] if model.cutoffs else vocab_size
-    number = 3 * tokens * head * model.n_softmax
-    if number > 3 * MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
+    number = tokens * head * model.n_softmax
+    if number <= MAX_LOGITS:
+        number *= 2 + train.backprop_segments
+    else:  # in chunks; those of the forward pass are gone before the backward's
         number = 2 * max(MAX_LOGITS, head)
     return 4 * (number + model.n_auxiliary * tokens * head)  # log-probabilities of every classifier

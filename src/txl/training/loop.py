@@ -216,20 +216,21 @@ class TrainingLoop:
         """
         state, setup, train = self.state, self.setup, self.setup.run.train
         device, count = setup.device, state.counters.step
-        segment = setup.stream.read(state.position)
+        segment = setup.stream.read_several(state.position, train.backprop_segments)
         memory = setup.empty_memory() if segment.starts_epoch else state.memory
         if train.random_segments:
-            rate *= segment.tokens.shape[1] / train.segment
+            rate *= segment.tokens.shape[1] / (train.segment * train.backprop_segments)
         set_learning_rate(state.optimizer, rate)
         lanes = setup.trained.processes.share(train.batch_size)
         tokens, targets = (each[lanes.start : lanes.stop] for each in (segment.tokens, segment.targets))
         rows = None
-        if device != "cpu":
+        several = segment.lengths if len(segment.lengths) > 1 else None
+        if device != "cpu" and several is None:
             rows = [state.model.tail_rows(part, train.loss) for part in targets.chunk(len(memory))]
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if "cuda" in device else None
         void = None if self._unsettled is None else self._unsettled.result.skipped
         step, text = self._captured or training_step, (sent(tokens, device), sent(targets, device))
-        rest = (memory, train, count / train.steps, self._is_to_stop, void, rows)
+        rest = (memory, train, count / train.steps, self._is_to_stop, void, rows, several)
         try:
             result = step(setup.trained, state.optimizer, *text, *rest)
         except StepAbandoned:

@@ -74,6 +74,7 @@ def training_step(
     abandon: Callable[[], bool] | None = None,
     void: Tensor | None = None,
     tail_rows: Sequence[TailRows | None] | None = None,
+    lengths: tuple[int, ...] | None = None,
 ) -> StepResult:
     """Make one update of the weights: forward, backward, clip, optimiser.
 
@@ -92,6 +93,7 @@ def training_step(
         abandon: asked between two parts whether to give up the step.
         void: on the device: true if this update is to be skipped whatever it is; an optimiser that `skips_on_device`.
         tail_rows: for each part, as in `Objective`.
+        lengths: of the consecutive segments that the T tokens are, as in `Objective`; None: one segment.
 
     Raises:
         StepAbandoned: if it was.
@@ -106,7 +108,7 @@ def training_step(
         if number and abandon is not None and abandon():
             optimizer.zero_grad(set_to_none=True)
             raise StepAbandoned
-        objective = Objective(config.loss, progress, room)
+        objective = Objective(config.loss, progress, room, lengths)
         with trained.part(is_last=number == parts - 1):
             with autocast:
                 loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
@@ -122,7 +124,8 @@ def training_step(
         skipped = skipped | void
     _update(optimizer, skipped)
     optimizer.zero_grad(set_to_none=True)
-    n_target = processes.count * len(targets) * Objective(config.loss).counted(targets.shape[1])
+    counted = sum(map(Objective(config.loss).counted, lengths or targets.shape[1:]))
+    n_target = processes.count * len(targets) * counted
     return StepResult(torch.stack([total, norm, skipped.double()]), skipped, new_states, n_target)
 
 

@@ -45,7 +45,7 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
-def fused_attention(
+def reading_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -15,8 +15,8 @@ import txl.reporting.comparison as comparison
 from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
-from txl.reporting import compression
-from txl.reporting.compression import compress, lzma_after
+from txl.reporting import compressors
+from txl.reporting.compressors import compress, lzma_after
 from txl.reporting.report import write_report
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
@@ -57,7 +57,7 @@ def test_behind_a_text_lzma_pays_for_what_is_new(source, monkeypatch):
     grown = len(lzma.compress(source + source[::-1], preset=preset)) - len(lzma.compress(source, preset=preset))
     assert lzma_after(blocks(source, 65_536), source[::-1]) == grown
     # What the dictionary does not reach back to is new.
-    monkeypatch.setattr(compression, "_LARGEST_DICTIONARY", 65_536)
+    monkeypatch.setattr(compressors, "_LARGEST_DICTIONARY", 65_536)
     assert lzma_after([text, bytes(60_000)], text) > 0.7 * alone
     assert lzma_after([bytes(60_000), text], text) < 0.02 * alone
 
@@ -74,8 +74,8 @@ def test_reads_no_further_than_the_limit():
 def test_a_short_text_does_not_take_the_memory_of_the_largest_dictionary():
     code = """
 import resource
-from txl.reporting import compression
-from txl.reporting.compression import compress, lzma_after
+from txl.reporting import compressors
+from txl.reporting.compressors import compress, lzma_after
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 64 * 2**20,) * 2)
 print(compress((bytes(2**16) for _ in range(100)), 2**20).text)

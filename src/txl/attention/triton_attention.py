@@ -71,7 +71,7 @@ def padded_width(d_head: int) -> int:
     return max(32, 1 << (d_head - 1).bit_length())
 
 
-def why_not_fused(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
+def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
     """Why the kernels cannot serve, as what follows their name; None if they can.
 
     Args:
@@ -111,7 +111,7 @@ def _tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def fused_relative_attention(
+def triton_attention(
     query: Float[Tensor, "B T H D"],
     key: Float[Tensor, "B S H D"],
     value: Float[Tensor, "B S H D"],
@@ -139,15 +139,15 @@ def fused_relative_attention(
     """
     # `torch.compile` traces shapes; what the machine has was asked when the model was built.
     traced = torch.compiler.is_compiling()
-    reason = None if traced else why_not_fused(query.device, query.dtype, query.shape[-1])
+    reason = None if traced else why_not_triton(query.device, query.dtype, query.shape[-1])
     if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
         return shifted_attention(query, key, value, position, u, v, scope)
     if reason is not None:
         raise UserError(f"model.attention triton {reason}, or use --model.attention shifted")
-    return relative_attention(query, key, value, position, u, v, scope, dropout)
+    return kernel_attention(query, key, value, position, u, v, scope, dropout)
 
 
-def relative_attention(
+def kernel_attention(
     query: Float[Tensor, "B T H D"],
     key: Float[Tensor, "B S H D"],
     value: Float[Tensor, "B S H D"],
@@ -157,7 +157,7 @@ def relative_attention(
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
-    """`fused_relative_attention` by the kernels alone; on a CPU they run in Triton's interpreter."""
+    """`triton_attention` by the kernels alone; on a CPU they run in Triton's interpreter."""
     device = query.device
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     oldest = None
@@ -276,7 +276,7 @@ class _Call:
         capability = torch.cuda.get_device_capability(self.device) if query.is_cuda else (9, 0)
         tf32 = _tf32()
         tiles = tiling(d_head, query.dtype, tf32, capability)
-        assert tiles is not None, "why_not_fused was not asked"
+        assert tiles is not None, "why_not_triton was not asked"
         self.tiling = tiles
         self.n_query_block = math.ceil(n_query / self.tiling.block)
         key, value, position = (padded(each) for each in (key, value, position))

@@ -27,7 +27,7 @@ from tests.native.test_training_attention import (
 )
 from torch import Tensor
 
-from txl.attention import BACKENDS, attention_backend, fused, reference_attention
+from txl.attention import BACKENDS, attention_backend, reference_attention, triton_attention
 from txl.errors import UserError
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,7 +94,7 @@ def check(device: str, shape: tuple, dtype: torch.dtype) -> None:
     numbers, scope, above = operands(shape, dtype)
     expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), on(device, numbers), above.to(device))
     found = with_gradients(
-        lambda leaves: fused.relative_attention(*leaves, scope=scope), on(device, numbers), above.to(device)
+        lambda leaves: triton_attention.kernel_attention(*leaves, scope=scope), on(device, numbers), above.to(device)
     )
     assert [each.dtype for each in found] == [dtype] * 5 + [torch.float32] * 2
     for name, our, right in zip(NAMES, found, expected, strict=True):
@@ -130,7 +130,7 @@ def test_some_of_the_gradients_from_one_that_is_expanded(wanted, device):
         return list(grads)
 
     expected = some(reference_attention, [each.double() for each in numbers])
-    for our, right in zip(some(fused.relative_attention, numbers), expected, strict=True):
+    for our, right in zip(some(triton_attention.kernel_attention, numbers), expected, strict=True):
         assert distance(our, right) < TOLERANCE[torch.float32]
 
 
@@ -146,7 +146,7 @@ def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, d
     numbers, above = on(device, numbers), above.to(device)
     expected = exact(lambda leaves: masked_reference(leaves, scope, mask), numbers, above)
     found = with_gradients(
-        lambda leaves: fused.relative_attention(*leaves, scope=scope, dropout=dropout), numbers, above
+        lambda leaves: triton_attention.kernel_attention(*leaves, scope=scope, dropout=dropout), numbers, above
     )
     for name, our, right in zip(NAMES, found, expected, strict=True):
         assert distance(our, right) < TOLERANCE[dtype], name
@@ -161,7 +161,7 @@ def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, d
 def test_it_trains_the_same_model(changes, device, monkeypatch):
     """Losses and all gradients, over segments behind a memory that grows, a lane of which was reset."""
     if device == "cpu":
-        monkeypatch.setattr(fused, "why_not_fused", lambda *_: None)
+        monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
     tokens, targets = (each.to(device) for each in stream(20))
     results = []
     for attention in ("triton", "reference"):
@@ -182,7 +182,7 @@ def test_memory_left_by_others_is_not_read(device):
     numbers, above = on(device, numbers), above.to(device)
 
     def ours(leaves: Any) -> Tensor:
-        return fused.relative_attention(*leaves, scope=scope)
+        return triton_attention.kernel_attention(*leaves, scope=scope)
 
     before = with_gradients(ours, numbers, above)
     poisoned = [torch.full_like(each, torch.nan) for each in numbers]
@@ -198,21 +198,21 @@ def test_it_is_traced_as_it_runs(device):
     numbers = on(device, [query, key, value, position, u, v])
     oldest, seed = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([7], device=device)
     arguments = (*numbers, oldest, seed, 9, 0.1)
-    torch.library.opcheck(fused._attend, arguments, test_utils=("test_schema", "test_faketensor"))
-    out, lse = fused._attend(*arguments)
+    torch.library.opcheck(triton_attention._attend, arguments, test_utils=("test_schema", "test_faketensor"))
+    out, lse = triton_attention._attend(*arguments)
     torch.library.opcheck(
-        fused._attend_backward, (out, out, lse, *arguments), test_utils=("test_schema", "test_faketensor")
+        triton_attention._attend_backward, (out, out, lse, *arguments), test_utils=("test_schema", "test_faketensor")
     )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_is_compiled_without_a_break(device, monkeypatch):
-    monkeypatch.setattr(fused, "why_not_fused", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
     numbers, scope, above = operands((2, 5, 4, 1, 8, None, (4, 2)), torch.float32)
     numbers, above = on(device, numbers), above.to(device)
 
     def ours(leaves: Any) -> Tensor:
-        return fused.fused_relative_attention(*leaves, scope=scope)
+        return triton_attention.triton_attention(*leaves, scope=scope)
 
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for one, other in zip(with_gradients(ours, numbers, above), with_gradients(compiled, numbers, above), strict=True):
@@ -249,7 +249,7 @@ class _Device:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability, reason, monkeypatch):
-    monkeypatch.setattr(fused, "_why_not_here", fused._why_not_here.__wrapped__)
+    monkeypatch.setattr(triton_attention, "_why_not_here", triton_attention._why_not_here.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -268,5 +268,5 @@ def test_segments_without_gradients_go_through_it(device):
     numbers, scope, _ = operands(LARGE["wt103-base"], torch.bfloat16)
     expected = reference_attention(*(each.double() for each in numbers), scope=scope)
     with torch.no_grad():
-        found = fused.fused_relative_attention(*on(device, numbers), scope=scope)
+        found = triton_attention.triton_attention(*on(device, numbers), scope=scope)
     assert distance(found.cpu(), expected) < TOLERANCE[torch.bfloat16]

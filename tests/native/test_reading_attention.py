@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
-from txl.native.attention import FEWEST_QUERIES, fused_attention
 from txl.native.build import compiled_code, library, why_not
+from txl.native.reading_attention import FEWEST_QUERIES, reading_attention
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
@@ -44,7 +44,7 @@ def operands(shape, dtype) -> Any:
 
 def fused(*numbers: torch.Tensor, scope: KeyScope) -> torch.Tensor | None:
     query, key, value, position, u, v = numbers
-    return fused_attention(query, key, value, position, u, v, scope.window, scope.filled)
+    return reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
 
 
 def usable(dtype: torch.dtype) -> bool:
@@ -77,7 +77,7 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
         pytest.skip("this processor does not multiply bfloat16")
     query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     with torch.no_grad():
-        found = fused_attention(query, key, value, None, None, None)
+        found = reading_attention(query, key, value, None, None, None)
     q, k, v = (each.double().transpose(1, 2) for each in (query, key, value))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     assert found is not None

@@ -1,0 +1,62 @@
+"""Products of a few rows with a matrix, by the compiled library: `F.linear` in a decoding step.
+
+Shapes: N rows, I and O inputs and outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from txl.native.build import library
+from txl.native.reading_attention import Count, Pointer
+
+MOST_ROWS = 8
+"""Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+"""Dtypes of weights, and how the library's functions for them end."""
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that the library sums in, for weights of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def few_rows(
+    rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
+) -> Float[Tensor, "N O"] | None:
+    """Compute `F.linear` of a few rows in the precision of the sums.
+
+    None where the library cannot do it, or PyTorch is as fast.
+    """
+    n_out, n_in = weight.shape
+    dtype = weight.dtype
+    if (
+        dtype not in SUFFIXES
+        or weight.device.type != "cpu"
+        or not 0 < rows.numel() <= MOST_ROWS * n_in
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or rows.dtype not in (dtype, sums_dtype(dtype))
+        or not (weight.is_contiguous() or weight.t().is_contiguous())
+        or (bias is not None and not (bias.is_contiguous() and bias.dtype == dtype))
+    ):
+        return None
+    compiled = library()
+    if compiled is None:
+        return None
+    x = rows.reshape(-1, n_in).to(sums_dtype(dtype)).contiguous()
+    out = x.new_empty(x.shape[0], n_out)
+    getattr(compiled, f"txl_linear_{SUFFIXES[dtype]}")(
+        Pointer(weight.data_ptr()),
+        Pointer(bias.data_ptr() if bias is not None else None),
+        Count(n_out),
+        Count(n_in),
+        Pointer(x.data_ptr()),
+        Count(x.shape[0]),
+        Pointer(out.data_ptr()),
+        int(not weight.is_contiguous()),
+        torch.get_num_threads(),
+    )
+    return out

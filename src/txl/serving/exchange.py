@@ -1,0 +1,126 @@
+"""Parts that all routes share: the prompt that comes in, and the answer that goes out as long as the client stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from torch import Tensor
+
+from txl.files import JsonObject
+from txl.serving.requests import ApiError, dumps, of_user
+from txl.serving.service import Service
+from txl.serving.work import ScoredToken, Work
+
+_IN_THREAD = 1 << 14
+"""Characters or tokens from which a text is encoded, or an answer written, beside the event loop."""
+_LEAST = -9999.0
+"""Stands for the logarithm of 0, which JSON has no number for."""
+T = TypeVar("T")
+
+
+@dataclass
+class Prompt:
+    """One prompt of a request."""
+
+    ids: Tensor
+    text: str | None
+    """None for token ids."""
+    shown: str = ""
+    """The text that `echo` shows."""
+    parts: list[tuple[bytes, int]] = field(default_factory=list)
+    """Each token's bytes, and the character at which it begins."""
+    scored: list[ScoredToken] = field(default_factory=list)
+
+
+async def read_prompt(value: object, service: Service, name: str, shown: bool, located: bool) -> Prompt:
+    """Return a prompt of a request, a string or token ids.
+
+    Raises:
+        ApiError: if it is neither, empty, too long, or not of the vocabulary.
+    """
+    texts = service.texts
+    if isinstance(value, str) and value:
+        ids = await beside(len(value), lambda: of_user(lambda: texts.encode(value), name))
+        prompt = Prompt(ids, value, value)
+        if ids.numel() == 0:
+            raise ApiError(400, f"{name} has no tokens; expected at least one", param=name)
+    elif isinstance(value, list) and value and all(type(each) is int for each in value):
+        prompt = Prompt(of_user(lambda: texts.checked(value, name), name), None)
+    else:
+        what = "is empty" if value in ("", []) else "is missing" if value is None else "is of another kind"
+        raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
+    n_token = prompt.ids.numel()
+    if n_token > service.limits.max_prompt:
+        raise ApiError(
+            400, f"{name} has {n_token:,} tokens; at most {service.limits.max_prompt:,} are read", param=name
+        )
+    if located and prompt.text is not None:
+        text = prompt.text
+        prompt.parts = await beside(len(text), lambda: texts.located(text, prompt.ids))
+    elif prompt.text is None and (shown or located):
+        prompt.shown, prompt.parts = texts.placed(prompt.ids.tolist())
+    return prompt
+
+
+async def beside(size: int, make: Callable[[], T]) -> T:
+    """Return what a function gives, computed in a thread if that may take long."""
+    return make() if size < _IN_THREAD else await asyncio.to_thread(make)
+
+
+def finite(log_prob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(log_prob, _LEAST)
+
+
+def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service) -> Response:
+    """Return objects as server-sent events, ended by `[DONE]`; who leaves ends the works."""
+
+    async def data() -> AsyncIterator[dict[str, str]]:
+        try:
+            async for each in events:
+                yield {"data": dumps(each)}
+            yield {"data": "[DONE]"}
+        except ApiError as error:
+            yield {"data": dumps(error.value())}
+        finally:
+            for work in works:
+                work.cancelled = True
+
+    return EventSourceResponse(
+        data(), ping=15, sep="\n", shutdown_event=service.farewell(), shutdown_grace_period=service.grace + 5
+    )
+
+
+async def while_connected(request: Request, waiting: Awaitable[T], works: Sequence[Work]) -> T:
+    """Wait for works; if the client leaves first, they end, and so does this.
+
+    Raises:
+        ApiError: as `waiting` does.
+    """
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left")
+        return task.result()
+    finally:
+        for work in works:
+            work.cancelled = True
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError):
+                    await each
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

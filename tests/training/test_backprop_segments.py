@@ -1,0 +1,243 @@
+"""Steps of several segments with gradients through the memory between them (`train.backprop_segments`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.conftest import small_run
+from tests.models.test_contract import SMALL, B, lively, stream
+from tests.training.test_trainer import assert_same_end, stop_after, train
+from torch import Tensor
+
+from txl.config import TrainConfig, validate
+from txl.data.streams import LaneStream
+from txl.errors import RunInterrupted, UserError
+from txl.models.language_model import Objective
+from txl.models.transformer_xl import TransformerXL
+from txl.native import build
+from txl.presets import preset
+from txl.runs.directory import RunDirectory
+from txl.training import loop as loop_module
+from txl.training.budget import peak_bytes
+from txl.training.estimate import estimate
+from txl.training.optimisers import build_optimizer
+from txl.training.step import training_step
+
+PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
+
+
+def by_the_equations(model: TransformerXL, tokens: Tensor, targets: Tensor, lengths: tuple[int, ...], cut: bool):
+    """The mean loss over consecutive segments in one graph, by Section 3 and a loop over queries, for float64.
+
+    Args:
+        model: post-norm, its biases shared; only its weights are used.
+        tokens, targets: [B,T].
+        lengths: of the segments.
+        cut: stop the gradient where memory begins, as the paper does.
+    """
+    weight = dict(model.named_parameters())
+    n_head, d_head, d_model = model.config.n_head, model.config.d_head, model.config.d_model
+    rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
+    table = weight["embedding.tables.0"]
+    memory = [table.new_zeros(len(tokens), 0, d_model) for _ in model.layers]
+    losses = []
+    for read, wanted in zip(tokens.split(lengths, 1), targets.split(lengths, 1), strict=True):
+        hidden = table[read] * math.sqrt(d_model)
+        for n in range(len(model.layers)):
+            at = f"layers.{n}.attention."
+            before = memory[n].detach() if cut else memory[n]
+            context = torch.cat([before, hidden], dim=1)
+            memory[n] = context[:, -model.config.mem_len :]
+            q, k, v = (
+                x @ weight[f"{at}{name}_proj.weight"].T
+                for x, name in zip((hidden, context, context), "qkv", strict=True)
+            )
+            q, k, v = (x.unflatten(-1, (n_head, d_head)) for x in (q, k, v))
+            rows = []
+            for i in range(hidden.shape[1]):
+                place = before.shape[1] + i
+                distances = place - torch.arange(place + 1, dtype=torch.float64)
+                angles = distances[:, None] * rates
+                r = torch.cat([angles.sin(), angles.cos()], dim=-1) @ weight[f"{at}r_proj.weight"].T
+                score = torch.einsum("bhd,bjhd->bhj", q[:, i] + weight["u"], k[:, : place + 1])
+                score = score + torch.einsum("bhd,jhd->bhj", q[:, i] + weight["v"], r.unflatten(-1, (n_head, d_head)))
+                chances = (score / math.sqrt(d_head)).softmax(-1)
+                rows.append(torch.einsum("bhj,bjhd->bhd", chances, v[:, : place + 1]).flatten(1))
+            hidden = hidden + torch.stack(rows, 1) @ weight[f"{at}o_proj.weight"].T
+            hidden = F.layer_norm(hidden, (d_model,), weight[f"{at}norm.weight"], weight[f"{at}norm.bias"])
+            at = f"layers.{n}.feed_forward."
+            inner = (hidden @ weight[f"{at}inner.weight"].T + weight[f"{at}inner.bias"]).relu()
+            hidden = hidden + inner @ weight[f"{at}outer.weight"].T + weight[f"{at}outer.bias"]
+            hidden = F.layer_norm(hidden, (d_model,), weight[f"{at}norm.weight"], weight[f"{at}norm.bias"])
+        losses.append(-(hidden @ table.T + weight["softmax.bias"]).log_softmax(-1).gather(-1, wanted[..., None]))
+    return torch.cat(losses, dim=1).mean()
+
+
+def gradients(loss: Tensor, model: TransformerXL) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 3, 6)], ids=["two", "three of other lengths"])
+def test_gradients_are_those_of_one_graph_over_all_segments(lengths):
+    """The mean is over targets, so segments of unequal lengths weigh by them."""
+    model = lively(PLAIN).train()
+    tokens, targets = (each[:, : sum(lengths)] for each in stream())
+    loss, state = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=lengths))
+    assert not any(hidden.requires_grad for hidden in state.hidden)
+    found = gradients(loss, model)
+    expected = by_the_equations(model, tokens, targets, lengths, cut=False)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    for name, each in gradients(expected, model).items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
+    paper = by_the_equations(model, tokens, targets, lengths, cut=True)
+    torch.testing.assert_close(loss, paper, rtol=0, atol=1e-10)  # the loss is the same, only its gradient is not
+    for name, each in gradients(paper, model).items():
+        if name.startswith("layers.2.") or name == "softmax.bias":  # behind all memories
+            torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
+        else:
+            assert (found[name] - each).abs().max() > 1e-5, name
+
+
+def test_no_gradient_reaches_what_earlier_steps_left_in_memory():
+    model = lively(PLAIN).train()
+    tokens, targets = stream()
+    _, state = model.training_loss(tokens[:, :5], targets[:, :5], model.init_state(B))
+    watched = dataclasses.replace(state, hidden=tuple(each.clone().requires_grad_() for each in state.hidden))
+    loss, after = model.training_loss(tokens[:, 5:11], targets[:, 5:11], watched, Objective(lengths=(3, 3)))
+    loss.backward()
+    assert all(each.grad is None for each in watched.hidden)
+    _, expected = model.training_loss(tokens[:, 5:8], targets[:, 5:8], state)
+    _, expected = model.training_loss(tokens[:, 8:11], targets[:, 8:11], expected)
+    for ours, theirs in zip(after.hidden, expected.hidden, strict=True):
+        assert not ours.requires_grad
+        assert torch.equal(ours, theirs)
+
+
+def test_with_a_window_several_segments_have_the_gradient_of_one_as_long_as_all():
+    model = lively(dataclasses.replace(PLAIN, mem_len=6, window=7)).train()
+    tokens, targets = (each[:, :12] for each in stream())
+    several, _ = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=(4, 4, 4)))
+    one, _ = model.training_loss(tokens, targets, model.init_state(B))
+    found, expected = gradients(several, model), gradients(one, model)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "factorised", "reference"])
+def test_every_attention_has_them(backend):
+    if backend == "compiled" and build.library() is None:
+        pytest.skip(str(build.why_not()))
+    tokens, targets = (each[:, :14] for each in stream())
+    found = []
+    for name in ("shifted", backend):
+        model = lively(dataclasses.replace(PLAIN, d_model=12, attention=name), torch.float32).train()
+        loss, _ = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=(7, 7)))
+        found.append(gradients(loss, model))
+    for name, each in found[0].items():
+        torch.testing.assert_close(found[1][name], each, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_a_step_in_parts_is_the_step_and_counts_its_targets():
+    config = TrainConfig(loss="half", backprop_segments=2)
+    weights = []
+    for parts in (1, 3):
+        model = lively(PLAIN).train()
+        optimizer = build_optimizer(model, config)
+        tokens, targets = (each[:, :14] for each in stream())
+        states = [model.init_state(B // parts) for _ in range(parts)]
+        result = training_step(model, optimizer, tokens, targets, states, config, lengths=(7, 7))
+        assert result.targets == B * (4 + 4)
+        weights.append([result.loss, *(each.detach() for each in model.parameters())])
+    assert weights[0][0] == pytest.approx(weights[1][0], abs=1e-12)
+    for one, other in zip(weights[0][1:], weights[1][1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def test_a_step_ends_where_the_text_does():
+    tokens = LaneStream(torch.arange(2 * 23).numpy(), 2, 5)
+    position, read = tokens.start(), []
+    while position.epoch < 1:
+        segment = tokens.read_several(position, 2)
+        assert segment.starts_epoch == (not read)
+        read.append(segment)
+        position = segment.next
+    assert [each.lengths for each in read] == [(5, 5), (5, 5), (2,)]
+    assert torch.cat([each.targets for each in read], dim=1).tolist() == [[*range(1, 23)], [*range(24, 46)]]
+
+
+STOPPED = {
+    "average": {"train.average_from": "4"},
+    "parts, random lengths, adaptive softmax": {
+        "train.micro_batches": "2", "train.random_segments": "true", "model.cutoffs": "20,40", "train.segment": "20",
+    },
+    "bfloat16 and the compiled attention": {"train.dtype": "bfloat16", "model.attention": "fastest"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STOPPED.values(), ids=STOPPED)
+def test_a_stopped_run_continues_exactly(options, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **options, **{"train.backprop_segments": "2", "train.steps": "8"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path, monkeypatch):
+    """Schedule and log count steps and tokens as ever; twice the length takes the rate once."""
+    taken, real = [], loop_module.training_step
+
+    def noted(model, optimizer, tokens, *rest):
+        taken.append((tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        return real(model, optimizer, tokens, *rest)
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    options = {"train.backprop_segments": "2", "train.schedule": "constant", "train.warmup_steps": "0"}
+    run = small_run(str(story), **options, **{"train.random_segments": "true", "train.segment": "20"})
+    outcome = train(run, tmp_path / "run", data_dir)
+    assert [rate for _, rate in taken] == pytest.approx([0.01 * width / 40 for width, _ in taken])
+    assert outcome["tokens"] == 4 * sum(width for width, _ in taken)
+    assert run.train.tokens_per_step == 4 * 40
+    plain = small_run(str(story), **options, **{"train.steps": "3"})
+    train(plain, tmp_path / "plain", data_dir)
+    logged = [each for each in RunDirectory(tmp_path / "plain").events() if each["event"] == "train"]
+    assert [each["tokens_read"] for each in logged] == [3 * 4 * 16]
+
+
+def test_its_memory_is_measured_and_estimated():
+    run = small_run("my.txt", **{"model.d_model": "32", "train.segment": "32", "train.batch_size": "8"})
+    measured, estimated = [], []
+    for segments in (1, 2):
+        run.train.backprop_segments = segments
+        measured.append(peak_bytes(run, 50))
+        estimated.append(estimate(run, 50).total_bytes)
+    assert 1.5 < measured[1] / measured[0] < 2.2
+    assert estimated[1] / estimated[0] == pytest.approx(measured[1] / measured[0], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train.backprop_segments": "0"}, "train.backprop_segments is 0"),
+        ({"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}, "no memory for gradients to flow into"),
+        ({"train.capture": "true"}, "train.capture records steps of one segment"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        validate(small_run("my.txt", **{"train.backprop_segments": "2"} | options))
+
+
+def test_recurrent_networks_are_told_to_read_longer_segments():
+    run = preset("ptb-lstm-small")
+    run.train.backprop_segments = 2
+    with pytest.raises(UserError, match=r"train.backprop_segments is 2, but .* use a longer train.segment"):
+        validate(run)
