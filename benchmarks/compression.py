@@ -36,7 +36,7 @@ PEERS = {
 def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
     """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory.
 
-    A process inherits the peak of the one that started it, so a peak that is not above ours is unknown: None.
+    A process inherits the peak of the one that started it, so a peak that is not well above ours is unknown: None.
     """
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -49,16 +49,16 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
     return {
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_memory_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None,
+        "peak_memory_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > 1.1 * ours else None,
     }
 
 
 def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
-    """There and back by two commands in which IN, FILE and OUT stand for paths."""
+    """There and back by two commands in which IN, FILE and OUT stand for paths; what the first prints is kept."""
     file, back = folder / "text.packed", folder / "back"  # 7z gives a name without a suffix one of its own
     file.unlink(missing_ok=True)
     names = {"IN": str(text), "FILE": str(file), "OUT": str(back)}
-    there = timed([names.get(word, word) for word in pack], None if "FILE" in pack else file)
+    there = timed([names.get(word, word) for word in pack], folder / "printed" if "FILE" in pack else file)
     size = file.stat().st_size
     returned = timed([names.get(word, word) for word in unpack], None if "OUT" in unpack else back)
     if not filecmp.cmp(text, back, shallow=False):
@@ -74,13 +74,23 @@ def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path
     }
 
 
-def weights(options: Sequence[str]) -> int | None:
-    """Bytes of the weights that the decoder needs; None without a model."""
-    if "--model" not in options:
-        return None
+def model_of(run: str) -> dict[str, Any]:
+    """Say by which model a file was coded, how that was trained, and how many bytes its weights are."""
     from txl.runs.directory import RunDirectory
 
-    return (RunDirectory(options[options.index("--model") + 1]).checkpoint() / "model.safetensors").stat().st_size
+    directory = RunDirectory(run)
+    config, checkpoint = directory.config(), directory.checkpoint()
+    return {
+        "model": {
+            "configuration": config.name,
+            "corpus": config.data.corpus,
+            "unit": config.data.unit,
+            "checkpoint": checkpoint.name,
+            "seed": config.train.seed,
+            "dtype_of_training": config.train.dtype,
+        },
+        "weights_bytes": (checkpoint / "model.safetensors").stat().st_size,
+    }
 
 
 def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, Any]]:
@@ -96,13 +106,15 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
     model = options[options.index("--model") :][:2] if "--model" in options else []
     row = measure(
         text,
-        [*program, "compress", "IN", *options, "-o", "FILE"],
+        [*program, "compress", "IN", *options, "--json", "-o", "FILE"],
         [*program, "decompress", "FILE", *model, "-o", "OUT"],
         folder,
     )
-    needed = weights(options)
-    if needed is not None:
-        row |= {"weights_bytes": needed, "compressed_bytes_and_weights": row["compressed_bytes"] + needed}
+    told = json.loads((folder / "printed").read_text(encoding="utf-8"))
+    row["payload_bytes"] = told["payload_bytes"]
+    if model:
+        row |= model_of(model[1])
+        row["compressed_bytes_and_weights"] = row["compressed_bytes"] + row["weights_bytes"]
     return [{"text": shown, "way": f"txl compress {way}"} | row]
 
 

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from txl.cli import main
+from txl.compression.container import MAGIC
 from txl.compression.verification import Verifier
 from txl.errors import CommandFailed
 
@@ -115,3 +117,20 @@ def test_a_text_that_does_not_come_back_is_not_written(tmp_path):
             verifier.take()
     finally:
         verifier.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_and_a_device_are_written_to_and_stay(tmp_path):
+    pipe, device, text = tmp_path / "pipe", tmp_path / "device", tmp_path / "text"
+    os.mkfifo(pipe)
+    device.symlink_to(os.devnull)
+    text.write_bytes(TEXT)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    for out in (pipe, device):
+        assert main(["compress", str(text), "--online", "--no-verify", "-o", str(out)]) == 0
+    reader.join()
+    assert found[0].startswith(MAGIC)
+    assert pipe.is_fifo()
+    assert device.is_symlink()

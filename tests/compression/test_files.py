@@ -129,8 +129,42 @@ def test_a_model_that_starts_from_nothing(text, counts):
             assert unpacked(file) == text
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("vocabulary", [ByteVocabulary(), ByteVocabulary([*b" abcdefghijklmnopqrstuvwxyz"])])
+@pytest.mark.parametrize("way", ["fixed", "dynamic", "online"])
+def test_what_does_not_get_shorter_is_stored_and_read_all_the_same(way, vocabulary):
+    """A block of noise between texts: the weights, counts and frequencies go on as if it had been coded."""
+    noise = random.Random(5).randbytes(300)
+    text = TEXT[:300] + noise + TEXT[:300]
+    model = coding_model("transformer-xl", vocabulary)
+    ways: dict[str, dict[str, Any]] = {
+        "fixed": {"model": model},
+        "dynamic": {"model": model, "dynamic": DynamicRecipe(Adaptation("sgd", 0.05), 16)},
+        "online": {"online": ONLINE},
+    }
+    for lanes in (1, 3):
+        file, sizes = packed(text, **ways[way], lanes=lanes)
+        assert noise[105:140] in file
+        assert sizes.payload <= len(text)
+        assert unpacked(file, None if way == "online" else model) == text
+
+
+def test_another_training_text_is_named():
+    model = coding_model("transformer-xl")
+    file, _ = packed(TEXT[:50], model=model, dynamic=DynamicRecipe(Adaptation("rms", 1e-9), 16, 5))
+    other = dataclasses.replace(model, training_tokens=lambda: torch.arange(200))
+    with pytest.raises(UserError, match="other gradient statistics"):
+        unpacked(file, other)
+
+
 def test_another_seed_is_another_file():
     assert packed(TEXT, online=ONLINE)[0] != packed(TEXT, online=dataclasses.replace(ONLINE, seed=2))[0]
+
+
+@pytest.mark.parametrize("values", [{"segment": 0}, {"beta1": 1.0}, {"eps": -1.0}])
+def test_a_recipe_that_no_model_can_learn_by(values):
+    with pytest.raises(UserError, match="no model can learn by"):
+        dataclasses.replace(ONLINE, **values)
 
 
 def test_online_learns():
@@ -141,18 +175,14 @@ def test_online_learns():
 @pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
 def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
     model = coding_model(kind)
-    text = random.Random(2).randbytes(3000)
-    ids = torch.tensor([10, *text])[None]
+    ids, bits, state = [10], 0.0, model.model.init_state(1)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        losses, _ = model.model.nll(ids[:, :-1], ids[:, 1:], model.model.init_state(1))
-    if kind == "transformer-xl":  # without a window the memory is as long as it was cut: token by token here
-        parts, state = [], model.model.init_state(1)
-        with torch.no_grad():
-            for place in range(len(text)):
-                nll, state = model.model.nll(ids[:, place : place + 1], ids[:, place + 1 : place + 2], state)
-                parts.append(nll)
-        losses = torch.cat(parts, dim=1)
-    bits = losses.double().sum().item() / math.log(2)
+        for _ in range(1000):  # bytes that the model itself finds likely: what it does not would be stored
+            log_probs, state = model.model.log_probs(torch.tensor([ids[-1:]]), state)
+            ids.append(int(torch.multinomial(log_probs[0, 0].exp(), 1, generator=generator)))
+            bits -= log_probs[0, 0, ids[-1]].item() / math.log(2)
+    text = bytes(ids[1:])
     sizes = packed(text, model=model, lanes=1)[1]
     assert bits - 8 < 8 * sizes.payload < bits * 1.0001 + 16
 
@@ -185,6 +215,8 @@ def changed(file: bytes, **values: Any) -> bytes:
         ({"lanes": 0}, "header"),
         ({"block": 1 << 40}, "header"),
         ({"lengths": {"other": 1}}, "header"),
+        ({"lengths": {"mem_len": "x"}}, "mem_len 'x'"),
+        ({"dynamic": {}}, "dynamic.adaptation is missing"),
     ],
 )
 def test_another_arithmetic_and_another_model_are_refused(values, match):

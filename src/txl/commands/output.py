@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -146,14 +146,18 @@ def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: o
 
 @contextmanager
 def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
-    """Open standard output, or a file that appears under its name when it is complete."""
+    """Open standard output, or a file that appears under its name when it is complete.
+
+    A device or a named pipe (``/dev/null``, ``>(command)``) is written to as it is: a file must not take its place.
+    """
     if out is None:
         yield sys.stdout.buffer if binary else sys.stdout
         return
-    with replacing(Path(out)) as temporary:
+    path = Path(out)
+    with nullcontext(path) if path.exists() and not path.is_file() else replacing(path) as written:
         if binary:
-            with open(temporary, "wb") as file:
+            with open(written, "wb") as file:
                 yield file
         else:
-            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            with open(written, "w", encoding="utf-8", newline="\n") as file:
                 yield file

@@ -14,11 +14,14 @@ from txl.native.build import identity
 
 def arithmetic() -> dict[str, str]:
     """Return versions, instruction set, compiled library and processor, as a header holds them."""
+    compiled = identity()
+    if compiled["library"] != "none":
+        compiled["library"] = _short(compiled["library"])
     return {
         "txl": txl.__version__,
         "torch": torch.__version__,
         "build": _short(torch.__config__.show()),
-        **identity(),
+        **compiled,
     }
 
 

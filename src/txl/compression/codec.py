@@ -35,7 +35,7 @@ class BlockCodec:
         self._frequencies, self._literals = Frequencies(symbols.escape), Literals()
 
     def encode(self, text: bytes) -> tuple[int, bytes]:
-        """Return the number of symbols, and the payload."""
+        """Return the number of symbols, and the payload: the text itself where its code is not shorter."""
         symbols, literals = self._symbols.encode(text)
         behind = np.zeros(len(symbols), dtype=np.int64)
         behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
@@ -56,7 +56,8 @@ class BlockCodec:
                         self._literals.encode(encoder, int(spelled[lane, column]))
                 self._go_on(chosen)
             self._predictor.end_block()
-        return len(symbols), encoder.finish()
+        payload = encoder.finish()
+        return len(symbols), payload if len(payload) < len(text) else text
 
     def decode(self, block: Block, name: str) -> bytes:
         """Return the block's text.
@@ -64,6 +65,20 @@ class BlockCodec:
         Raises:
             UserError: if it is not the text that was encoded; then this side of the file is of no more use.
         """
+        if block.stored:
+            text = block.payload
+            self.encode(text)  # the predictor and the frequencies read it as they did on the other side
+        else:
+            text = self._decoded(block)
+        if len(text) != block.n_bytes or digest(text) != block.digest:
+            raise UserError(
+                f"{name} was decoded to something else than was encoded: the arithmetic here is not that of the "
+                f"machine that wrote it"
+            )
+        return text
+
+    def _decoded(self, block: Block) -> bytes:
+        """Return the text of a block that was coded."""
         decoder = RangeDecoder(block.payload)
         table, spelled = (self._in_lanes(np.zeros(block.n_symbols, dtype=np.int64)) for _ in range(2))
         with threads(self._threads):
@@ -84,13 +99,7 @@ class BlockCodec:
             self._predictor.end_block()
         symbols, behind = (self._in_a_row(each, block.n_symbols) for each in (table, spelled))
         literals = behind[symbols == self._symbols.escape].astype(np.uint8).tobytes()
-        text = self._symbols.decode(symbols.tolist(), literals)
-        if len(text) != block.n_bytes or digest(text) != block.digest:
-            raise UserError(
-                f"{name} was decoded to something else than was encoded: the arithmetic here is not that of the "
-                f"machine that wrote it"
-            )
-        return text
+        return self._symbols.decode(symbols.tolist(), literals)
 
     def _go_on(self, chosen: list[int]) -> None:
         """Let frequencies and predictor read a column."""

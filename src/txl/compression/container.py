@@ -2,7 +2,7 @@
 
     magic (8 bytes), version u16, length u32, header (zlib of JSON), checksum u32
     a block: 1 (u8), bytes of text u32, symbols u32, bytes of payload u32, digest of the text (8 bytes), payload,
-        checksum u32
+        checksum u32; 2 in the place of 1: the payload is the text itself
     the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
 
 Numbers are little-endian. A checksum is CRC-32 of its record, begun with the checksum before it, so that blocks that
@@ -27,6 +27,7 @@ VERSION = 1
 MOST_BLOCK = 1 << 26
 """Bytes of text that a block may hold."""
 _LONGEST_HEADER = 1 << 16
+_CODED, _STORED = 1, 2
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
 
@@ -39,6 +40,8 @@ class Block:
     n_symbols: int
     digest: bytes
     payload: bytes
+    stored: bool
+    """True: the payload is the text itself, because its code would have been longer."""
 
 
 def digest(text: bytes) -> bytes:
@@ -59,10 +62,11 @@ class ContainerWriter:
         return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
 
     def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
-        """Write a block whose text has been coded."""
+        """Write a block whose text has been coded, or the text itself as its payload."""
         self._n_bytes += len(text)
         self._digest.update(text)
-        return self._record(_BLOCK.pack(1, len(text), n_symbols, len(payload), digest(text)) + payload)
+        kind = _STORED if payload == text else _CODED
+        return self._record(_BLOCK.pack(kind, len(text), n_symbols, len(payload), digest(text)) + payload)
 
     def end(self) -> bytes:
         """Write the file's end."""
@@ -124,7 +128,7 @@ class ContainerReader:
             if kind == b"\0":
                 break
             place = f"block {number}"
-            if kind != b"\1":
+            if kind[0] not in (_CODED, _STORED):
                 raise self._damaged(place)
             fixed = kind + self._read(_BLOCK.size - 1)
             _, n_bytes, n_symbols, length, digest = _BLOCK.unpack(fixed)
@@ -132,7 +136,7 @@ class ContainerReader:
                 raise self._damaged(place)
             payload = self._read(length)
             self._check(fixed + payload, place)
-            yield Block(n_bytes, n_symbols, digest, payload)
+            yield Block(n_bytes, n_symbols, digest, payload, kind[0] == _STORED)
         record = kind + self._read(_END.size - 1)
         self._check(record, "its end")
         _, n_bytes, digest = _END.unpack(record)

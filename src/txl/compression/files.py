@@ -57,14 +57,8 @@ class CodingModel:
 
     def identity(self) -> str:
         """Return a digest of weights, configuration and vocabulary."""
-        total = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self.model.state_dict().items()):
-            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        total.update(
-            json.dumps([dataclasses.asdict(self.model.config), self.vocabulary.to_json()], sort_keys=True).encode()
-        )
-        return total.hexdigest()
+        described = [dataclasses.asdict(self.model.config), self.vocabulary.to_json()]
+        return _digest(self.model.state_dict(), json.dumps(described, sort_keys=True))
 
 
 @dataclass(frozen=True)
@@ -155,6 +149,8 @@ def compress(
         lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(first) // (_SHORTEST_LANE >> (online is not None))))
     header = _described(model, dynamic, online) | {"lanes": lanes, "block": block}
     setup = _Setup(header, model)
+    if setup.statistics is not None:
+        header["statistics"] = setup.statistics
     header["probe"] = setup.probe()
     n_threads = torch.get_num_threads()
     share = n_threads if verify is None else max(1, n_threads // 2)
@@ -172,6 +168,16 @@ def compress(
             text = source.read(block)
         file.finish(writer.end())
     return Sizes(n_text, file.n_written, n_payload)
+
+
+def _digest(tensors: dict[str, torch.Tensor], more: str = "") -> str:
+    """Return a digest of tensors with their names, and of a text."""
+    total = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    total.update(more.encode())
+    return total.hexdigest()
 
 
 def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online: OnlineRecipe | None) -> JsonObject:
@@ -270,6 +276,11 @@ def decompress(
         if model.identity() != header.get("model"):
             raise UserError(f"{name} was made with another model (weights, configuration or vocabulary differ)")
     setup = _Setup(header, model)
+    if "statistics" in header and setup.statistics != header["statistics"]:
+        raise UserError(
+            f"{name} cannot be decoded here: the training split gives other gradient statistics; give the text that "
+            f"the model was trained on (--data-dir)"
+        )
     if setup.probe() != header.get("probe"):
         raise UserError(f"{name} cannot be decoded here: the same model gives other numbers on this machine")
     codec = setup.codec(torch.get_num_threads())
@@ -303,6 +314,9 @@ class _Setup:
         names = {"mem_len", "window", "clamp_len"}
         if not isinstance(lengths, dict) or not lengths.keys() <= names:
             raise UserError("the file's header is not of a kind that this version understands")
+        for key, value in lengths.items():
+            if type(value) is not int and (key == "mem_len" or value not in (None, "none")):
+                raise UserError(f"the file's header has {key} {value!r}; expected a whole number")
         self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)
         self._dynamic: DynamicRecipe | None = None
         self._statistics: GradientStatistics | None = None
@@ -310,6 +324,11 @@ class _Setup:
             recipe = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
             self._dynamic, self._statistics = recipe, recipe.statistics(model, self._lengths)
         self._symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
+
+    @property
+    def statistics(self) -> str | None:
+        """Digest of the gradient statistics that rms adapts by; None without."""
+        return None if self._statistics is None else _digest(self._statistics.squares)
 
     def codec(self, n_threads: int) -> BlockCodec:
         """Return a new encoder or decoder."""

@@ -14,6 +14,7 @@ Shapes: B lanes, T tokens of a segment, K distributions of counts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from txl.compression.counts import DISTRIBUTIONS, Counts
 from txl.compression.predictors import ModelPredictor
 from txl.config import ModelConfig, RecurrentConfig, model_from_dict
 from txl.config.values import from_plain
+from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.language_model import LanguageModel, State
@@ -50,6 +52,11 @@ class OnlineRecipe:
     weights_factor: float = 2.0
     """Learning rate of the counts' weights, relative to the model's."""
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
+
+    def __post_init__(self) -> None:
+        for name, least, below in (("segment", 1, math.inf), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, math.inf)):
+            if not least <= getattr(self, name) < below:
+                raise UserError(f"{name} of the online recipe is {getattr(self, name)}, which no model can learn by")
 
     def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; of the model its family, and what differs from the family's defaults."""

@@ -59,8 +59,7 @@ class EnginePredictor(Predictor):
 
     def read(self, tokens: Tensor, whole: bool) -> None:
         """Read as `Predictor.read`."""
-        for stream, token in zip(self._streams, tokens.tolist(), strict=True):
-            self._engine.put(stream, token)
+        self._engine.put_all(self._streams, tokens)
 
     def end_block(self) -> None:
         """End a block as `Predictor.end_block`."""

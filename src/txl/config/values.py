@@ -116,6 +116,9 @@ def from_plain(
     unknown = [name for name in values if name not in hints]
     if unknown:
         raise UserError(f"configuration field {prefix}{unknown[0]} is not known to this version")
+    for each in dataclasses.fields(typing.cast(type[Any], cls)):
+        if each.name not in values and each.default is each.default_factory is dataclasses.MISSING:
+            raise UserError(f"configuration field {prefix}{each.name} is missing")
     arguments = {}
     for name, value in values.items():
         hint = hints[name]

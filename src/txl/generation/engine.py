@@ -337,10 +337,19 @@ class DecodeEngine:
 
     def put(self, stream: Stream, token: int) -> None:
         """Set the token that a stream reads next: after `advance`, or instead of the token drawn last."""
-        self._check_member(stream)
+        self.put_all([stream], [token])
+
+    def put_all(self, streams: Sequence[Stream], tokens: Sequence[int] | Tensor) -> None:
+        """Set the next token of several streams at once, as `put` does for one."""
+        for stream in streams:
+            self._check_member(stream)
+        ids = checked_tokens(tokens, self.model.vocab_size, "the token")
+        if len(ids) != len(streams):
+            raise UserError(f"{len(ids)} tokens were given for {len(streams)} streams; expected one for each")
         with torch.inference_mode():
-            self._next[stream.slot] = checked_tokens([token], self.model.vocab_size, "the token")[0]
-        stream.waiting = True
+            self._next[[stream.slot for stream in streams]] = sent(ids, self._next.device)
+        for stream in streams:
+            stream.waiting = True
 
     def _check_ready(self, streams: Sequence[Stream]) -> None:
         """Refuse streams that cannot take a step."""
@@ -416,7 +425,7 @@ class DecodeEngine:
         return stream
 
     def _check_member(self, stream: Stream) -> None:
-        if not any(stream is each for each in self._streams):
+        if stream not in self._streams:  # two streams are never equal
             if stream.ended is not None:
                 raise UserError(f"the stream has ended: {stream.ended}")
             raise UserError("the stream is not one of this engine's, or has left it")
