@@ -14,7 +14,7 @@ import torch
 import txl
 from tests.conftest import options_of, small_run
 from txl.cli import build_parser, main
-from txl.commands.demo import PROMPTS, arithmetic_of_this_machine
+from txl.commands.demo import MARK, arithmetic_of_this_machine, whole_lines
 from txl.config import validate, with_options
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
@@ -97,17 +97,28 @@ def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):
     out = tmp_path / "demo"
     small = options_of(small_run(str(story)))
     assert main(["demo", "--out", str(out), "--data-dir", str(data_dir), "--test-tokens", "1000", *small]) == 0
-    summary = "\n".join(capsys.readouterr().out.splitlines()[-17:])
+    summary = "\n".join(capsys.readouterr().out.splitlines()[-22:])
     compared = ("zlib", "bz2", "lzma", "has seen training text (lzma that has seen it too: ")
-    for part in (*PROMPTS[-1].splitlines(), "with memory 16", "without", *compared, str(out / "report.html")):
+    for part in (MARK, "with memory 16", "without", *compared, str(out / "report.html")):
         assert part in summary
+    samples = [event for event in RunDirectory(out).events() if event["event"] == "sample"]
+    assert len({event["prompt"] for event in samples}) == 3
+    assert all(event["prompt"] in story.read_text() and event["text"] for event in samples)
     row = next(event for event in RunDirectory(out).events() if event["event"] == "sweep")["rows"][-1]
     assert (row["mem_len"], row["tokens"] + row["dropped"] + 1, row["dtype"]) == (16, 1000, "float32")
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [("le\nwhole\nlines\npar", "whole\nlines\n"), ("no line", "no line"), ("a\n", "a\n"), ("a\n\n \nb", "a\n\n \nb")],
+)
+def test_the_demo_goes_on_from_whole_lines(text, expected):
+    assert whole_lines(text) == expected
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
-    [("avx2 avx512f", {"train.steps": "800"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
+    [("avx2 avx512f", {"train.steps": "1000"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
 )
 def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monkeypatch):
     monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})

@@ -16,11 +16,14 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
-PROMPTS = ("import ", "class Stream:\n    ", "def read_config(path):\n    ")
 _PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1000
 """The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
-_SHOWN = 12
-"""Lines of a sample that are printed."""
+_SAMPLES, _CONTEXT = 3, 256
+"""Texts that the model writes, and the tokens of the test split that it goes on from. After a prompt of a few words a
+small model soon repeats itself: in training it has nearly always read more."""
+_READ, _WRITTEN = 4, 12
+"""Lines of context and of the model's own text that are printed."""
+MARK = "--- the model goes on: ---"
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -42,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train (or go on), measure with and without memory, write samples and the report, and print the summary."""
+    """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
     limit = arguments.test_tokens
@@ -62,13 +65,14 @@ def run(arguments: argparse.Namespace) -> None:
     parse = arguments.parse
     _command(parse, "train", arguments.preset, "--out", out, *options, *data_dir)
     _command(parse, "eval", out, *measured, *data_dir)
-    sample = write_samples(Path(out), config)
+    samples = write_samples(Path(out), config, data_dir=arguments.data_dir)
     _command(parse, "report", out, "--after-training-text", *data_dir)
 
     from txl.reporting.report import summary_lines
     from txl.runs.directory import RunDirectory
 
-    for line in [*sample.splitlines()[:_SHOWN], ""] if sample else []:
+    context, text = samples[-1]
+    for line in [*context.splitlines()[-_READ:], MARK, *text.splitlines()[:_WRITTEN], ""]:
         print(line)
     for line in summary_lines(RunDirectory(out).events(), Path(out) / "report.html"):
         print(line)
@@ -96,15 +100,24 @@ def memory_lengths(config: RunConfig) -> list[int]:
     return sorted({0, config.model.mem_len, config.eval.mem_len})
 
 
-def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, seed: int = 1) -> str:
-    """Continue a few prompts, add them to the run's log for the report, and return the last one with its prompt."""
+def write_samples(
+    directory: Path, config: RunConfig, *, data_dir: str | None = None, max_tokens: int = 300, seed: int = 1
+) -> list[tuple[str, str]]:
+    """Go on from passages of the test split, and add the texts to the run's log for the report.
+
+    Returns:
+        Each passage with the model's text.
+    """
     from txl.commands.generate import record_sample
-    from txl.generation.text import encode_prompt, generate
+    from txl.data.corpora import open_corpus
+    from txl.generation.text import generate
     from txl.runs.directory import RunDirectory
 
     run_directory = RunDirectory(directory)
     checkpoint = run_directory.checkpoint()
     model, vocabulary = run_directory.load(checkpoint)
+    corpus = open_corpus(config.data.corpus, config=config.data, data_dir=data_dir, quiet=True)
+    test = corpus.tokens("test")
     settings = {
         "top_k": None,
         "top_p": 0.95,
@@ -113,14 +126,18 @@ def write_samples(directory: Path, config: RunConfig, max_tokens: int = 400, see
         "max_tokens": max_tokens,
         **config.eval.lengths.options(),
     }
-    shown = ""
-    for prompt in PROMPTS:
-        try:
-            encode_prompt(vocabulary, prompt)
-        except UserError as error:  # a text of the user's own may lack the prompt's characters
-            say(f"note: no sample for the prompt {prompt!r}: {error}")
-            continue
-        text = "".join(generate(model, vocabulary, prompt, **settings))
-        record_sample(run_directory, checkpoint, prompt, text, settings)
-        shown = prompt + text
-    return shown
+    samples = []
+    for number in range(1, _SAMPLES + 1):
+        begin = len(test) * number // (_SAMPLES + 1)
+        context = whole_lines(corpus.vocabulary.decode(test[begin : begin + _CONTEXT]))
+        text = "".join(generate(model, vocabulary, context, **settings))
+        record_sample(run_directory, checkpoint, context, text, settings)
+        samples.append((context, text))
+    return samples
+
+
+def whole_lines(text: str) -> str:
+    """Return a text without the parts of lines at its ends; the text itself if there is no whole line in it."""
+    _, _, rest = text.partition("\n")
+    lines = rest[: rest.rfind("\n") + 1]
+    return lines if lines.strip() else text

@@ -260,6 +260,8 @@ class ModelConfig(ABC):
                 f"train.backprop_segments is {train.backprop_segments}, but this model has no memory for gradients to "
                 f"flow into (model.mem_len); use a longer train.segment"
             )
+        if train.reset_memory and not self.constant_state and not self.mem_len:
+            raise UserError(f"train.reset_memory is {train.reset_memory}, but this model has no memory; expected 0")
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
 

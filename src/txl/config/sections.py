@@ -170,6 +170,13 @@ class TrainConfig:
         "consecutive segments of a step, with gradients through the memory between them; 1: none flow into memory",
         at_least=1,
     )
+    reset_memory: float = setting(
+        0.0,
+        "probability that a lane's memory is emptied before a step, so that the model also learns to begin a text",
+        at_least=0,
+        below=1,
+        expected=_FRACTION,
+    )
     loss: LossName = setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
     )
@@ -309,6 +316,12 @@ class TrainConfig:
         if self.capture and self.backprop_segments > 1:
             raise UserError(
                 f"train.capture records steps of one segment, and train.backprop_segments is {self.backprop_segments}; "
+                f"leave one of them out"
+            )
+        if self.reset_memory and (self.capture or self.compile):
+            other = "capture" if self.capture else "compile"
+            raise UserError(
+                f"train.{other} records steps whose memory is full, and train.reset_memory is {self.reset_memory}; "
                 f"leave one of them out"
             )
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment

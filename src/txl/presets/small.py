@@ -9,7 +9,7 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a learning rate that falls along a line."""
+    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a rate that falls along a line."""
     run = stdlib_tiny()
     run.name, run.model.attention, run.model.pre_norm = "stdlib-bpe", "fastest", True
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
@@ -17,6 +17,7 @@ def stdlib_bpe() -> RunConfig:
         steps=1600,
         batch_size=16,
         segment=128,
+        reset_memory=0.05,
         optimizer="muon",
         learning_rate=4e-3,
         beta2=0.95,

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from txl.config import TrainConfig
 from txl.data.streams import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
@@ -52,6 +54,15 @@ class _Launched:
         """Let the average not count it; its weights are as they were."""
         if self.averaged and state.average is not None:
             state.average.count -= 1
+
+
+def _emptied(train: TrainConfig, step: int) -> Tensor:
+    """Draw the lanes whose memory is emptied before a step: bool [B], of all processes.
+
+    It depends on seed and step alone, so that a resumed run draws the same.
+    """
+    draws = np.random.default_rng((train.seed, step)).random(train.batch_size)
+    return torch.from_numpy(draws < train.reset_memory)
 
 
 def _set_random(random: tuple[Tensor, Tensor | None], device: str) -> None:
@@ -218,10 +229,13 @@ class TrainingLoop:
         device, count = setup.device, state.counters.step
         segment = setup.stream.read_several(state.position, train.backprop_segments)
         memory = setup.empty_memory() if segment.starts_epoch else state.memory
+        lanes = setup.trained.processes.share(train.batch_size)
+        if train.reset_memory:
+            emptied = _emptied(train, count)[lanes.start : lanes.stop].chunk(len(memory))
+            memory = [each.reset(mask.to(device)) for each, mask in zip(memory, emptied, strict=True)]
         if train.random_segments:
             rate *= segment.tokens.shape[1] / (train.segment * train.backprop_segments)
         set_learning_rate(state.optimizer, rate)
-        lanes = setup.trained.processes.share(train.batch_size)
         tokens, targets = (each[lanes.start : lanes.stop] for each in (segment.tokens, segment.targets))
         rows = None
         several = segment.lengths if len(segment.lengths) > 1 else None

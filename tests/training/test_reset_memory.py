@@ -1,0 +1,105 @@
+"""Steps that some lanes begin with empty memory (`train.reset_memory`)."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conftest import small_run
+from tests.training.test_trainer import assert_same_end, stop_after, train
+
+from txl.config import validate
+from txl.errors import RunInterrupted, UserError
+from txl.presets import preset
+from txl.training import loop as loop_module
+
+
+@pytest.mark.parametrize("parts", ["1", "2"])
+def test_lanes_are_emptied_before_a_step_and_fill_again(parts, story, data_dir, tmp_path, monkeypatch):
+    before, real = [], loop_module.training_step
+
+    def noted(model, optimizer, tokens, targets, states, *rest):
+        before.append([count for each in states for count in each.filled or (each.length,) * each.batch_size])
+        return real(model, optimizer, tokens, targets, states, *rest)
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    run = small_run(str(story), **{"train.reset_memory": "0.4", "train.micro_batches": parts})
+    train(run, tmp_path / "run", data_dir)
+    drawn = [loop_module._emptied(run.train, step).tolist() for step in range(12)]
+    full = [0 if step == 0 else 8 for step in range(12)]
+    assert before == [[0 if clear else full[step] for clear in drawn[step]] for step in range(12)]
+    assert 0 < sum(map(sum, drawn)) < 48
+
+
+def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path, monkeypatch):
+    """With every lane emptied before every step, losses are those of a state that never held anything."""
+    losses, real = {}, loop_module.training_step
+
+    def run_with(name: str, options: dict[str, str], fresh: bool) -> None:
+        def noted(model, optimizer, tokens, targets, states, *rest):
+            if fresh:
+                states = [model.model.init_state(each.batch_size) for each in states]
+            result = real(model, optimizer, tokens, targets, states, *rest)
+            losses.setdefault(name, []).append(result.loss)
+            return result
+
+        monkeypatch.setattr(loop_module, "training_step", noted)
+        still = {"model.dropout": "0", "model.dropatt": "0", "train.steps": "5"}
+        train(small_run(str(story), **still | options), tmp_path / name, data_dir)
+
+    run_with("emptied", {"train.reset_memory": "0.9999999"}, fresh=False)
+    run_with("never held", {}, fresh=True)
+    run_with("kept", {}, fresh=False)
+    assert losses["emptied"] == pytest.approx(losses["never held"], abs=1e-6)
+    assert losses["kept"] != pytest.approx(losses["never held"], abs=1e-4)
+
+
+def test_a_stopped_run_draws_the_same_lanes(story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **{"train.reset_memory": "0.4", "train.dtype": "bfloat16"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch):
+    before, real = [], loop_module.training_step
+
+    def noted(model, optimizer, tokens, targets, states, *rest):
+        (state,) = states
+        before.append([[not bool(each[lane].any()) for each in _by_lane(state)] for lane in range(4)])
+        return real(model, optimizer, tokens, targets, states, *rest)
+
+    def _by_lane(state):
+        return [each.movedim(each.shape.index(4), 0) for each in state.to_tensors().values() if 4 in each.shape]
+
+    monkeypatch.setattr(loop_module, "training_step", noted)
+    run = preset("ptb-lstm-small")
+    run.data.corpus, run.data.unit = str(story), "byte"
+    run.model.cutoffs = ()
+    run.train.batch_size, run.train.segment, run.train.steps = 4, 8, 4
+    run.train.random_segments, run.train.average_from, run.train.average_patience = False, None, None
+    run.train.eval_every, run.train.warmup_steps, run.train.reset_memory = 0, 0, 0.5
+    train(run, tmp_path / "run", data_dir)
+    drawn = [loop_module._emptied(run.train, step).tolist() for step in range(4)]
+    assert [[all(lane) for lane in lanes] for lanes in before[1:]] == drawn[1:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train.reset_memory": "1"}, "train.reset_memory is 1"),
+        ({"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}, "this model has no memory"),
+        ({"train.compile": "true"}, "train.compile records steps whose memory is full"),
+        ({"train.capture": "true"}, "train.capture records steps whose memory is full"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        validate(small_run("my.txt", **{"train.reset_memory": "0.1"} | options))
+
+
+def test_the_default_empties_nothing():
+    assert preset("enwik8-12L").train.reset_memory == 0
+    assert not loop_module._emptied(preset("enwik8-12L").train, 3).any()
