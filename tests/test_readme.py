@@ -137,6 +137,8 @@ def _defined(path: Path) -> set[str]:
             for each in body:
                 if isinstance(each, ast.FunctionDef | ast.ClassDef):
                     found.add(prefix + each.name)
+                targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+                found |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
     return found
 
 
