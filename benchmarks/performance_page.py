@@ -251,13 +251,13 @@ def quality(record: Record) -> str:
             rows.append([text["text"], target, f"{authors['rate']:g}", name, f"{rate:g}", *shares])
     settings = record["texts"][0]["settings"]
     return (
-        f"What the authors' recipe (Adam, float32, cosine) comes to in {settings['minutes']:g} minutes at the speed of "
-        f"their code, and the shortest run of ours that comes to it. Their step takes {settings['peer_ratio']:g} times "
-        "as long as ours in the same arithmetic, the least that was measured beside their code; the losses are the "
-        "same. Each run of ours is a whole one, its schedule fixed beforehand. Learning rates are tuned on validation "
-        "over five values; Muon's is the preset's. Loss is in nats a token of the validation split, of the text named: "
-        "the standard library in byte pairs, enwik8's head in bytes, Penn Treebank in words. The aim is 0.1 of the "
-        f"seconds and 0.33 of the tokens.\n\n{table(heads, rows)}\n"
+        f"What the authors' recipe (Adam, float32, cosine) comes to in {settings['minutes']:g} minutes, and the "
+        "shortest run of ours that comes to it. The recipe runs in this program; a step of the authors' own code is "
+        f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule fixed "
+        "beforehand. Learning rates are tuned on validation over five values; Muon's is the preset's. Loss is in nats "
+        "a token of the validation split: the standard library in byte pairs, enwik8's head in bytes, Penn Treebank in "
+        "words."
+        f"\n\n{table(heads, rows)}\n"
     )
 
 

@@ -61,10 +61,11 @@ class Recipe:
 def recipes() -> list[Recipe]:
     """Return the authors' first, whose loss the others have to reach."""
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
+    plain = {"model.pre_norm": "false", "train.reset_memory": "0"}
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
-    authors |= {"train.beta2": "0.999", "model.attention": "shifted", "model.pre_norm": "false"}
-    adam = {"train.optimizer": "adam", "model.pre_norm": "false"}  # as theirs, but for arithmetic and schedule
-    muon = {"train.optimizer": "muon", "model.pre_norm": "true"}
+    authors |= {"train.beta2": "0.999", "model.attention": "shifted"} | plain
+    adam = {"train.optimizer": "adam"} | plain  # as theirs, but for arithmetic and schedule
+    muon = {"train.optimizer": "muon", "model.pre_norm": "true", "train.reset_memory": "0.05"}
     return [
         Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, 0.25, is_authors=True),
         Recipe("adam", fast | adam, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04, 0.1),
@@ -113,10 +114,10 @@ class Measurement:
         if recipe.name not in self.step_seconds:
             run = self.configured(recipe, recipe.rates[0], 100)
             seconds = median(measured_speed(run, self.corpus, "cpu", math.inf).step for _ in range(TIMED))
-            self.step_seconds[recipe.name] = seconds * (self.given.peer_ratio if recipe.is_authors else 1.0)
+            self.step_seconds[recipe.name] = seconds
             self.work.mkdir(parents=True, exist_ok=True)
             self.timed.write_text(json.dumps(self.step_seconds))
-        return self.step_seconds[recipe.name]
+        return self.step_seconds[recipe.name] * (self.given.peer_ratio if recipe.is_authors else 1.0)
 
     def curve(self, recipe: Recipe, rate: float, share: float) -> dict[str, Any]:
         """Train for a share of the minutes, or go on with that run."""
@@ -154,7 +155,8 @@ class Measurement:
         authors, *ours = recipes()
         rate, tuning = self.tuned(authors)
         first = self.curve(authors, rate, 1.0)
-        target, end = first["best_nll"], first["points"][-1]
+        end = min(first["points"], key=lambda point: point["nll"])
+        target = end["nll"]
         found: dict[str, Any] = {"text": self.name, "target_nll": target, "curves": [first], "tuning": tuning}
         for recipe in ours:
             rate, tuning = self.tuned(recipe)
@@ -205,6 +207,8 @@ def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) 
     others = [text for text in known if text["text"] != measured["text"]]
     shown = ("minutes", "peer_ratio", "eval_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in shown}
+    if any(text["settings"] != settings for text in others):
+        raise SystemExit(f"{record} holds texts measured with other settings; name another file")
     write(record, f"python -m benchmarks.quality {record}", {"texts": [*others, {**measured, "settings": settings}]})
 
 

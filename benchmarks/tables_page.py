@@ -73,6 +73,8 @@ def section(stem: str, record: Record) -> str:
     output = record["output"]
     name, trained = name_of(stem), [row for row in output["rows"] if row["status"] == "done"]
     parts = [f'<a id="{name}"></a>\n\n### {output["title"]}\n', budget(output) + "\n"]
+    if not trained:
+        return "\n".join([*parts, "No row of it was trained.\n", made(stem, record)])
     if plotted(output):
         parts.append(f"![{output['title']}, every seed](figures/{name}.svg)\n")
     left_out = {*_LEFT_OUT, "attn len"} if output["what"] == "table9" else _LEFT_OUT

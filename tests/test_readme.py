@@ -110,7 +110,13 @@ def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("le\nwhole\nlines\npar", "whole\nlines\n"), ("no line", "no line"), ("a\n", "a\n"), ("a\n\n \nb", "a\n\n \nb")],
+    [
+        ("le\nwhole\nlines\npar", "whole\nlines\n"),
+        ("no line", "no line"),
+        ("a\n\n \nb", "a\n\n \nb"),
+        ("a long paragraph\nHeading\nanother paragraph", "a long paragraph\nHeading\nanother paragraph"),
+        ("\ufffd\u6f22\u5b57\ufffd", "\u6f22\u5b57"),
+    ],
 )
 def test_the_demo_goes_on_from_whole_lines(text, expected):
     assert whole_lines(text) == expected

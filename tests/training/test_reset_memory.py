@@ -90,9 +90,12 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
     ("options", "said"),
     [
         ({"train.reset_memory": "1"}, "train.reset_memory is 1"),
-        ({"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}, "this model has no memory"),
-        ({"train.compile": "true"}, "train.compile records steps whose memory is full"),
-        ({"train.capture": "true"}, "train.capture records steps whose memory is full"),
+        (
+            {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"},
+            "this model has no memory; add --train.reset-memory 0",
+        ),
+        ({"train.compile": "true"}, "train.compile needs steps that are alike.*add --train.reset-memory 0"),
+        ({"train.capture": "true"}, "train.capture needs steps that are alike"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):

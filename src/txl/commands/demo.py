@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1000
 """The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
 _SAMPLES, _CONTEXT = 3, 256
-"""Texts that the model writes, and the tokens of the test split that it goes on from. After a prompt of a few words a
-small model soon repeats itself: in training it has nearly always read more."""
+"""Texts that the model writes, and the most tokens of the test split that each goes on from. After a prompt of a few
+words a small model soon repeats itself: in training it has nearly always read more."""
 _READ, _WRITTEN = 4, 12
 """Lines of context and of the model's own text that are printed."""
 MARK = "--- the model goes on: ---"
@@ -137,7 +137,10 @@ def write_samples(
 
 
 def whole_lines(text: str) -> str:
-    """Return a text without the parts of lines at its ends; the text itself if there is no whole line in it."""
+    """Return a text without the parts of lines at its ends, or all of it where these are more than half.
+
+    Halves of characters at its ends go in both cases.
+    """
     _, _, rest = text.partition("\n")
     lines = rest[: rest.rfind("\n") + 1]
-    return lines if lines.strip() else text
+    return lines if len(lines) >= len(text) / 2 and lines.strip() else text.strip("\N{REPLACEMENT CHARACTER}")

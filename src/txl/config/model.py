@@ -261,7 +261,9 @@ class ModelConfig(ABC):
                 f"flow into (model.mem_len); use a longer train.segment"
             )
         if train.reset_memory and not self.constant_state and not self.mem_len:
-            raise UserError(f"train.reset_memory is {train.reset_memory}, but this model has no memory; expected 0")
+            raise UserError(
+                f"train.reset_memory is {train.reset_memory}, but this model has no memory; add --train.reset-memory 0"
+            )
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
 

@@ -245,7 +245,7 @@ class TrainConfig:
     compile: bool = setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
     capture: bool = setting(False, "record whole steps as a CUDA graph once the memory is full; needs an NVIDIA GPU")
     tf32: bool = setting(False, "compute a GPU's float32 matrix products in TF32, whose factors have 10 bits")
-    seed: int = setting(1, "seed of weights and dropout", at_least=0, at_most=LARGEST)
+    seed: int = setting(1, "seed of weights, dropout and emptied lanes", at_least=0, at_most=LARGEST)
     log_every: int = setting(100, "steps between lines of the log", at_least=1, may_change=True)
     eval_every: int = setting(
         4000, "steps between evaluations on the validation split; 0: never", at_least=0, may_change=True
@@ -321,8 +321,8 @@ class TrainConfig:
         if self.reset_memory and (self.capture or self.compile):
             other = "capture" if self.capture else "compile"
             raise UserError(
-                f"train.{other} records steps whose memory is full, and train.reset_memory is {self.reset_memory}; "
-                f"leave one of them out"
+                f"train.{other} needs steps that are alike, and train.reset_memory, {self.reset_memory}, empties other "
+                f"lanes in each; add --train.reset-memory 0"
             )
         shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
         require(

@@ -9,7 +9,7 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a rate that falls along a line."""
+    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a learning rate that falls linearly."""
     run = stdlib_tiny()
     run.name, run.model.attention, run.model.pre_norm = "stdlib-bpe", "fastest", True
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)

@@ -61,7 +61,7 @@ def _emptied(train: TrainConfig, step: int) -> Tensor:
 
     It depends on seed and step alone, so that a resumed run draws the same.
     """
-    draws = np.random.default_rng((train.seed, step)).random(train.batch_size)
+    draws = np.random.default_rng((train.seed, step, 0, 1)).random(train.batch_size)
     return torch.from_numpy(draws < train.reset_memory)
 
 
@@ -232,7 +232,7 @@ class TrainingLoop:
         lanes = setup.trained.processes.share(train.batch_size)
         if train.reset_memory:
             emptied = _emptied(train, count)[lanes.start : lanes.stop].chunk(len(memory))
-            memory = [each.reset(mask.to(device)) for each, mask in zip(memory, emptied, strict=True)]
+            memory = [each.reset(mask) for each, mask in zip(memory, emptied, strict=True)]
         if train.random_segments:
             rate *= segment.tokens.shape[1] / (train.segment * train.backprop_segments)
         set_learning_rate(state.optimizer, rate)
