@@ -253,10 +253,10 @@ def quality(record: Record) -> str:
     return (
         f"What the authors' recipe (Adam, float32, cosine) comes to in {settings['minutes']:g} minutes, and the "
         "shortest run of ours that comes to it. The recipe runs in this program; a step of the authors' own code is "
-        f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule fixed "
-        "beforehand. Learning rates are tuned on validation over five values; Muon's is the preset's. Loss is in nats "
-        "a token of the validation split: the standard library in byte pairs, enwik8's head in bytes, Penn Treebank in "
-        "words."
+        f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule "
+        "fixed beforehand. Learning rates are tuned on validation over five values; Muon's is the preset's. Loss is in "
+        "nats a token of the validation split: the standard library in byte pairs, enwik8's head in bytes, Penn "
+        "Treebank in words."
         f"\n\n{table(heads, rows)}\n"
     )
 
