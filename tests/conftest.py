@@ -38,8 +38,8 @@ def any_shapes(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-@pytest.fixture(scope="session")
-def test_data() -> Path:
+@pytest.fixture(scope="session", name="test_data")
+def folder_of_real_text() -> Path:
     """The folder of real text that TXL_TEST_DATA names."""
     folder = os.environ.get("TXL_TEST_DATA")
     if not folder:

@@ -31,7 +31,7 @@ def test_commands_are_ones_that_the_program_knows(page):
     for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         for line in block.splitlines():
             if line.startswith("txl "):
-                build_parser().parse_args(shlex.split(line, comments=True)[1:])
+                assert callable(build_parser().parse_args(shlex.split(line, comments=True)[1:]).run), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=of)

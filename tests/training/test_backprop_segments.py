@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, stream
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_continues_exactly, train
 from torch import Tensor
 
 from txl.config import TrainConfig, validate
 from txl.data.streams import LaneStream
-from txl.errors import RunInterrupted, UserError
+from txl.errors import UserError
 from txl.models.language_model import Objective
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build
@@ -182,13 +182,7 @@ STOPPED = {
 @pytest.mark.parametrize("options", STOPPED.values(), ids=STOPPED)
 def test_a_stopped_run_continues_exactly(options, story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **options, **{"train.backprop_segments": "2", "train.steps": "8"})
-    train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 
 def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path, monkeypatch):

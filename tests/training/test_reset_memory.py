@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.conftest import small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_continues_exactly, train
 
 from txl.config import validate
-from txl.errors import RunInterrupted, UserError
+from txl.errors import UserError
 from txl.presets import preset
 from txl.training import loop as loop_module
 
@@ -54,13 +54,7 @@ def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path
 
 def test_a_stopped_run_draws_the_same_lanes(story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **{"train.reset_memory": "0.4", "train.dtype": "bfloat16"})
-    train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 
 def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.conftest import small_run
 from tests.training.test_guards import events, spoil_gradients
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_continues_exactly, assert_same_end, train
 from tests.waiting import AHEAD, Waits
 
 import txl
@@ -197,13 +197,7 @@ def test_memory_that_is_not_finite_is_emptied_before_the_next_update_counts(
 
 def test_a_run_that_looks_later_can_be_stopped_anywhere(story, data_dir, tmp_path, monkeypatch, looking_later):
     run = small_run(str(story), **{"train.log_every": "7", "train.checkpoint_every": "0"})
-    train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 
 @pytest.fixture

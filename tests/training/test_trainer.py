@@ -66,6 +66,17 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
+def assert_continues_exactly(run, tmp_path: Path, data_dir: Path, monkeypatch) -> None:
+    """Stop a run in its fifth step and resume it: it ends as one that was never stopped."""
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
 def test_a_run_leaves_what_the_contract_says(trained):
     names = {path.name for path in trained.iterdir()}
     assert {"config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints"} <= names
@@ -185,13 +196,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
 )  # fmt: skip
 def test_models_of_other_kinds_stop_and_continue(options, story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **options)
-    train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 
 def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir, tmp_path, monkeypatch):
