@@ -244,7 +244,7 @@ class _Device:
     [
         (64, torch.bfloat16, (9, 0), None),
         (41, torch.float32, (8, 9), None),
-        (64, torch.float64, (9, 0), "cannot train in torch.float64"),
+        (64, torch.float64, (9, 0), "cannot train in torch.float64; set train.dtype to float32"),
         (64, torch.bfloat16, (7, 5), r"needs compute capability 8.0 or above \(this GPU has 7.5\)"),
         (257, torch.bfloat16, (9, 0), "has no room for heads of 257 features in torch.bfloat16"),
         (129, torch.float32, (9, 0), "has no room for heads of 129 features in torch.float32"),

@@ -11,8 +11,8 @@ from tests.reproduction.conftest import experiment, files, gathered, micro_run
 from txl.config import RunConfig
 from txl.errors import RunInterrupted, UserError
 from txl.reproduction import experiment as experiment_module
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.converging import Tried, UntilConverged, tune, with_convergence
-from txl.reproduction.definitions import definitions
 from txl.reproduction.outcome import markdown
 from txl.reproduction.page import outcome_page
 from txl.reproduction.scales import PAPER

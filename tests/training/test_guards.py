@@ -68,8 +68,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(story, data_dir, tm
     assert [each["step"] for each in events(tmp_path / "run", "train")] == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
 
 
-def test_a_run_that_skips_goes_on_exactly(story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story))
+@pytest.mark.parametrize("options", [{}, {"train.reset_memory": "0.4", "train.micro_batches": "2"}], ids=str)
+def test_a_run_that_skips_goes_on_exactly(options, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **options)
     with monkeypatch.context() as patch:
         spoil_gradients(patch, {5, 6})
         train(run, tmp_path / "whole", data_dir)
