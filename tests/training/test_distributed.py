@@ -125,32 +125,20 @@ def test_gradients_flow_into_memory_in_two_processes_too(options, story, data_di
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
 
 
-CLEARED = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4"}
-
-
-def test_two_processes_empty_the_lanes_that_one_does(story, data_dir, tmp_path):
-    steps = EXACT | CLEARED
-    run = small_run(str(story), **steps)
-    drawn = torch.stack([_emptied(run.train, step) for step in range(1, 8)])
-    assert drawn[:, :4].any()  # some of the first process and some of the second, never all
+def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(story, data_dir, tmp_path, monkeypatch):
+    """Begun by one process and stopped in its third step; each process empties those of the lanes drawn that it has."""
+    steps = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4", "train.backprop_segments": "2"}
+    run = small_run(str(story), **EXACT | steps)
+    drawn = torch.stack([_emptied(run.train, step) for step in range(3, 8)])
+    assert drawn[:, :4].any()
     assert drawn[:, 4:].any()
     assert not drawn.all(dim=1).any()
-    Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
-    done = launch(tmp_path / "two", story, data_dir, 2, steps | {"train.micro_batches": "2"})
-    assert done.returncode == 0, done.stderr
-    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
-
-
-def test_a_step_of_emptied_lanes_and_several_segments_goes_on_in_two_processes(story, data_dir, tmp_path, monkeypatch):
-    """Begun by one process and stopped in the third step."""
-    steps = EXACT | CLEARED | {"train.backprop_segments": "2"}
-    run = small_run(str(story), **steps)
     Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         with pytest.raises(RunInterrupted):
             Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
-    done = launch(tmp_path / "run", story, data_dir, 2, steps)
+    done = launch(tmp_path / "run", story, data_dir, 2, EXACT | steps)
     assert done.returncode == 0, done.stderr
     assert "going on from step 3" in done.stderr
     assert_same_numbers(tmp_path / "run", tmp_path / "one", 1e-9)
