@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Device)
-    refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, d_head=d_head), "cuda", dtype)
+    refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, attention="triton", d_head=d_head), "cuda", dtype)
     if reason is None:
         assert refusal is None
     else:
