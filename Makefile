@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/txl demo --out runs/demo
+	$(BIN)/txl demo --out runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/browser --ignore tests/package

@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,9 @@ def configured(point: Point, text: Path) -> RunConfig:
     """Return the configuration of a run, which is evaluated four times on the way and at its end."""
     run = txl.preset("stdlib-bpe")
     layers, width = map(int, point.shape.split("x"))
-    run.model = TransformerXLConfig(
-        n_layer=layers, d_model=width, n_head=width // 32, d_head=32, d_inner=3 * width, mem_len=128,
-        dropout=point.dropout, attention="fastest",
-    )  # fmt: skip
+    run.model = replace(
+        run.model, n_layer=layers, d_model=width, n_head=width // 32, d_inner=3 * width, dropout=point.dropout
+    )
     options = {
         "data.corpus": str(text),
         "data.unit": "byte" if point.vocab_size == 256 else "bpe",

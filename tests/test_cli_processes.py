@@ -79,6 +79,19 @@ def test_ctrl_c_while_modules_are_imported_ends_the_command_quietly(module, tmp_
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "txl: interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
+)
+def test_how_long_threads_wait_awake_is_set_before_pytorch_is_loaded(given, expected, tmp_path):
+    (tmp_path / "torch.py").write_text("import os\nprint(os.environ.get('GOMP_SPINCOUNT'))\nos._exit(0)\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])} | given
+    command = [sys.executable, "-u", "-m", "txl", "train", "stdlib-tiny", "--out", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout == f"{expected}\n"
+
+
 def test_a_background_job_goes_on_ignoring_ctrl_c(tmp_path):
     ignore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     done = command_with("torch", tmp_path, "train", "stdlib-tiny", "--out", "x", **ignore)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from txl.presets.minutes import (
     expected_loss,
     units,
 )
+from txl.presets.small import stdlib_bpe
 from txl.runs.directory import RunDirectory
 from txl.training.loop import TrainingLoop
 
@@ -36,10 +38,11 @@ MINUTES = (2, 10, 30, 120, 360)
 
 
 def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> Speed:
-    """Seconds of a machine with this many operations a second."""
+    """Seconds of a machine with this many operations a second, half as many in training with dropout."""
     assert isinstance(run.model, TransformerXLConfig)
     tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
-    return Speed(overhead + 6 * weights * tokens / rate, 2 * weights / rate)
+    slower = 2 if run.model.dropout else 1
+    return Speed(overhead + slower * 6 * weights * tokens / rate, 2 * weights / rate)
 
 
 def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> Text:
@@ -85,6 +88,14 @@ def test_a_faster_machine_chooses_no_smaller_model(minutes: float):
     weights = [_weights(_choice(10_000_000, minutes, rate).run) for rate in (1e10, 4e10, 1e12, 1e14)]
     assert weights == sorted(weights)
     assert weights[-1] > weights[0]
+
+
+def test_a_choice_has_the_recipe_of_the_preset():
+    chosen, recipe = _choice(10_000_000, 10).run, stdlib_bpe()
+    differing = {name for name, value in asdict(chosen.model).items() if value != asdict(recipe.model)[name]}
+    assert differing <= {"n_layer", "d_model", "n_head", "d_inner", "dropout"}
+    for name in ("optimizer", "schedule", "reset_memory", "beta2", "clip", "segment"):
+        assert getattr(chosen.train, name) == getattr(recipe.train, name), name
 
 
 def test_a_small_text_gets_dropout_and_ends_early():

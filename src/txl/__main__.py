@@ -1,7 +1,8 @@
 """The command `txl`, which is `python -m txl` too, for torchrun.
 
 Importing PyTorch takes seconds, and a KeyboardInterrupt raised in the midst of it may be swallowed there, or end in
-another error. So Ctrl-C is taken care of here, before anything else is imported.
+another error. So Ctrl-C is taken care of here, before anything else is imported, and so is what PyTorch's threads read
+from the environment when it is loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+_SPINS = "1000"
+"""Turns for which a thread of PyTorch that has nothing to do waits awake, before it sleeps. GNU OpenMP's own 300,000
+take the processor from every other program; asleep at once, threads wake too late for a small model's short work."""
+
+
 def command() -> None:
     """Run the command that the program was called with, and leave with its exit code: 130 if it was interrupted."""
     # A shell's background job ignores Ctrl-C, and so it stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from txl.cli import main
 
     code = main()

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
+from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.data.facts import TextFacts
 from txl.errors import UserError
 from txl.presets.small import stdlib_bpe
@@ -87,6 +87,8 @@ class Choice:
     """Nats a token above what no model can predict."""
     passes: float
     """Passes over the text."""
+    own_passes: float
+    """Passes over the text's own tokens."""
     seconds: float
     """Time of training and evaluations."""
     speed: Speed
@@ -146,6 +148,9 @@ def choose(
             if run == before:  # what differs was given
                 return choice
         choice = planned(run, text, seconds, measure(run), given)
+        regularised = with_options(with_dropout(run, choice.own_passes), given)
+        if regularised != run:  # dropout takes time: fewer steps are left, and it stays
+            choice = planned(regularised, text, seconds, measure(regularised), given)
         seen.append((run, choice))
         return choice
 
@@ -175,18 +180,23 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
     """Return a configuration of a shape and batch, with the user's options."""
     layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
     run = RunConfig.from_dict(base.to_dict())
-    run.model = TransformerXLConfig(
-        n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width, mem_len=128,
-        dropout=0.0, attention="fastest",
-    )  # fmt: skip
+    run.model = replace(
+        run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
+    )
     run.train.batch_size = lanes
     return with_options(run, given)
 
 
+def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
+    """Return a configuration with the dropout that is best for so many passes over the text's own tokens."""
+    rate = next(rate for most, rate in DROPOUT if own_passes <= most)
+    return replace(run, model=replace(run.model, dropout=rate))
+
+
 def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dict[str, str]) -> Choice:
-    """Return a configuration with the steps, evaluations and dropout that fit into a time."""
+    """Return a configuration with the steps and evaluations that fit into a time."""
     if not math.isfinite(speed.step):
-        return Choice(run, math.inf, 0.0, math.inf, speed, False)
+        return Choice(run, math.inf, 0.0, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
     train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
@@ -196,7 +206,6 @@ def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dic
     useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))
     train.steps = max(1, min(in_time, useful))
     passes = train.steps * per_step / text.train_tokens
-    again = train.steps * per_step / text.own_tokens
     fewest, usual, most = RATE_STEPS
     train.learning_rate = float(f"{RATE * (usual / min(max(train.steps, fewest), most)) ** RATE_FALLS:.2g}")
     train.warmup_steps = max(1, round(0.05 * train.steps))
@@ -205,11 +214,11 @@ def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dic
     train.checkpoint_every = train.eval_every
     train.log_every = max(1, round(train.steps / 40))
     train.planned_minutes = (train.steps * speed.step + evaluations) / 60
-    run.model.dropout = next(rate for most, rate in DROPOUT if again <= most)
     run = with_options(run, given)
+    own_passes = train.steps * per_step / text.own_tokens
     loss = expected_loss(run, text, train.steps)
     taken = train.steps * speed.step + evaluations
-    return Choice(run, loss, passes, taken, speed, useful < in_time)
+    return Choice(run, loss, passes, own_passes, taken, speed, useful < in_time)
 
 
 def expected_loss(run: RunConfig, text: Text, steps: int) -> float:
