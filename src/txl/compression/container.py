@@ -6,8 +6,9 @@
     the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
 
 Numbers are little-endian. The header is a raw deflate stream whose preset dictionary is `_USUAL`; in format 1, which is
-still read, it is a zlib stream without one. A checksum is CRC-32 of its record, begun with the checksum before it, so that blocks that
-are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding gave something else.
+still read, it is a zlib stream without one. A checksum is CRC-32 of its record, begun with the checksum before it, so
+that blocks that are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding
+gave something else.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _USUAL = (
     b'{"arithmetic":{"build":"","library":"","processor":"","torch":"2.13.0+cpu","txl":"0.2.0.dev0"},"block":262144,'
     b'"block":524288,"lanes":1,"lengths":{"clamp_len":null,"mem_len":128,"window":128},"model":"","probe":"'
 )
-"""Text of the usual headers, which their own need not repeat. It is part of the format: another one is another format."""
+"""Text of usual headers, which a header need not repeat. It is part of the format: to change it is a new format."""
 _CODED, _STORED = 1, 2
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
