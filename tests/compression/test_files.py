@@ -318,23 +318,20 @@ class Sink(io.RawIOBase):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("way", ["fixed", "online"])
-def test_memory_does_not_grow_with_the_text(way, tmp_path):
+def test_memory_does_not_grow_with_the_text(tmp_path):
     """What Python's and numpy's allocations hold at most, on both sides, for a text and for one four times as long."""
-    model = coding_model("lstm")
-    settings: dict[str, Any] = {"model": model} if way == "fixed" else {"online": ONLINE}
-    text, file = tmp_path / "text", tmp_path / "file"
+    model, text, file = coding_model("lstm"), tmp_path / "text", tmp_path / "file"
 
     def peaks(repeated: int) -> list[int]:
         text.write_bytes(TEXT * repeated)
         found, out = [], Sink()
         tracemalloc.start()
         with open(text, "rb") as source, open(file, "wb") as sink:
-            compress(source, sink, **settings, lanes=16)
+            compress(source, sink, model=model, lanes=16)
         found.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.reset_peak()
         with open(file, "rb") as source:
-            decompress(source, out, name="FILE", load=None if way == "online" else lambda: model)  # pyright: ignore[reportArgumentType]
+            decompress(source, out, name="FILE", load=lambda: model)  # pyright: ignore[reportArgumentType]
         found.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert out.size == len(TEXT) * repeated

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import normalizers
@@ -30,6 +32,7 @@ FILES = {
     "text": TEXT.encode(),
     "all bytes": bytes(range(256)) * 3,
     "random": random.Random(1).randbytes(3000),
+    "a program": Path(sys.executable).read_bytes()[:3000],
     "other scripts": "Привет, 世界! שלום ก็ 👩‍👩‍👧 é é".encode() * 5,
     "cut characters": "世界".encode()[1:-1],
     "surrogates": b"\xed\xa0\x80\xed\xb2\x80 a \xed\xb0\x80",
