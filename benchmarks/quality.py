@@ -5,8 +5,8 @@
 One small shape for each text. The authors' recipe is Adam in float32 with a cosine to 0, and has all of `--minutes`;
 its steps count with the time that the authors' code takes (`--peer-ratio`; both give the same losses). The others are
 whole runs of growing shares of that time, each with a schedule fixed beforehand, until one reaches the best loss of the
-authors' curve. Learning rates are tuned on validation, over five values: theirs in runs of a quarter of the time, ours
-in runs of a tenth.
+authors' curve. Learning rates are tuned on validation, over five values, and further where the best of them is at an
+end: theirs in runs of a quarter of the time, ours in runs of a tenth.
 
 A curve's seconds are its steps times the seconds of a step, measured once on an idle machine; evaluations do not count.
 Runs and these seconds are kept in `--work`: the same command goes on where it was stopped. Losses do not depend on the
@@ -31,6 +31,7 @@ from txl.allocator import keep_freed_memory
 from txl.benchmarking.minutes import measured_speed
 from txl.config import RunConfig, with_options
 from txl.data.corpora import open_corpus
+from txl.errors import TrainingDiverged
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
@@ -145,10 +146,22 @@ class Measurement:
 
     def tuned(self, recipe: Recipe) -> tuple[float, list[dict[str, Any]]]:
         """Find the best of the recipe's rates; returned with the short runs that tell."""
+        best = recipe.rates[0]
         if len(recipe.rates) == 1:
-            return recipe.rates[0], []
-        runs = [self.curve(recipe, rate, recipe.tuning) for rate in recipe.rates]
-        return min(runs, key=lambda run: run["best_nll"])["rate"], runs
+            return best, []
+        waiting, runs = list(recipe.rates), []
+        while waiting:
+            rate = waiting.pop(0)
+            try:
+                runs.append(self.curve(recipe, rate, recipe.tuning))
+            except TrainingDiverged:
+                runs.append({"recipe": recipe.name, "rate": rate, "best_nll": None})
+            if not waiting:
+                best = min((run["best_nll"], run["rate"]) for run in runs if run["best_nll"] is not None)[1]
+                tried = [run["rate"] for run in runs]
+                further = {min(tried): best / 2, max(tried): best * 2}
+                waiting = [further[best]] if best in further else []
+        return best, runs
 
     def all(self) -> dict[str, Any]:
         """Measure all curves, and what each needs to come to the authors' best loss."""

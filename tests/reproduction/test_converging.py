@@ -64,6 +64,13 @@ def test_a_recipe_that_averages_keeps_its_schedule():
     assert (train.schedule, train.patience, train.average_patience, train.eval_every) == ("constant", 7, 5, 25)
 
 
+def test_the_machines_fastest_attention_is_taken_where_none_was_asked_for():
+    run = micro_run(100)
+    assert with_convergence(run, RULES).model.attention == "fastest"
+    run.model.attention = "reference"
+    assert with_convergence(run, RULES).model.attention == "reference"
+
+
 def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tmp_path, data_dir, monkeypatch):
     scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
     rows = tuple(definitions()["table6"].row(key) for key in ("xl", "no-recurrence"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from txl.config import RunConfig
+from txl.config import RunConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.reproduction.folder import stored_json
@@ -70,7 +70,8 @@ def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
     """Return a configuration that trains until it has converged; its number of steps is the cap.
 
     The rate is divided by four whenever an evaluation is no better than the best before it. A recipe that averages its
-    weights when validation stops improving keeps its own schedule.
+    weights when validation stops improving keeps its own schedule. A Transformer-XL trains with the machine's fastest
+    attention.
     """
     train = dataclasses.replace(run.train, eval_every=max(1, run.train.steps // rules.evaluations))
     if train.average_patience is None:
@@ -79,7 +80,10 @@ def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
         train.patience = rules.patience
     else:
         train.patience = rules.patience + train.average_patience
-    return dataclasses.replace(run, train=train)
+    model = run.model
+    if isinstance(model, TransformerXLConfig) and model.attention == "auto":
+        model = dataclasses.replace(model, attention="fastest")
+    return dataclasses.replace(run, model=model, train=train)
 
 
 def at_rate(run: RunConfig, factor: float) -> RunConfig:

@@ -408,9 +408,13 @@ def cost_figure(outcome: Outcome) -> Drawing | None:
             times, values, names = zip(*each, strict=True)
             color, line = (ACCENT, SECOND)[number % 2], "-" if group else "none"
             axes.plot(times, values, color=color, marker="o", markersize=4.5, linestyle=line, label=group or None)
-            for place, name in zip(zip(times, values, strict=True), names, strict=True):
-                axes.annotate(name, place, textcoords="offset points", xytext=(4, 4), color=INK, fontsize="small")
-        axes.margins(x=0.18, y=0.12)
+            for index, (place, name) in enumerate(zip(zip(times, values, strict=True), names, strict=True)):
+                # In turns above and below: neighbours may lie close together.
+                axes.annotate(
+                    name, place, textcoords="offset points", xytext=(0, -13 if index % 2 else 7), ha="center",
+                    color=INK, fontsize="small",
+                )  # fmt: skip
+        axes.margins(x=0.12, y=0.2)
         axes.set_xlabel("training time a token")
         axes.set_ylabel(f"{quality_label(outcome.unit)}, test split")
         if len(points) > 1:
