@@ -90,8 +90,9 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
     started = {}
     for kind in kinds:
         words = ["compress", "-", "--online", "--no-verify", "-o", str(tmp_path / kind.name)]
-        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started[kind] = subprocess.Popen([sys.executable, "-m", "txl", *words], **pipes)
+        started[kind] = subprocess.Popen(
+            [sys.executable, "-m", "txl", *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
     for kind, process in started.items():
         with process:
             while not list(tmp_path.glob(f"{kind.name}.*")):  # it waits for the text

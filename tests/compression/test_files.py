@@ -196,7 +196,8 @@ def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
 def test_files_are_as_long_as_an_evaluation_of_as_many_lanes_says(kind):
     """Static with 8 lanes, as `txl eval --batch 8`; dynamic with one, as `txl eval --dynamic`."""
     vocabulary = ByteVocabulary([*b"abcdefghijklmnop"])
-    model, lengths = coding_model(kind, vocabulary), {}
+    model = coding_model(kind, vocabulary)
+    lengths: dict[str, Any] = {}
     if kind == "transformer-xl":
         model, lengths = dataclasses.replace(model, lengths=Lengths(20, 20)), {"mem_len": 20, "window": 20}
     draw = random.Random(6)

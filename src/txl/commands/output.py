@@ -186,7 +186,7 @@ def _removed_by_signals(path: Path) -> Iterator[None]:
         return
 
     def stop(received: int, frame: FrameType | None) -> None:
-        handler = before[received]
+        handler = before[signal.Signals(received)]
         signal.signal(received, handler)  # asked twice, it ends at once
         with suppress(OSError):
             path.unlink()
