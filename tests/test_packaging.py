@@ -114,3 +114,13 @@ def test_every_extra_is_documented_and_no_other():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE))
     assert named == set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_classifiers_name_the_pythons_that_the_workflow_tests():
+    named = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if "Python :: 3." in each]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (first,), (others,) = (
+        re.findall(pattern, workflow) for pattern in (r'python-version: "(.+)"', r"python: \[(.+)\]")
+    )
+    assert named == [first, *re.findall(r'"(.+?)"', others)]
+    assert PROJECT["project"]["requires-python"] == f">={first}"

@@ -244,7 +244,7 @@ class _Device:
     [
         (64, torch.bfloat16, (9, 0), None),
         (41, torch.float32, (8, 9), None),
-        (64, torch.float64, (9, 0), "cannot train in torch.float64"),
+        (64, torch.float64, (9, 0), "cannot train in torch.float64; set train.dtype to float32"),
         (64, torch.bfloat16, (7, 5), r"needs compute capability 8.0 or above \(this GPU has 7.5\)"),
         (257, torch.bfloat16, (9, 0), "has no room for heads of 257 features in torch.bfloat16"),
         (129, torch.float32, (9, 0), "has no room for heads of 129 features in torch.float32"),
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Device)
-    refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, d_head=d_head), "cuda", dtype)
+    refusal = BACKENDS["triton"].refusal(dataclasses.replace(PLAIN, attention="triton", d_head=d_head), "cuda", dtype)
     if reason is None:
         assert refusal is None
     else:

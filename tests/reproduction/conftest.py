@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
-from txl.reproduction.definitions import definitions
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.outcome import gather
 from txl.reproduction.scales import TINY, Scale

@@ -10,8 +10,8 @@ import txl.reproduction.scales as scales
 from txl.cli import main
 from txl.config import DataConfig
 from txl.presets import presets
+from txl.reproduction.catalogue import find_definition
 from txl.reproduction.configuring import configure, estimated_segment
-from txl.reproduction.definitions import find_definition
 
 
 @pytest.fixture

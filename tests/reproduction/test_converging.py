@@ -8,11 +8,11 @@ import math
 import pytest
 from tests.reproduction.conftest import experiment, files, gathered, micro_run
 
-from txl.config import RunConfig
+from txl.config import AttentionName, RunConfig, TransformerXLConfig
 from txl.errors import RunInterrupted, UserError
 from txl.reproduction import experiment as experiment_module
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.converging import Tried, UntilConverged, tune, with_convergence
-from txl.reproduction.definitions import definitions
 from txl.reproduction.outcome import markdown
 from txl.reproduction.page import outcome_page
 from txl.reproduction.scales import PAPER
@@ -66,9 +66,13 @@ def test_a_recipe_that_averages_keeps_its_schedule():
 
 def test_the_machines_fastest_attention_is_taken_where_none_was_asked_for():
     run = micro_run(100)
-    assert with_convergence(run, RULES).model.attention == "fastest"
-    run.model.attention = "reference"
-    assert with_convergence(run, RULES).model.attention == "reference"
+    assert isinstance(run.model, TransformerXLConfig)
+    wanted: dict[AttentionName, str] = {"auto": "fastest", "reference": "reference"}
+    for asked, taken in wanted.items():
+        run.model.attention = asked
+        model = with_convergence(run, RULES).model
+        assert isinstance(model, TransformerXLConfig)
+        assert model.attention == taken
 
 
 def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tmp_path, data_dir, monkeypatch):

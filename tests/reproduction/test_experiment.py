@@ -18,12 +18,12 @@ from txl.config import DataConfig, RunConfig
 from txl.errors import RunInterrupted, UserError
 from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
-from txl.reproduction.definition import Row
-from txl.reproduction.definitions import definitions
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
 from txl.reproduction.outcome import markdown, spread_text
 from txl.reproduction.page import write_outcome
+from txl.reproduction.schema import Row
 from txl.reproduction.sentences import shuffled_sentences
 from txl.runs.directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment

@@ -11,7 +11,7 @@ from tests.reproduction.conftest import experiment, files, gathered
 import txl.reproduction.experiment as experiment_module
 from txl.config import DataConfig
 from txl.errors import UserError
-from txl.reproduction.definitions import definitions
+from txl.reproduction.catalogue import definitions
 
 
 @pytest.mark.parametrize("name", ["table5", "table7"])

@@ -11,9 +11,9 @@ from tests.reproduction.conftest import experiment, files, gathered, micro_run
 
 from txl.cli import main
 from txl.errors import UserError
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.claims import lower_at_equal_time
 from txl.reproduction.converging import UntilConverged
-from txl.reproduction.definitions import definitions
 from txl.reproduction.measuring import measure_cost
 from txl.reproduction.outcome import markdown
 from txl.reproduction.page import write_outcome

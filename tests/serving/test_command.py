@@ -30,7 +30,7 @@ def process(trained, *words: str, **environment: str) -> Iterator[tuple[subproce
             said = ""
             for line in started.stderr:
                 said += line
-                if match := re.search(r"at (http://\S+);", line):
+                if match := re.search(r"memory 16, window 16, .* at (http://\S+);", line):  # as `txl eval` prints them
                     yield started, match[1]
                     break
             else:

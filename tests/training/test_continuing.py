@@ -104,7 +104,7 @@ def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path,
         with pytest.raises(RunInterrupted):
             Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
     told = capsys.readouterr().err
-    assert "note: model.attention fastest: model.attention compiled needs the library" in told
+    assert "note: model.attention fastest (compiled) needs the library" in told
     assert told.count("no C++ compiler found (c++)); shifted is used, which is slower") == 1
     train(run, tmp_path / "run", data_dir)
     assert attentions(tmp_path / "run") == ["shifted", "shifted"]

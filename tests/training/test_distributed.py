@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests.conftest import small_run
-from tests.training.test_trainer import _given
+from tests.training.test_trainer import _given, stop_after
 
 import txl
-from txl.errors import UserError
+from txl.errors import RunInterrupted, UserError
 from txl.processes import Processes
 from txl.runs.directory import RunDirectory
+from txl.training.loop import _emptied
 from txl.training.trainer import Trainer, _check_lanes
 
 EXACT = {
@@ -121,6 +123,25 @@ def test_gradients_flow_into_memory_in_two_processes_too(options, story, data_di
     done = launch(tmp_path / "two", story, data_dir, 2, steps | options)
     assert done.returncode == 0, done.stderr
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
+
+
+def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(story, data_dir, tmp_path, monkeypatch):
+    """Begun by one process and stopped in its third step; each process empties those of the lanes drawn that it has."""
+    steps = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4", "train.backprop_segments": "2"}
+    run = small_run(str(story), **EXACT | steps)
+    drawn = torch.stack([_emptied(run.train, step) for step in range(3, 8)])
+    assert drawn[:, :4].any()
+    assert drawn[:, 4:].any()
+    assert not drawn.all(dim=1).any()
+    Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(RunInterrupted):
+            Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
+    done = launch(tmp_path / "run", story, data_dir, 2, EXACT | steps)
+    assert done.returncode == 0, done.stderr
+    assert "going on from step 3" in done.stderr
+    assert_same_numbers(tmp_path / "run", tmp_path / "one", 1e-9)
 
 
 def test_with_muon_two_processes_compute_what_one_does(story, data_dir, tmp_path):

@@ -68,8 +68,18 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(story, data_dir, tm
     assert [each["step"] for each in events(tmp_path / "run", "train")] == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
 
 
-def test_a_run_that_skips_goes_on_exactly(story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story))
+@pytest.mark.parametrize(
+    ("options", "later"),
+    [
+        ({}, {1}),
+        ({"train.reset_memory": "0.4"}, {1}),
+        # A step of two parts is abandoned between them, and made anew.
+        ({"train.reset_memory": "0.4", "train.micro_batches": "2"}, {1, 2}),
+    ],
+    ids=str,
+)
+def test_a_run_that_skips_goes_on_exactly(options, later, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **options)
     with monkeypatch.context() as patch:
         spoil_gradients(patch, {5, 6})
         train(run, tmp_path / "whole", data_dir)
@@ -78,7 +88,7 @@ def test_a_run_that_skips_goes_on_exactly(story, data_dir, tmp_path, monkeypatch
         stop_after(patch, 5)
         with pytest.raises(RunInterrupted):
             train(run, tmp_path / "run", data_dir)
-    spoil_gradients(monkeypatch, {1})
+    spoil_gradients(monkeypatch, later)
     train(run, tmp_path / "run", data_dir)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 

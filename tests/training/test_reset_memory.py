@@ -52,8 +52,13 @@ def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path
     assert losses["kept"] != pytest.approx(losses["never held"], abs=1e-4)
 
 
-def test_a_stopped_run_draws_the_same_lanes(story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story), **{"train.reset_memory": "0.4", "train.dtype": "bfloat16"})
+@pytest.mark.parametrize(
+    "options",
+    [{"train.dtype": "bfloat16"}, {"train.micro_batches": "2", "train.backprop_segments": "2", "train.steps": "8"}],
+    ids=["bfloat16", "parts of several segments"],
+)
+def test_a_stopped_run_draws_the_same_lanes(options, story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **options, **{"train.reset_memory": "0.4"})
     assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 

@@ -121,6 +121,7 @@ def looking_later(monkeypatch):
         {"train.log_every": "7", "train.eval_every": "12"},
         {"train.log_every": "7", "train.average_from": "2", "train.average_mu": "0.3"},
         {"train.log_every": "7", "train.average_from": "4", "train.micro_batches": "2"},
+        {"train.log_every": "7", "train.reset_memory": "0.4", "train.micro_batches": "2"},
         {"train.log_every": "1"},
     ],
     ids=str,

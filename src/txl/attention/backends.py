@@ -158,7 +158,8 @@ class Backend:
             dtype: of the matrix products; None: not known yet.
         """
         reason = self._missing(model) or self._misplaced(model, device, dtype)
-        return reason and f"model.attention {self.name} {reason}, or use --model.attention shifted"
+        asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
+        return reason and f"model.attention {asked} {reason}, or use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
         """Name the first part of the model that it does not support."""
@@ -182,7 +183,7 @@ class Backend:
         if device and self.devices and device.partition(":")[0] not in self.devices:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
-            return f"cannot train in {dtype}"
+            return f"cannot train in {dtype}; set train.dtype to float32"
         return self.obstacle(device, dtype, model.d_head) if device and self.obstacle else None
 
 
@@ -288,4 +289,4 @@ def attention_note(model: TransformerXLConfig, device: str | None) -> str | None
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None
     reason = BACKENDS["compiled"].refusal(model, "cpu")
-    return reason and f"model.attention fastest: {reason.partition(', or use')[0]}; shifted is used, which is slower"
+    return reason and f"{reason.partition(', or use')[0]}; shifted is used, which is slower"

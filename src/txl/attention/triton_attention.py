@@ -83,7 +83,7 @@ def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head
     if device.type != "cuda":
         return f"cannot train on {device}, only on cuda"
     if dtype not in (None, torch.float32, torch.bfloat16):
-        return f"cannot train in {dtype}"
+        return f"cannot train in {dtype}; set train.dtype to float32"
     return _why_not_here(device, dtype, d_head, _tf32())
 
 

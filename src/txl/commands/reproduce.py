@@ -23,8 +23,8 @@ from txl.errors import CommandFailed, UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
-    from txl.reproduction.definition import Definition
     from txl.reproduction.scales import Scale
+    from txl.reproduction.schema import Definition
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -71,8 +71,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train and measure what is left, and write the page."""
+    from txl.reproduction.catalogue import find_definition
     from txl.reproduction.converging import UntilConverged
-    from txl.reproduction.definitions import find_definition
     from txl.reproduction.scales import find_scale
 
     definition = find_definition(arguments.what)

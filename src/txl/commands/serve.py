@@ -137,9 +137,10 @@ def run(arguments: argparse.Namespace) -> None:
 
         def ready(stop: Callable[[], None]) -> None:
             about = service.describe()["txl"]
+            memory = f"memory {about['mem_len']}" + ("" if about["window"] is None else f", window {about['window']}")
             say(
                 f"serving {service.model_id} ({about['parameters']:,} parameters, {checkpoint.name}, {about['dtype']}, "
-                f"memory {service.memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
+                f"{memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
             if len(kept):

@@ -24,6 +24,7 @@ from torch import Tensor
 from txl.config import Limit
 from txl.devices import sent
 from txl.errors import UserError
+from txl.generation.reading import Reader, StreamState, TextReading
 from txl.generation.sampling import (
     REASONS,
     Sampling,
@@ -35,12 +36,10 @@ from txl.generation.sampling import (
 )
 from txl.generation.steps import CompiledStep, Drawing, MemorySlots, ModuleStep, Slots, StaticStep, make_step
 from txl.models.language_model import LanguageModel
-from txl.models.memory import Memory, Projections
-from txl.models.structure import Structure, evaluation_view
+from txl.models.memory import Memory
+from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 
-PROMPT_SEGMENT = 128
-"""Tokens of a prompt read at once."""
 _MOST_DRAWINGS = 1000
 """Settings of sampling that are remembered."""
 _logger = logging.getLogger(__name__)
@@ -60,27 +59,6 @@ class Stream:
     """True: it has a token that has not been read yet."""
     ended: str | None = None
     """The reason why the engine ended it, if it could not go on."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """The keys, values and waiting token of a stream, as a value that `enter` and `Reading` go on from.
-
-    Shapes: H heads, M positions held, D width of a head.
-    """
-
-    n_token: int
-    """Tokens of the stream, the one that waits to be read among them; 0 for a stream that has none yet."""
-    waiting: int
-    """The last token, which the next step reads; 0 if there is none."""
-    keys: tuple[Float[Tensor, "H M D"], ...]
-    """One [H,M,D] a layer, the oldest position first."""
-    values: tuple[Float[Tensor, "H M D"], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(each.nbytes for each in (*self.keys, *self.values))
 
 
 class DecodeEngine:
@@ -123,27 +101,24 @@ class DecodeEngine:
             raise UserError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float64")
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
-        self._structure = frozen_structure(model if converted is None else self.model)
-        self._like = self.model.softmax.bias
+        structure = frozen_structure(model if converted is None else self.model)
         with torch.inference_mode():
             state = self.model.init_state(1, mem_len, window, clamp_len)
-            self._lengths = state.lengths
-            shape = self.model.config
-            if self._structure.outsider is None:
-                self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, self._like)
-                self._step = make_step(self.model, self._slots, self._lengths.clamp_len, compile, self._structure)
+            self.reader = Reader(self.model, structure, state.lengths)
+            shape, like = self.model.config, self.reader.like
+            if structure.outsider is None:
+                self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
+                self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile, structure)
             else:
-                _logger.warning("streams go through the model's modules, one by one: %s", self._structure.outsider)
-                self._slots = MemorySlots(max_streams, self._like.device)
+                _logger.warning("streams go through the model's modules, one by one: %s", structure.outsider)
+                self._slots = MemorySlots(max_streams, like.device)
                 self._step = ModuleStep(self.model, self._slots)
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
-        self._next = torch.zeros(max_streams, dtype=torch.int64, device=self._like.device)
+        self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)
         self._streams: list[Stream] = []
         self._free = list(range(max_streams))  # a heap, so that those taken lie together
         self._drawings: dict[tuple[Sampling, tuple[int, ...]], Drawing] = {}
-        self._structures: dict[int, Structure] = {}
-        self._positions: tuple[Tensor, ...] | None = None
 
     @property
     def max_streams(self) -> int:
@@ -178,7 +153,7 @@ class DecodeEngine:
         never = checked_forbidden(forbidden, vocab_size)
         stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never))
         try:
-            reading = Reading(self, ids)
+            reading = TextReading(self.reader, ids)
             while not reading.done:
                 reading.step()
             self._place(stream, reading.memory, reading.n_token, int(ids[-1]))
@@ -189,7 +164,7 @@ class DecodeEngine:
 
     def enter(
         self,
-        read: Reading | StreamState,
+        read: TextReading | StreamState,
         *,
         seed: int = 0,
         drawn: int = 0,
@@ -210,7 +185,7 @@ class DecodeEngine:
         if read.n_token == 0:
             raise UserError("the stream is empty; let it read at least one token first")
         stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
-        memory = read.memory if isinstance(read, Reading) else self.memory_of(read)
+        memory = read.memory if isinstance(read, TextReading) else self.reader.memory_of(read)
         self._place(stream, memory, read.n_token, read.waiting)
         return stream
 
@@ -223,33 +198,20 @@ class DecodeEngine:
         self._check_member(stream)
         if not stream.waiting:
             raise UserError("the stream has read all its tokens; give it another one with `put`")
-        slots = self._rings()
+        self.reader.check_saves()
+        slots = self._slots
+        assert isinstance(slots, Slots)
         with torch.inference_mode():
             keys, values = slots.held(stream.slot)
         return StreamState(int(slots.read[stream.slot]) + 1, int(self._next[stream.slot]), keys, values)
 
     def empty_state(self) -> StreamState:
         """Return the state of a stream that has read nothing."""
-        like = self._rings().keys
-        nothing = tuple(ring[:, 0, :0].clone() for ring in like)
-        return StreamState(0, 0, nothing, nothing)
+        return self.reader.empty_state()
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as a memory, from which a view of the model (by default the engine's) reads segments.
-
-        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code which
-        needs them does not get wrong numbers.
-        """
-        self._rings()
-        with torch.inference_mode():
-            empty = self.model.empty_state(1, self._lengths)
-            if state.n_token == 0:
-                return empty
-            n_held = state.keys[0].shape[1]
-            unknown = self._like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
-            keys, values = (tuple(each[:, None] for each in kind) for kind in (state.keys, state.values))
-            held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
-        return replace(empty, hidden=(unknown,) * len(keys), projections=held)
+        """Return a saved state as a memory, from which a view of the model (by default the engine's) reads segments."""
+        return self.reader.memory_of(state, view)
 
     def fork(self, stream: Stream, *, seed: int) -> Stream:
         """Start a second stream that has read the same, and goes on by another seed."""
@@ -359,7 +321,7 @@ class DecodeEngine:
                 raise UserError("a stream has read all its tokens; give it another one with `put`")
         if len({stream.slot for stream in streams}) < len(streams):
             raise UserError("a stream was given twice; expected each of them once")
-        self._check_weights()
+        self.reader.check_weights()
 
     def _drawing(self, stream: Stream) -> Drawing:
         """Return how a stream draws; its forbidden tokens are sent to the device once."""
@@ -395,31 +357,12 @@ class DecodeEngine:
             self._slots.fill(stream.slot, memory, n_token - 1)
             self._next[stream.slot] = waiting
 
-    def _rings(self) -> Slots:
-        if not isinstance(self._slots, Slots):
-            raise UserError("streams go through the model's modules, and such a stream cannot be saved; see the log")
-        return self._slots
-
-    def _structure_of(self, view: TransformerXL) -> Structure:
-        """Return the structure by which a view that reads segments knows keys and values as its own."""
-        known = self._structures.get(id(view))
-        if known is None or known.model is not view or not known.holds():
-            known = self._structures[id(view)] = frozen_structure(view)
-        return known
-
-    def _positions_of(self, empty: Memory) -> tuple[Tensor, ...]:
-        """W_kR R for the segments of a saved stream; made once, and always of the same length."""
-        if self._positions is None:
-            n_distance = empty.capacity + PROMPT_SEGMENT
-            self._positions = self.model.position_projections(n_distance, empty.clamp_len, self._like)
-        return self._positions
-
     def _enter(self, stream: Stream) -> Stream:
         if not self._free:
             raise UserError(
                 f"all {self.max_streams} places are taken; let a stream leave, or make an engine with more max_streams"
             )
-        self._check_weights()
+        self.reader.check_weights()
         stream.slot = heapq.heappop(self._free)
         self._streams.append(stream)
         return stream
@@ -429,88 +372,6 @@ class DecodeEngine:
             if stream.ended is not None:
                 raise UserError(f"the stream has ended: {stream.ended}")
             raise UserError("the stream is not one of this engine's, or has left it")
-
-    def _check_weights(self) -> None:
-        # Where all modules are called, hooks are too, whenever they come.
-        if not self._structure.holds(hooks=not isinstance(self._step, ModuleStep)):
-            raise UserError(
-                f"the model's weights have changed since the engine was made ({self._structure.change()}); make a new "
-                f"engine"
-            )
-
-
-class Reading:
-    """Tokens that are read a segment at a time, so that steps of other streams can be taken in between.
-
-    Nothing of the engine changes: what was read is a value, `memory`, until `DecodeEngine.enter` gives it a place, or
-    `state` takes it home. All tokens are read but the last one, which waits for the stream's next step.
-
-    Args:
-        engine: whose model reads.
-        ids: at least one, all of the vocabulary (`checked_tokens`).
-        after: what was read before.
-        segment: most tokens of a segment, up to `PROMPT_SEGMENT`.
-        view: reads in the place of the engine's model: a view of it, whose attention is watched.
-
-    Raises:
-        UserError: if the model has changed since the engine was made.
-    """
-
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        ids: Int64[Tensor, " n"],
-        after: StreamState | None = None,
-        segment: int = PROMPT_SEGMENT,
-        view: TransformerXL | None = None,
-    ):
-        self.waiting = int(ids[-1])
-        ids = sent(ids, engine._like.device)
-        self._engine, self._segment, self._model = engine, min(segment, PROMPT_SEGMENT), view or engine.model
-        continues = after is not None and after.n_token > 0
-        if after is not None and continues:
-            ids = torch.cat([ids.new_tensor([after.waiting]), ids])
-            self.memory = engine.memory_of(after, self._model)
-        else:
-            with torch.inference_mode():
-                self.memory = engine.model.empty_state(1, engine._lengths)
-        self._ids, self._at = ids, 0
-        self.n_token = ids.shape[0] + (after.n_token - 1 if after is not None and continues else 0)
-        """Tokens of the stream when all is read."""
-
-    @property
-    def done(self) -> bool:
-        """True when everything is read."""
-        return self._at >= self._ids.shape[0] - 1
-
-    @property
-    def read(self) -> int:
-        """Tokens of the stream that have been read."""
-        return self.n_token - (self._ids.shape[0] - self._at)
-
-    def step(self) -> tuple[Float[Tensor, "1 T E"], Int64[Tensor, "1 T"]]:
-        """Read the next segment.
-
-        Returns:
-            The final hidden states, for `log_probs_of` or `nll_of` of the engine's model, and what follows each of the
-            tokens read.
-        """
-        self._engine._check_weights()
-        end = min(self._at + self._segment, self._ids.shape[0] - 1)
-        with torch.inference_mode():
-            hidden, self.memory = self._model.hidden_states(self._ids[None, self._at : end], self.memory)
-        targets = self._ids[None, self._at + 1 : end + 1]
-        self._at = end
-        return hidden, targets
-
-    def state(self) -> StreamState:
-        """Return what has been read so far, with the token that comes next waiting."""
-        held = self.memory.projections
-        if held is None:
-            self._engine._rings()  # refuses a model whose modules have to be called
-            return replace(self._engine.empty_state(), n_token=1, waiting=int(self._ids[0]))
-        keys, values = (tuple(each[:, 0].clone() for each in kind) for kind in (held.keys, held.values))
-        return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)
 
 
 def decodes(model: LanguageModel) -> TypeGuard[TransformerXL]:

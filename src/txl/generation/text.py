@@ -18,7 +18,8 @@ from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.devices import sent
 from txl.errors import UserError
-from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, decodes
+from txl.generation.engine import DecodeEngine, decodes
+from txl.generation.reading import PROMPT_SEGMENT
 from txl.generation.sampling import (
     REASONS,
     Sampling,

@@ -58,8 +58,8 @@ class FamilyModel(LanguageModel[StateT]):
         """Return the bytes that the layers take while they train."""
 
     @staticmethod
-    def check_device(config: ModelConfig, device: str) -> None:
-        """Refuse a configuration that cannot train on a device."""
+    def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
+        """Refuse a configuration that cannot train on a device with matrix products in a dtype."""
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Return the names of the layers' matrices, which map hidden states to hidden states.

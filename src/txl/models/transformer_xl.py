@@ -223,10 +223,11 @@ class TransformerXL(FamilyModel[Memory]):
         return transformer_costs(self.config, train, n_memory=n_memory, queries=3, keeps_scores=True)
 
     @staticmethod
-    def check_device(config: ModelConfig, device: str) -> None:
-        """Refuse a device that the configuration's attention cannot train on."""
+    def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
+        """Refuse a device or a dtype that the configuration's attention cannot train with."""
         assert isinstance(config, TransformerXLConfig)
-        attention_backend(config, device)
+        if (reason := attention_backend(config, device).refusal(config, device, dtype)) is not None:
+            raise UserError(reason)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""

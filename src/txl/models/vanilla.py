@@ -179,10 +179,10 @@ class VanillaTransformer(FamilyModel[NoMemory]):
     attention_name = "scaled_dot_product_attention"
 
     @staticmethod
-    def check_device(config: ModelConfig, device: str) -> None:
-        """Refuse the compiled attention elsewhere than on a CPU with a compiler."""
+    def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
+        """Refuse the compiled attention elsewhere than on a CPU with a compiler, and in dtypes that it lacks."""
         assert isinstance(config, VanillaConfig)
-        if config.attention == "compiled" and (reason := why_not_training(device, torch.float32)):
+        if config.attention == "compiled" and (reason := why_not_training(device, dtype)):
             raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
 
     def __init__(self, config: VanillaConfig, vocab_size: int, device: str | None = None):

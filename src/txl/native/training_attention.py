@@ -67,7 +67,7 @@ def why_not_training(device: torch.device | str, dtype: torch.dtype) -> str | No
     if torch.device(device).type != "cpu":
         return f"cannot train on {device}, only on cpu"
     if dtype not in SUFFIXES:
-        return f"cannot train in {dtype}"
+        return f"cannot train in {dtype}; set train.dtype to float32"
     reason = why_not()
     return reason and f"needs the library that is compiled for this processor ({reason})"
 

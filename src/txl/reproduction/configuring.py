@@ -12,8 +12,8 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset
 from txl.reproduction.converging import with_convergence
-from txl.reproduction.definition import Definition, Row
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Definition, Row
 from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 

@@ -30,11 +30,11 @@ from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, tune
-from txl.reproduction.definition import Definition, Row
 from txl.reproduction.folder import Folder, changes, stored_json
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_cost, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Definition, Row
 from txl.reproduction.sentences import shuffled_sentences
 from txl.runs.directory import RunDirectory, of_today
 from txl.runs.environment import describe_hardware, describe_software

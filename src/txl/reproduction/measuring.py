@@ -20,8 +20,8 @@ from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.presets import find_preset
 from txl.reproduction.configuring import attention_lengths
-from txl.reproduction.definition import Kind, Row
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Kind, Row
 from txl.training.budget import peak_bytes
 from txl.units import is_character_unit, quality
 

@@ -7,7 +7,7 @@ beside those of the first row, in turns.
 from __future__ import annotations
 
 from txl.reproduction.claims import Claim, all_of, lower, lower_at_equal_time, no_worse
-from txl.reproduction.definition import Definition, Length, Row, Shape
+from txl.reproduction.schema import Definition, Length, Row, Shape
 
 _DEPTHS, _MEMORIES = (1, 2), (1, 2, 4, 8)
 """Factors of the scale's layers and memory. Eight times the memory takes about as much time as twice the layers."""

@@ -13,9 +13,9 @@ from txl.evaluation.effective_context import effective_context
 from txl.files import JsonObject
 from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.converging import Tuned
-from txl.reproduction.definition import Definition
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Definition
 from txl.units import is_character_unit, measure_name
 
 FRACTIONS = (0.1, 0.5, 1.0)

@@ -21,9 +21,9 @@ from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
 from txl.reporting.wording import short_name
-from txl.reproduction.definition import Row
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, hit_cap, repeats_text, tuned_rates
+from txl.reproduction.schema import Row
 from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6

@@ -10,9 +10,9 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import presets
 from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
-from txl.reproduction.definition import Definition, Row
 from txl.reproduction.measuring import speed_length
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Definition, Row
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from txl.errors import UserError
 from txl.models.language_model import LanguageModel
 from txl.reporting.attention_page import write_attention
 from txl.reporting.samples_page import About, settings_text, write_samples
-from txl.reproduction.definition import Product
 from txl.reproduction.scales import Scale
+from txl.reproduction.schema import Product
 
 _ATTENTION_SPLIT, _SAMPLES_SPLIT = "valid", "test"
 

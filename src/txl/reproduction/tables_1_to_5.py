@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from txl.presets.baselines import SMALL_AWD
 from txl.reproduction.claims import Claim, all_of, below, lower, no_worse
-from txl.reproduction.definition import Definition, Length, Row, Shape
+from txl.reproduction.schema import Definition, Length, Row, Shape
 
 _WITHOUT_MEMORY = {"model.mem_len": "0"}
 VANILLA = _WITHOUT_MEMORY | {"model.encoding": "learned", "model.max_segment": Length.SEGMENT}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from txl.benchmarking import TABLE_9
 from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, Ablation
 from txl.reproduction.claims import Claim, above, all_of, higher, lower
-from txl.reproduction.definition import Definition, Length, Overrides, Row, Shape
+from txl.reproduction.schema import Definition, Length, Overrides, Row, Shape
 from txl.reproduction.tables_1_to_5 import LSTM, QRNN, SINUSOID, VANILLA, width_of
 
 _HALF = {"train.loss": "half"}

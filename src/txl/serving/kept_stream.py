@@ -23,7 +23,7 @@ from torch import Tensor
 
 from txl.data.decoders import Decoder
 from txl.files import JsonObject
-from txl.generation.engine import StreamState
+from txl.generation.reading import StreamState
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, ReadEvent, SavedEvent, ScoredToken, Work

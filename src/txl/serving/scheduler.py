@@ -18,7 +18,8 @@ from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, Reading
+from txl.generation.engine import DecodeEngine
+from txl.generation.reading import PROMPT_SEGMENT, TextReading
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
 from txl.serving.work import (
@@ -207,7 +208,7 @@ class Scheduler(threading.Thread):
         if work.attention and self._watch is None:
             self._watch = AttentionWatch(self.engine)
         view = self._watch.view if work.attention and self._watch else None
-        work.read = Reading(self.engine, work.ids, work.after, work.segment, view)
+        work.read = TextReading(self.engine.reader, work.ids, work.after, work.segment, view)
         work.checkpoint = 0 if work.after is None else work.after.n_token
         if work.score and (work.after is None or work.after.n_token == 0):
             work.outbox.put(ReadEvent(work.number, [ScoredToken(int(work.ids[0]), None)], 1, work.ids.numel()))
@@ -218,7 +219,7 @@ class Scheduler(threading.Thread):
         budget = PROMPT_SEGMENT
         while self._reading and budget > 0:
             work = self._reading[0]
-            assert isinstance(work.read, Reading)
+            assert isinstance(work.read, TextReading)
             if not work.read.done:
                 try:
                     budget -= self._read_segment(work, work.read)
@@ -230,7 +231,7 @@ class Scheduler(threading.Thread):
             self._reading.popleft()
             (self._ready if work.read.done else self._reading).append(work)
 
-    def _read_segment(self, work: Work, reading: Reading) -> int:
+    def _read_segment(self, work: Work, reading: TextReading) -> int:
         hidden, targets = reading.step()
         n_read = targets.shape[1]
         self.metrics.tokens_read.inc(n_read)
@@ -376,7 +377,7 @@ class Scheduler(threading.Thread):
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:
                 work.outbox.put(SavedEvent(self.engine.save(lane.stream), lane.stream.drawn, last=True))
-        elif isinstance(work.read, Reading):
+        elif isinstance(work.read, TextReading):
             work.outbox.put(SavedEvent(work.read.state(), 0, last=True))
 
     def _finish(self, work: Work) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from txl.data.decoders import Decoder
 from txl.files import JsonObject
-from txl.generation.engine import PROMPT_SEGMENT, Reading, Stream, StreamState
+from txl.generation.engine import Stream
+from txl.generation.reading import PROMPT_SEGMENT, StreamState, TextReading
 from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
 
@@ -200,7 +201,7 @@ class Work:
     cancelled: bool = False
     """Set by anyone; the work has left the engine before the next step."""
     arrived: float = field(default_factory=time.perf_counter)
-    read: Reading | StreamState | None = None
+    read: TextReading | StreamState | None = None
     waiting_lanes: deque[Lane] = field(default_factory=deque)
     running: int = 0
     checkpoint: int = 0

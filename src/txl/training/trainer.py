@@ -79,7 +79,7 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        FAMILIES[type(run.model)].check_device(run.model, self.device)  # before any text is fetched
+        self._check_arithmetic()  # before any text is fetched
         if run.train.capture:
             check_capture(run, self.device)
         if run.train.tf32 and not self.device.startswith("cuda"):
@@ -199,6 +199,13 @@ class Trainer:
         """Return the attention that the run's log says it began with; another one would add in another order."""
         started = self.directory.started()
         return None if started is None else started.get("attention")
+
+    def _check_arithmetic(self) -> None:
+        """Refuse what the model cannot train with on the device, in the dtype of the matrix products."""
+        shape = self.run.model
+        if self.directory.newest() is not None:
+            shape = shape.with_attention(self._attention_begun_with())
+        FAMILIES[type(shape)].check_training(shape, self.device, getattr(torch, self.run.train.dtype))
 
     def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train

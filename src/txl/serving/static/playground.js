@@ -997,7 +997,7 @@ async function begin(signal) {
   document.title = `${first.id} · txl playground`;
   const units = { byte: "bytes", char: "characters", word: "words", bpe: "byte pairs" };
   const { kind, size } = model.vocabulary;
-  find("about").textContent = `${compact.format(model.parameters)} parameters · ${number(size)} ${units[kind] ?? kind} · memory ${number(model.memory)}`;
+  find("about").textContent = `${compact.format(model.parameters)} parameters · ${number(size)} ${units[kind] ?? kind} · memory ${number(model.mem_len)}`;
   find("count").max = model.limits.max_tokens;
 }
 

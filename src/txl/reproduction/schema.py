@@ -1,4 +1,4 @@
-"""Definition of a table or figure: its rows, the paper's numbers, and the claims that rest on them.
+"""Form of a table or figure: `Definition` with its rows, the paper's numbers and the claims that rest on them.
 
 A definition is data; `txl.reproduction.experiment` runs it at a scale of `txl.reproduction.scales`.
 """

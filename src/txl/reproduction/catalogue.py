@@ -1,10 +1,10 @@
-"""All tables, figures and open questions by name, with Figures 5 to 7 and the samples of Appendix E."""
+"""Catalogue of all definitions by name: tables, figures, open questions. Defines Figures 5 to 7 and the samples."""
 
 from __future__ import annotations
 
 from txl.errors import UserError, did_you_mean
 from txl.reproduction import open_questions, tables_1_to_5, tables_6_to_10
-from txl.reproduction.definition import Definition, Product, Row
+from txl.reproduction.schema import Definition, Product, Row
 
 _NAMES = (
     *(f"table{number}" for number in range(1, 11)),

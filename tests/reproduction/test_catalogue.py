@@ -11,6 +11,7 @@ from txl.config import DataConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import presets
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.configuring import (
     NotTrained,
     configure,
@@ -19,7 +20,6 @@ from txl.reproduction.configuring import (
     fitted,
     with_equal_tokens,
 )
-from txl.reproduction.definitions import definitions
 from txl.reproduction.scales import PAPER, SMALL, TINY
 from txl.training.estimate import estimate
 
