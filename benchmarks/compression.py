@@ -5,12 +5,16 @@
 A way is ``peers`` (xz, zstd, bzip2 and 7z's PPMd, those that are installed) or the options of one `txl compress`, in
 quotes: ``"--online"``, ``"--model runs/mine --lanes 4"``. The rows are added to those that the file has; a row of the
 same text and way is replaced. CPU seconds stand beside those of the clock, which count what else the machine does.
+
+Beside a file by a trained model stand the settings in its header, what `txl eval` says of the same text with these
+settings and as many lanes, and the speed that reading all weights once a token would allow at the measured bandwidth.
 """
 
 from __future__ import annotations
 
 import filecmp
 import json
+import math
 import os
 import resource
 import shlex
@@ -19,11 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write
+from benchmarks.record import git, write
 
 PEERS = {
     "xz -9e": ("xz -9e -c IN", "xz -dc FILE"),
@@ -93,6 +97,46 @@ def model_of(run: str) -> dict[str, Any]:
     }
 
 
+def settings_of(file: Path) -> dict[str, Any]:
+    """Return the settings in a compressed file's header."""
+    from txl.compression.container import ContainerReader
+
+    with open(file, "rb") as opened:
+        header = ContainerReader(opened, file.name).header()
+    return {name: header[name] for name in ("lanes", "block", "lengths", "dynamic", "online") if name in header}
+
+
+def evaluated(text: Path, run: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Say what `txl eval` gives for a text, in as many lanes as the file has and with its settings.
+
+    A lane of the evaluation does not score its first token; the file has all of them.
+    """
+    lengths, dynamic = settings["lengths"], settings.get("dynamic")
+    options = {"mem-len": lengths["mem_len"], "window": lengths["window"], "clamp-len": lengths["clamp_len"]}
+    options = {name: "none" if value is None else value for name, value in options.items()}
+    if dynamic is not None:
+        rule = dynamic["adaptation"]
+        options |= {"dynamic": rule["rule"], "segment": dynamic["segment"]}
+        options |= {
+            f"dynamic-{name.replace('_', '-')}": value
+            for name, value in rule.items()
+            if name != "rule" and (rule["rule"] == "rms" or name in ("learning_rate", "decay", "weights"))
+        }
+    words = [sys.executable, "-m", "txl", "eval", run, "--data.corpus", str(text), "--split", "all", "--json"]
+    words += ["--batch", str(settings["lanes"]), "--data-dir", str(folder / "data")]
+    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    told = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+    return {
+        "nll": told["nll"],
+        "tokens": told["tokens"],
+        "dropped": told["dropped"],
+        "segment": told["segment"],
+        "bytes": round(told["nll"] * told["tokens"] / math.log(2) / 8, 1),
+        "bits_per_byte": told["bits_per_byte"],
+        "bytes_per_token": told["bytes_per_token"],
+    }
+
+
 def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, Any]]:
     """The measurements of one way."""
     if way == "peers":
@@ -115,6 +159,16 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
     if model:
         row |= model_of(model[1])
         row["compressed_bytes_and_weights"] = row["compressed_bytes"] + row["weights_bytes"]
+        row["settings"] = settings_of(folder / "text.packed")
+        row["eval"] = evaluated(text, model[1], row["settings"], folder)
+        bandwidth = [
+            sys.executable,
+            "-c",
+            "from txl.benchmarking.operations import read_bandwidth; print(read_bandwidth())",
+        ]
+        row["bandwidth"] = float(subprocess.run(bandwidth, stdout=subprocess.PIPE, check=True).stdout)  # our peak stays
+        row["bytes_per_second_at_bandwidth"] = row["eval"]["bytes_per_token"] * row["bandwidth"] / row["weights_bytes"]
+    row["commit"] = git("rev-parse", "HEAD")
     return [{"text": shown, "way": f"txl compress {way}"} | row]
 
 

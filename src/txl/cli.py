@@ -1,7 +1,7 @@
 """The command `txl`: parse, call, print. Each command is a module of `txl.commands`.
 
-Exit codes: 0 done, 1 a failure, 2 a mistake of the user's in one clear line, 130 or 143 training stopped by Ctrl-C or
-SIGTERM after its state was saved.
+Exit codes: 0 done, 1 a failure, 2 a mistake of the user's in one clear line, 130 or 143 stopped by Ctrl-C or SIGTERM:
+training after its state was saved.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import glob
 import hashlib
 import json
 import logging
@@ -43,6 +44,30 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_partials(path: Path) -> list[Path]:
+    """Remove what `replacing` left beside `path` in processes that were killed, and return it."""
+    removed = []
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        process = left.name[len(path.name) + 1 : -len(".partial")]
+        if process.isdecimal() and not _runs(int(process)):
+            with suppress(OSError):
+                left.unlink()
+                removed.append(left)
+    return removed
+
+
+def _runs(process: int) -> bool:
+    if sys.platform == "win32":
+        return False  # a file that is open cannot be removed there
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_whole(path: Path, text: str) -> None:

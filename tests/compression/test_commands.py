@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,31 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
     assert main(["decompress", str(file), "-o", str(back)]) == 2
     assert "damaged" in capsys.readouterr().err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["text", "text.txl"]
+
+
+def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
+    kinds = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+    started = {}
+    for kind in kinds:
+        words = ["compress", "-", "--online", "--no-verify", "-o", str(tmp_path / kind.name)]
+        started[kind] = subprocess.Popen(
+            [sys.executable, "-m", "txl", *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    for kind, process in started.items():
+        with process:
+            while not list(tmp_path.glob(f"{kind.name}.*")):  # it waits for the text
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+            process.send_signal(kind)
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == kinds[kind], said
+        assert b"Traceback" not in said
+    (left,) = tmp_path.iterdir()  # by the one that nobody could handle
+    text = tmp_path / "text"
+    text.write_bytes(TEXT)
+    assert main(["compress", str(text), "--online", "--no-verify", "-o", str(tmp_path / "SIGKILL")]) == 0
+    assert f"note: {left}, which a killed process had left, was removed" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["SIGKILL", "text"]
 
 
 @pytest.mark.parametrize(

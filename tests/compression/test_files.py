@@ -7,9 +7,11 @@ import io
 import math
 import random
 import re
+import tracemalloc
 import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +20,12 @@ from txl.compression.arithmetic import threads
 from txl.compression.container import MAGIC, ContainerReader, ContainerWriter
 from txl.compression.files import CodingModel, DynamicRecipe, Sizes, compress, decompress
 from txl.compression.learning import OnlineRecipe
-from txl.config import RecurrentConfig, TransformerXLConfig, VanillaConfig
+from txl.compression.symbols import Symbols
+from txl.config import Lengths, RecurrentConfig, TransformerXLConfig, VanillaConfig
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary
 from txl.errors import UserError
-from txl.evaluation.dynamic import Adaptation
+from txl.evaluation.dynamic import Adaptation, evaluate_dynamically
+from txl.evaluation.perplexity import evaluate
 from txl.models import build_model
 from txl.native.build import compiled_code, why_not
 
@@ -188,6 +192,27 @@ def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
     assert bits - 8 < 8 * sizes.payload < bits * 1.0001 + 16
 
 
+@pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
+def test_files_are_as_long_as_an_evaluation_of_as_many_lanes_says(kind):
+    """Static with 8 lanes, as `txl eval --batch 8`; dynamic with one, as `txl eval --dynamic`."""
+    vocabulary = ByteVocabulary([*b"abcdefghijklmnop"])
+    model = coding_model(kind, vocabulary)
+    lengths: dict[str, Any] = {}
+    if kind == "transformer-xl":
+        model, lengths = dataclasses.replace(model, lengths=Lengths(20, 20)), {"mem_len": 20, "window": 20}
+    draw = random.Random(6)
+    text = bytes(draw.choices(b"abcdefghijklmnop", weights=range(1, 17), k=1600))
+    tokens = vocabulary.encode(text.decode())
+    static = evaluate(model.model, tokens, segment=16, batch_size=8, **lengths)
+    assert 8 * packed(text, model=model, lanes=8)[1].payload == pytest.approx(static.bpc * len(text), rel=0.005)
+    recipe = DynamicRecipe(Adaptation("sgd", 0.02, 0.001), 16)
+    behind_start = np.concatenate([[Symbols(vocabulary).start], tokens])
+    dynamic = evaluate_dynamically(model.model, behind_start, recipe.adaptation, segment=16, **lengths)
+    assert dynamic.bpc < 0.99 * static.bpc  # it has learnt how often letters are
+    sizes = packed(text, model=model, dynamic=recipe)[1]
+    assert 8 * sizes.payload == pytest.approx(dynamic.bpc * len(text), rel=0.005)
+
+
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 def test_pytorch_s_and_the_compiled_step_s_files_are_not_taken_for_each_other():
     model = coding_model("transformer-xl")
@@ -279,6 +304,43 @@ def _blocks(reader: ContainerReader, text: bytes) -> Any:
     for block in reader.blocks(1000):
         yield block
         reader.decoded(text[reader._n_bytes :][: block.n_bytes])
+
+
+class Sink(io.RawIOBase):
+    """Counts what is written and keeps nothing."""
+
+    def __init__(self):
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Count."""
+        self.size += len(data)
+        return len(data)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """What Python's and numpy's allocations hold at most, on both sides, for a text and for one four times as long."""
+    model, text, file = coding_model("lstm"), tmp_path / "text", tmp_path / "file"
+
+    def peaks(repeated: int) -> list[int]:
+        text.write_bytes(TEXT * repeated)
+        found, out = [], Sink()
+        tracemalloc.start()
+        with open(text, "rb") as source, open(file, "wb") as sink:
+            compress(source, sink, model=model, lanes=16)
+        found.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.reset_peak()
+        with open(file, "rb") as source:
+            decompress(source, out, name="FILE", load=lambda: model)  # pyright: ignore[reportArgumentType]
+        found.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert out.size == len(TEXT) * repeated
+        return found
+
+    peaks(1)  # what is made once
+    for short, long in zip(peaks(3), peaks(12), strict=True):
+        assert long < short + 9 * len(TEXT) // 2
 
 
 class Slow(io.RawIOBase):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from txl.errors import UserError
-from txl.files import replacing
+from txl.files import remove_partials, replacing
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from rich.measure import Measurement
     from rich.progress import Progress
     from rich.table import Table
@@ -149,15 +153,53 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
     """Open standard output, or a file that appears under its name when it is complete.
 
     A device or a named pipe (``/dev/null``, ``>(command)``) is written to as it is: a file must not take its place.
+    Nothing half-written is left after Ctrl-C or SIGTERM; what a killed process has left is removed by the next one.
     """
     if out is None:
         yield sys.stdout.buffer if binary else sys.stdout
         return
     path = Path(out)
-    with nullcontext(path) if path.exists() and not path.is_file() else replacing(path) as written:
+    whole = path.is_file() or not path.exists()
+    if whole:
+        for left in remove_partials(path):
+            say(f"note: {left}, which a killed process had left, was removed")
+    with (
+        replacing(path) if whole else nullcontext(path) as written,
+        _removed_by_signals(written) if whole else nullcontext(),
+    ):
         if binary:
             with open(written, "wb") as file:
                 yield file
         else:
             with open(written, "w", encoding="utf-8", newline="\n") as file:
                 yield file
+
+
+@contextmanager
+def _removed_by_signals(path: Path) -> Iterator[None]:
+    """Remove a file at Ctrl-C or SIGTERM, before anything else is done about them.
+
+    Ctrl-C may end the process at once (see `txl.__main__`), and so does SIGTERM by default; here it raises SystemExit.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone can have handlers
+        yield
+        return
+
+    def stop(received: int, frame: FrameType | None) -> None:
+        handler = before[signal.Signals(received)]
+        signal.signal(received, handler)  # asked twice, it ends at once
+        with suppress(OSError):
+            path.unlink()
+        if callable(handler):
+            handler(received, frame)
+        sys.exit(128 + received)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -37,7 +37,7 @@ class BlockCodec:
     def encode(self, text: bytes) -> tuple[int, bytes]:
         """Return the number of symbols, and the payload: the text itself where its code is not shorter."""
         symbols, literals = self._symbols.encode(text)
-        behind = np.zeros(len(symbols), dtype=np.int64)
+        behind = np.zeros(len(symbols), dtype=np.uint8)
         behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
         table, spelled = (self._in_lanes(each) for each in (symbols, behind))
         encoder = RangeEncoder()
@@ -80,7 +80,7 @@ class BlockCodec:
     def _decoded(self, block: Block) -> bytes:
         """Return the text of a block that was coded."""
         decoder = RangeDecoder(block.payload)
-        table, spelled = (self._in_lanes(np.zeros(block.n_symbols, dtype=np.int64)) for _ in range(2))
+        table, spelled = (self._in_lanes(np.zeros(block.n_symbols, dtype=kind)) for kind in (np.int32, np.uint8))
         with threads(self._threads):
             for column, some in enumerate(self._active(block.n_symbols)):
                 cumulative = self._frequencies.cumulative(self._predictor.predict())
@@ -98,8 +98,7 @@ class BlockCodec:
                 self._go_on(chosen)
             self._predictor.end_block()
         symbols, behind = (self._in_a_row(each, block.n_symbols) for each in (table, spelled))
-        literals = behind[symbols == self._symbols.escape].astype(np.uint8).tobytes()
-        return self._symbols.decode(symbols.tolist(), literals)
+        return self._symbols.decode(symbols, behind[symbols == self._symbols.escape].tobytes())
 
     def _go_on(self, chosen: list[int]) -> None:
         """Let frequencies and predictor read a column."""
@@ -116,7 +115,7 @@ class BlockCodec:
     def _in_lanes(self, values: np.ndarray) -> np.ndarray:
         """Return [N] as [B,C]: the first lanes are one longer where N is no multiple of B."""
         full, rest = divmod(len(values), self._lanes)
-        table = np.zeros((self._lanes, full + (rest > 0)), dtype=np.int64)
+        table = np.zeros((self._lanes, full + (rest > 0)), dtype=values.dtype)
         cut = rest * (full + 1)
         table[:rest, :] = values[:cut].reshape(rest, full + 1) if rest else table[:0]
         table[rest:, :full] = values[cut:].reshape(self._lanes - rest, full)

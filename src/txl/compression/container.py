@@ -1,12 +1,14 @@
 """Format of a compressed file: a header, blocks, an end; each with a checksum that covers everything before it.
 
-    magic (8 bytes), version u16, length u32, header (zlib of JSON), checksum u32
+    magic (8 bytes), version u16, length u32, header (deflated JSON), checksum u32
     a block: 1 (u8), bytes of text u32, symbols u32, bytes of payload u32, digest of the text (8 bytes), payload,
         checksum u32; 2 in the place of 1: the payload is the text itself
     the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
 
-Numbers are little-endian. A checksum is CRC-32 of its record, begun with the checksum before it, so that blocks that
-are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding gave something else.
+Numbers are little-endian. The header is a raw deflate stream whose preset dictionary is `_USUAL`; in format 1, which is
+still read, it is a zlib stream without one. A checksum is CRC-32 of its record, begun with the checksum before it, so
+that blocks that are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding
+gave something else.
 """
 
 from __future__ import annotations
@@ -23,10 +25,20 @@ from txl.errors import UserError
 from txl.files import JsonObject
 
 MAGIC = b"\x89TXL\r\n\x1a\n"
-VERSION = 1
+VERSION = 2
 MOST_BLOCK = 1 << 26
 """Bytes of text that a block may hold."""
 _LONGEST_HEADER = 1 << 16
+_USUAL = (
+    b'"online":{"beta1":0.9,"beta2":0.999,"clip":1.0,"counts":true,"eps":1e-08,"halved_after":0,"learning_rate":0.004,'
+    b'"model":{"d_model":256,"family":"recurrent","n_layer":1},"seed":1,"segment":16,"warmup_steps":50,'
+    b'"weights_factor":2.0},"probe":","statistics":"'
+    b'"dynamic":{"adaptation":{"decay":0.0,"epsilon":2e-05,"learning_rate":0.03,"rule":"sgd","statistics":"mean",'
+    b'"weights":"all"},"segment":128,"statistics_batch_size":1,"statistics_segments":500},'
+    b'{"arithmetic":{"build":"","library":"","processor":"","torch":"2.13.0+cpu","txl":"0.2.0.dev0"},"block":262144,'
+    b'"block":524288,"lanes":1,"lengths":{"clamp_len":null,"mem_len":128,"window":128},"model":"","probe":"'
+)
+"""Text of usual headers, which a header need not repeat. It is part of the format: to change it is a new format."""
 _CODED, _STORED = 1, 2
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
@@ -58,7 +70,8 @@ class ContainerWriter:
 
     def header(self, values: JsonObject) -> bytes:
         """Write the file's beginning."""
-        packed = zlib.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode(), 9)
+        deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=_USUAL)
+        packed = deflate.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode()) + deflate.flush()
         return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
 
     def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
@@ -100,14 +113,14 @@ class ContainerReader:
             raise UserError(f"{self._name} is no file of txl compress, or its beginning is damaged")
         fixed = self._read(6)
         version, length = struct.unpack("<HI", fixed)
-        if version != VERSION:
-            raise UserError(f"{self._name} has format {version}; this version of txl reads format {VERSION}")
+        if version not in (1, VERSION):
+            raise UserError(f"{self._name} has format {version}; this version of txl reads formats 1 and {VERSION}")
         if length > _LONGEST_HEADER:
             raise self._damaged("its header")
         packed = self._read(length)
         self._check(start + fixed + packed, "its header")
         try:
-            unpack = zlib.decompressobj()
+            unpack = zlib.decompressobj() if version == 1 else zlib.decompressobj(-zlib.MAX_WBITS, _USUAL)
             values = json.loads(unpack.decompress(packed, _LONGEST_HEADER))
         except (zlib.error, ValueError):
             raise self._damaged("its header") from None

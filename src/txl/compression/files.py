@@ -144,9 +144,9 @@ def compress(
     if lanes is not None and not 1 <= lanes <= _MOST_LANES:
         raise UserError(f"lanes is {lanes}; expected 1 to {_MOST_LANES}")
     block = _ONLINE_BLOCK if online else max(_LEAST_BLOCK, (lanes or _USUAL_LANES) * _LANE_OF_BLOCK)
-    first = source.read(block)
+    text = source.read(block)
     if lanes is None:
-        lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(first) // (_SHORTEST_LANE >> (online is not None))))
+        lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(text) // (_SHORTEST_LANE >> (online is not None))))
     header = _described(model, dynamic, online) | {"lanes": lanes, "block": block}
     setup = _Setup(header, model)
     if setup.statistics is not None:
@@ -158,7 +158,6 @@ def compress(
     n_text = n_payload = 0
     with closing(_VerifiedSink(sink, None if verify is None else Verifier(verify, share))) as file:
         file.write(writer.header(header))
-        text = first
         while text:
             n_symbols, payload = codec.encode(text)
             file.write(writer.block(text, n_symbols, payload), text)

@@ -12,6 +12,8 @@ import numpy as np
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
 from txl.errors import UserError
 
+_AT_ONCE = 1 << 14
+"""Symbols that are decoded at once."""
 _INVALID = re.compile("[\udc80-\udcff]+")
 """Bytes that are no UTF-8, as "surrogateescape" decodes them."""
 
@@ -45,12 +47,12 @@ class Symbols:
         if isinstance(vocabulary, CharVocabulary):
             first = 0 if vocabulary.unk_id is None else 1
             self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}
-        self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int64)
+        self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int32)
         for value, token in of_byte.items():
             self._byte_symbols[value] = token
 
     def encode(self, data: bytes) -> tuple[np.ndarray, bytes]:
-        """Return symbols, int64 [N], and the byte behind each escape among them."""
+        """Return symbols, int32 [N], and the byte behind each escape among them."""
         if isinstance(self._vocabulary, ByteVocabulary):
             return self._as_bytes(data)
         text = data.decode("utf-8", errors="surrogateescape")
@@ -64,14 +66,17 @@ class Symbols:
         parts.append(self._as_pairs(text[at:]))
         return np.concatenate([symbols for symbols, _ in parts]), b"".join(literals for _, literals in parts)
 
-    def decode(self, symbols: list[int], literals: bytes) -> bytes:
+    def decode(self, symbols: np.ndarray, literals: bytes) -> bytes:
         """Undo `encode`."""
-        if self.escape is None:
-            return b"".join([self._pieces[symbol] for symbol in symbols])
-        behind = iter(literals)
-        return b"".join(
-            [bytes([next(behind)]) if symbol == self.escape else self._pieces[symbol] for symbol in symbols]
-        )
+        behind, text = iter(literals), bytearray()
+        for at in range(0, len(symbols), _AT_ONCE):  # Python's lists take many times the memory of what they name
+            text += b"".join(
+                [
+                    bytes([next(behind)]) if symbol == self.escape else self._pieces[symbol]
+                    for symbol in symbols[at : at + _AT_ONCE].tolist()
+                ]
+            )
+        return bytes(text)
 
     def read(self, symbols: np.ndarray) -> np.ndarray:
         """Return the tokens that a model reads for symbols; for an escape that is no token, a line's end."""
@@ -95,12 +100,12 @@ class Symbols:
             assert self.escape is not None  # characters always have one
             symbols += [self.escape] * len(spelled)
             literals += spelled
-        return np.array(symbols, dtype=np.int64), bytes(literals)
+        return np.array(symbols, dtype=np.int32), bytes(literals)
 
     def _as_pairs(self, text: str) -> tuple[np.ndarray, bytes]:
         assert isinstance(self._vocabulary, BpeVocabulary)
         data = text.encode("utf-8")
-        symbols = self._vocabulary.encode_block(text).astype(np.int64)
+        symbols = self._vocabulary.encode_block(text).astype(np.int32)
         if b"".join([self._pieces[symbol] for symbol in symbols.tolist()]) == data:
             return symbols, b""
         return self._as_bytes(data)  # a tokenizer that normalises what it reads

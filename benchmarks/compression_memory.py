@@ -1,0 +1,124 @@
+"""Memory of `txl compress` and `txl decompress` over a long stream: what the process held, megabyte by megabyte.
+
+    python -m benchmarks.compression_memory results/compression-memory.json MIB [MIB ...]
+
+Random letters are coded by a small recurrent model, in many lanes (which is fast) and blocks of 1 MiB, and decoded
+again; each length in a process of its own. Nothing is kept but the compressed file, on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from benchmarks.process import status
+from benchmarks.record import write
+
+import txl.compression.files as files
+from txl.config import RecurrentConfig
+from txl.data.vocabulary import ByteVocabulary
+from txl.models import build_model
+
+LETTERS, LANES = b"\nabcdefghijklmno", 256
+SHAPE = RecurrentConfig(kind="lstm", n_layer=1, d_model=16)
+
+
+class Letters:
+    """A stream of random letters, made as it is read."""
+
+    def __init__(self, size: int):
+        self.left, self.digest = size, hashlib.sha256()
+        self._random = np.random.default_rng(1)
+
+    def read(self, count: int) -> bytes:
+        """Return as many as are asked for, or are left."""
+        count = min(count, self.left)
+        self.left -= count
+        drawn = self._random.integers(len(LETTERS), size=count, dtype=np.uint8)
+        text = np.frombuffer(LETTERS, dtype=np.uint8)[drawn].tobytes()
+        self.digest.update(text)
+        return text
+
+
+class Digest:
+    """Takes a stream, and keeps its digest alone."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        """Take some of it."""
+        self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def measure(mib: int) -> dict[str, Any]:
+    """There and back: the peak of each way, and what was held after each of at most 16 equal parts."""
+    files._LANE_OF_BLOCK = (1 << 20) // LANES  # many lanes in a small block, for speed; decoders read its size
+    torch.manual_seed(0)
+    vocabulary = ByteVocabulary(list(LETTERS))
+    model = files.CodingModel(build_model(SHAPE, vocabulary).eval(), vocabulary)
+    start = status("VmRSS")
+    held: dict[str, list[int]] = {"compress": [], "decompress": []}
+    peaks = {}
+    every = max(1, mib // 16) << 20
+
+    def note(way: str, done: int) -> None:
+        if done % every == 0:
+            held[way].append(status("VmRSS"))
+
+    with tempfile.TemporaryFile() as file:
+        source, sink = Letters(mib << 20), Digest()
+        sizes = files.compress(
+            cast(IO[bytes], source), file, model=model, lanes=LANES, progress=lambda text, _: note("compress", text)
+        )
+        peaks["compress"] = status("VmHWM")
+        file.seek(0)
+        files.decompress(
+            file,
+            cast(IO[bytes], sink),
+            name="the file",
+            load=lambda: model,
+            progress=lambda text, _: note("decompress", text),
+        )
+        peaks["decompress"] = status("VmHWM")  # of both ways, one after the other
+    return {
+        "text": f"{mib} MiB of random letters, 16 kinds",
+        "bytes": sizes.text,
+        "compressed_bytes": sizes.file,
+        "model": {"family": SHAPE.family, "kind": SHAPE.kind, "n_layer": SHAPE.n_layer, "d_model": SHAPE.d_model},
+        "lanes": LANES,
+        "block": 1 << 20,
+        "bytes_held_before": start,
+        "peak_memory_bytes": peaks,
+        "bytes_held": held,
+        "round_trip": source.digest.digest() == sink.digest.digest(),
+    }
+
+
+def main(target: Path, lengths: list[str]) -> None:
+    """Measure each length in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.compression_memory"]
+    rows = []
+    for mib in lengths:
+        rows.append(json.loads(subprocess.run([*command, mib], stdout=subprocess.PIPE, check=True).stdout))
+        write(target, f"python -m benchmarks.compression_memory {target} {' '.join(lengths)}", rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        print(json.dumps(measure(int(sys.argv[1]))))
+    elif len(sys.argv) > 2:
+        main(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        sys.exit(f"usage: {sys.argv[0]} FILE MIB [MIB ...]")
