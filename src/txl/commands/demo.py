@@ -16,7 +16,7 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
-_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1000
+_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1500
 """The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
 _SAMPLES, _CONTEXT = 3, 256
 """Texts that the model writes, and the most tokens of the test split that each goes on from. After a prompt of a few

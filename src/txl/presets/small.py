@@ -14,7 +14,7 @@ def stdlib_bpe() -> RunConfig:
     run.name, run.model.attention, run.model.pre_norm = "stdlib-bpe", "fastest", True
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
-        steps=1600,
+        steps=2400,
         batch_size=16,
         segment=128,
         reset_memory=0.05,
