@@ -37,7 +37,7 @@ from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
 
 Options = dict[str, str]
-SHARES = (0.025, 0.05, 0.1, 0.2, 0.4, 1.0)
+SHARES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 1.0)
 """Of the minutes, that runs of ours have in turn."""
 TIMED = 5
 """Measurements of a step's seconds, each of a second or more; their median is taken."""
