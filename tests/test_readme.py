@@ -124,7 +124,7 @@ def test_the_demo_goes_on_from_whole_lines(text, expected):
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [("avx2 avx512f", {"train.steps": "1000"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
+    [("avx2 avx512f", {"train.steps": "1500"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
 )
 def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monkeypatch):
     monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})
