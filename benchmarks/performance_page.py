@@ -237,6 +237,13 @@ def long_stream(record: Record) -> str:
     )
 
 
+READ_AS = {
+    "stdlib": "the standard library's sources in byte pairs",
+    "enwik8": "the head of enwik8 in bytes",
+    "ptb": "Penn Treebank in words",
+}
+
+
 def quality(record: Record) -> str:
     """Return what ours needs to come to the loss of the authors' recipe."""
     heads = ["text", "authors' loss", "rate", "recipe", "rate of ours", "seconds, share", "tokens, share"]
@@ -250,13 +257,22 @@ def quality(record: Record) -> str:
             target = f"{text['target_nll']:.3f}"
             rows.append([text["text"], target, f"{authors['rate']:g}", name, f"{rate:g}", *shares])
     settings = record["texts"][0]["settings"]
+    all_seconds = 60 * settings["minutes"]
+    shares = {
+        round(curve["steps"] * curve["step_seconds"] / all_seconds, 3)
+        for text in record["texts"]
+        for curve in text["curves"]
+    }
+    tried = [f"{share:g}" for share in sorted(shares - {1.0})]
+    read = [f"`{text['text']}` is {READ_AS[text['text']]}" for text in record["texts"]]
     return (
         f"What the authors' recipe (Adam, float32, cosine) comes to in {settings['minutes']:g} minutes, and the "
         "shortest run of ours that comes to it. The recipe runs in this program; a step of the authors' own code is "
         f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule "
-        "fixed beforehand. Learning rates are tuned on validation over five values; Muon's is the preset's. Loss is in "
-        "nats a token of the validation split: the standard library in byte pairs, enwik8's head in bytes, Penn "
-        "Treebank in words."
+        "fixed beforehand, and the next longer one was tried where it did not come to that loss: "
+        f"{', '.join(tried)} of the time. Learning rates are tuned on validation over five values or more; Muon's is "
+        "the preset's. Loss is in nats a token of the validation split: "
+        f"{'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n"
     )
 
