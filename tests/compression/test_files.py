@@ -340,7 +340,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
     peaks(1)  # what is made once
     for short, long in zip(peaks(3), peaks(24), strict=True):
-        assert long < short + 21 * len(TEXT) // 2  # half of the additional text; Python itself takes some kB more or less
+        assert (
+            long < short + 21 * len(TEXT) // 2
+        )  # half of the additional text; Python itself takes some kB more or less
 
 
 class Slow(io.RawIOBase):
