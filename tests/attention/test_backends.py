@@ -11,19 +11,15 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
-from tests.training.test_trainer import stop_after
 
 from txl.attention import BACKENDS, attention_backend, attention_note
 from txl.attention.backends import FASTEST_ON
 from txl.cli import main
 from txl.config import AttentionName, TransformerXLConfig
-from txl.errors import RunInterrupted, UserError
+from txl.errors import UserError
 from txl.models import build_model
-from txl.native import build
 from txl.native.build import why_not
-from txl.training.trainer import Trainer
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 """What the factorised form supports."""
@@ -219,18 +215,6 @@ def test_a_dtype_that_attention_lacks_is_refused_before_the_text_is_read(
         said,
     )
     assert not out.exists()
-
-
-def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tmp_path, monkeypatch):
-    """`shifted` serves there; a run that began with it goes on where the compiled attention is to be had."""
-    run = small_run(str(story), **{"model.attention": "fastest", "train.dtype": "float64"})
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
-        stop_after(patch, 2)
-        with pytest.raises(RunInterrupted):
-            Trainer(run, tmp_path / "run", data_dir=data_dir, device="cpu", quiet=True).fit()
-    done = Trainer(run, tmp_path / "run", data_dir=data_dir, device="cpu", quiet=True).fit()
-    assert done["step"] == 12
 
 
 def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys):

@@ -111,6 +111,18 @@ def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path,
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
+def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tmp_path, monkeypatch):
+    """`shifted` serves there; a run that began with it goes on where the compiled attention is to be had."""
+    run = small_run(str(story), **{"model.attention": "fastest", "train.dtype": "float64"})
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
+        stop_after(patch, 2)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert attentions(tmp_path / "run") == ["shifted", "shifted"]
+
+
 def test_a_run_of_before_goes_on_with_shifted(story, data_dir, tmp_path, monkeypatch):
     """Its log has no attention; `auto` was `shifted`, and so was all that any later choice takes for granted."""
     run = small_run(str(story), **{"model.attention": "fastest"})
