@@ -40,7 +40,7 @@ def read(data: bytes) -> list[bytes]:
     return given
 
 
-def refused(data: bytes, match: str | None = None) -> None:
+def assert_refused(data: bytes, match: str | None = None) -> None:
     with pytest.raises(UserError, match=match) as error:
         read(data)
     given = error.value.given  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,28 +55,28 @@ def test_every_flipped_bit_is_told():
     data = b"".join(records())
     for place in range(len(data)):
         for bit in range(8):
-            refused(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            assert_refused(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
 
 
 def test_every_cut_is_told():
     data = b"".join(records())
     for length in range(len(data)):
-        refused(data[:length], "cut off|no file of txl")
+        assert_refused(data[:length], "cut off|no file of txl")
 
 
 def test_blocks_that_are_lost_doubled_or_swapped_are_told():
     header, first, second, third, end = records()
     for some in ([first, third], [first, first, second, third], [second, first, third], [first, second]):
-        refused(b"".join([header, *some, end]), "damaged")
-    refused(b"".join([header, first, second, third]), "cut off")
-    refused(b"".join([header, first, second, third, end, b"\0"]), "behind its end")
+        assert_refused(b"".join([header, *some, end]), "damaged")
+    assert_refused(b"".join([header, first, second, third]), "cut off")
+    assert_refused(b"".join([header, first, second, third, end, b"\0"]), "behind its end")
 
 
 def test_another_file_and_another_version():
-    refused(b"", "no file of txl")
-    refused(b"plain text, long enough", "no file of txl")
+    assert_refused(b"", "no file of txl")
+    assert_refused(b"plain text, long enough", "no file of txl")
     data = b"".join(records())
-    refused(data[:8] + b"\x03\0" + data[10:], "format 3; this version of txl reads formats 1 and 2")
+    assert_refused(data[:8] + b"\x03\0" + data[10:], "format 3; this version of txl reads formats 1 and 2")
 
 
 def test_format_1_is_read():
