@@ -18,6 +18,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -232,6 +233,8 @@ HAND_MADE = {
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
 """Configurations of the recipe of stdlib-bpe that `--minutes` is compared with, each as its options."""
+ROUNDS = 5
+"""Measurements of each configuration's step, of which the median counts."""
 
 
 def check(given: argparse.Namespace) -> dict[str, Any]:
@@ -259,7 +262,10 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
-    """Return the configurations for a text, each with the steps that the minutes allow; made once and kept."""
+    """Return the configurations for a text, each with the steps that the minutes allow; made once and kept.
+
+    The choice is `--minutes`'s own. The steps of all of them, its too, are counted with speeds measured in turns.
+    """
     kept = given.work / f"plans-{given.minutes:g}-{Path(text).stem}.json"
     if kept.exists():
         return {name: RunConfig.from_dict(run) for name, run in json.loads(kept.read_text()).items()}
@@ -267,21 +273,27 @@ def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
     began, data = time.perf_counter(), given.work / "data"
     chosen = run_in_minutes(given.minutes, options, "cpu", data, began=began, quiet=True)
     print("\n".join(chosen.lines), flush=True)
-    runs = {"chosen": chosen.run}
+    runs, seconds, corpora = {"chosen": chosen.run}, {}, {}
     for name, changes in HAND_MADE.items():
+        runs[name] = with_options(txl.preset("stdlib-bpe"), options | changes)
+        runs[name].train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
+    for name, run in runs.items():
         began = time.perf_counter()
-        run = with_options(txl.preset("stdlib-bpe"), options | changes)
-        run.train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
-        corpus = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
-        prepared = time.perf_counter() - began
-        speed = measured_speed(run, corpus, "cpu", math.inf)
-        train, valid = run.train, len(corpus.tokens("valid"))
+        corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
+        seconds[name] = minutes.AIM * 60 * given.minutes - (time.perf_counter() - began)
+    seconds["chosen"] = 60 * (chosen.run.train.planned_minutes or given.minutes)  # its preparation and tries are off
+    speeds: dict[str, list[minutes.Speed]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):  # in turns, so that a machine that others use is as fast for one as for another
+        for name, run in runs.items():
+            speeds[name].append(measured_speed(run, corpora[name], "cpu", math.inf))
+    for name, run in runs.items():
+        step = median(speed.step for speed in speeds[name])
+        evaluated_token = median(speed.evaluated_token for speed in speeds[name])
+        train, valid = run.train, len(corpora[name].tokens("valid"))
         train.eval_tokens = min(valid, 30_000)
-        seconds = 60 * given.minutes - prepared - 8 * train.eval_tokens * speed.evaluated_token
-        train.steps = int(seconds / speed.step)
+        train.steps = int((seconds[name] - 8 * train.eval_tokens * evaluated_token) / step)
         train.warmup_steps = max(1, round(0.05 * train.steps))
         train.eval_every = train.checkpoint_every = math.ceil(train.steps / 8)
-        runs[name] = run
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps({name: run.to_dict() for name, run in runs.items()}))
     return runs
