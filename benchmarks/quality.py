@@ -39,7 +39,7 @@ from txl.training.trainer import Trainer
 Options = dict[str, str]
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 1.0)
 """Of the minutes, that runs of ours have in turn."""
-TIMED = 5
+TIMED = 7
 """Measurements of a step's seconds, each of a second or more; their median is taken."""
 _FALLING = {"train.schedule": "linear", "train.beta2": "0.95", "train.clip": "1.0", "model.attention": "fastest"}
 
@@ -111,14 +111,25 @@ class Measurement:
         return with_options(self.base, recipe.options | options)
 
     def seconds_of_step(self, recipe: Recipe) -> float:
-        """Measure a recipe's step once; the authors' code takes `peer_ratio` times as long as ours."""
-        if recipe.name not in self.step_seconds:
-            run = self.configured(recipe, recipe.rates[0], 100)
-            seconds = median(measured_speed(run, self.corpus, "cpu", math.inf).step for _ in range(TIMED))
-            self.step_seconds[recipe.name] = seconds
-            self.work.mkdir(parents=True, exist_ok=True)
-            self.timed.write_text(json.dumps(self.step_seconds))
+        """Return the seconds of a recipe's step; the authors' code takes `peer_ratio` times as long as ours."""
         return self.step_seconds[recipe.name] * (self.given.peer_ratio if recipe.is_authors else 1.0)
+
+    def time_steps(self) -> None:
+        """Measure the step of every recipe, once for all runs.
+
+        In turns, so that a machine that others use is as fast for one recipe as for another.
+        """
+        if self.step_seconds:
+            return
+        seconds: dict[str, list[float]] = {}
+        for _ in range(TIMED):
+            for recipe in recipes():
+                run = self.configured(recipe, recipe.rates[0], 100)
+                speed = measured_speed(run, self.corpus, "cpu", math.inf)
+                seconds.setdefault(recipe.name, []).append(speed.step)
+        self.step_seconds = {name: median(each) for name, each in seconds.items()}
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.timed.write_text(json.dumps(self.step_seconds))
 
     def curve(self, recipe: Recipe, rate: float, share: float) -> dict[str, Any]:
         """Train for a share of the minutes, or go on with that run."""
@@ -203,9 +214,8 @@ def main() -> None:
     arguments = parser.parse_args()
     keep_freed_memory()
     texts = [Measurement(name, base, arguments) for name, base in tasks(arguments)]
-    for recipe in recipes():  # before anything else keeps the machine busy
-        for text in texts:
-            text.seconds_of_step(recipe)
+    for text in texts:  # before anything else keeps the machine busy
+        text.time_steps()
     if arguments.time_only:
         return
     for text in texts:
