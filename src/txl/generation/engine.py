@@ -116,7 +116,7 @@ class DecodeEngine:
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)
-        self._streams: list[Stream] = []
+        self._streams: dict[Stream, None] = {}  # in the order in which they joined; two streams are never equal
         self._free = list(range(max_streams))  # a heap, so that those taken lie together
         self._drawings: dict[tuple[Sampling, tuple[int, ...]], Drawing] = {}
 
@@ -225,7 +225,7 @@ class DecodeEngine:
     def leave(self, stream: Stream) -> None:
         """End a stream and free its place."""
         self._check_member(stream)
-        self._streams.remove(stream)
+        del self._streams[stream]
         heapq.heappush(self._free, stream.slot)
 
     def step(self) -> Int64[Tensor, " B"]:
@@ -286,7 +286,7 @@ class DecodeEngine:
         Raises:
             UserError: if a stream has none waiting, or the model has changed since the engine was made.
         """
-        chosen = self._streams if streams is None else list(streams)
+        chosen = list(self._streams if streams is None else streams)
         self._check_ready(chosen)
         places = [each.slot for each in chosen]
         with torch.inference_mode():
@@ -364,11 +364,11 @@ class DecodeEngine:
             )
         self.reader.check_weights()
         stream.slot = heapq.heappop(self._free)
-        self._streams.append(stream)
+        self._streams[stream] = None
         return stream
 
     def _check_member(self, stream: Stream) -> None:
-        if stream not in self._streams:  # two streams are never equal
+        if stream not in self._streams:
             if stream.ended is not None:
                 raise UserError(f"the stream has ended: {stream.ended}")
             raise UserError("the stream is not one of this engine's, or has left it")
