@@ -21,7 +21,7 @@ from txl.evaluation.sliding import evaluate_sliding, losses_at_context
 from txl.reproduction.catalogue import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
-from txl.reproduction.outcome import markdown, spread_text
+from txl.reproduction.outcome import group_distances, markdown, spread_text
 from txl.reproduction.page import write_outcome
 from txl.reproduction.schema import Row
 from txl.reproduction.sentences import shuffled_sentences
@@ -127,6 +127,13 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
         for key, length in txl.relative_effective_context_length(by_hand, r).items():
             assert outcome.values[key][f"r = {r:.1f}"][0] == length
     assert outcome.curves["xl-128M"][4][0] == pytest.approx(by_hand["xl-128M"][4].double().mean().item())
+    at_longest = {key: [each.by_seed[seed]["losses"]["12"] for seed in (1, 2)] for key, each in by_key.items()}
+    ppl = {key: [math.exp(sum(each) / len(each)) for each in seeds] for key, seeds in at_longest.items()}
+    assert outcome.values["xl-128M"]["quality"] == pytest.approx(ppl["xl-128M"])
+    means = [sum(ppl[key]) / 2 for key in by_hand]
+    apart = max(means) / min(means) - 1
+    assert group_distances(outcome)["128M"] == pytest.approx(apart)
+    assert f"group 128M: perplexity at the longest context differs by up to {100 * apart:.0f}%" in markdown(outcome)
     found = outcome.gains[-1]
     assert (found.group, found.seed, set(found.gains)) == ("128M", 2, set(by_hand))
     by_key["transformer"].by_seed[1]["longest_context"] = 3  # no length of Table 8 is more than a model read

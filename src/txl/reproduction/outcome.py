@@ -16,7 +16,7 @@ from txl.reproduction.converging import Tuned
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition
-from txl.units import is_character_unit, measure_name
+from txl.units import is_character_unit, measure_name, quality
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
@@ -93,7 +93,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
     gains: list[GroupGains] = []
     grids: dict[str, list[float]] = {}
     if definition.kind == "context":
-        gains = _effective_contexts(definition, rows, values, curves)
+        gains = _effective_contexts(definition, rows, unit, values, curves)
     lengths = sorted({float(length) for curve in curves.values() for length in curve})
     if definition.kind == "attention":
         grids["attention"] = lengths
@@ -105,10 +105,13 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
 def _effective_contexts(
     definition: Definition,
     rows: list[RowResult],
+    unit: str,
     values: dict[str, dict[str, list[float]]],
     curves: dict[str, dict[int, list[float]]],
 ) -> list[GroupGains]:
     """Compute the RECL of each model group, seed by seed: the models of one seed share a baseline.
+
+    Each model's quality is that of the same targets at the longest context.
 
     A group that lacks a model has none: with another baseline the others' values would be other ones.
     """
@@ -125,6 +128,8 @@ def _effective_contexts(
             for key, by_length in losses.items():
                 for length, each in by_length.items():
                     curves.setdefault(key, {}).setdefault(length, []).append(each.mean().item())
+                at_longest = by_length[max(by_length)].mean().item()
+                values[key].setdefault("quality", []).append(quality(at_longest, unit))
             by_pair = context.perplexity_gains[FRACTIONS[0]]
             gains = {key: {pair: each[key] for pair, each in by_pair.items()} for key in losses}
             found.append(GroupGains(group, seed, gains))
@@ -143,7 +148,7 @@ def headings(outcome: Outcome) -> tuple[str, ...]:
     if outcome.definition.kind == "attention":
         return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
     if outcome.definition.kind == "context":
-        return ("parameters", *(f"r = {r:.1f}" for r in FRACTIONS), "status")
+        return ("parameters", measure, *(f"r = {r:.1f}" for r in FRACTIONS), "status")
     if outcome.definition.kind == "speed":
         return ("attn len", "slower", "status")
     if outcome.definition.kind == "quality":
@@ -167,7 +172,7 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
         backprop = spread_text(values.get("training length", ())[:1], 0)  # every seed's is the same
         return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
     if kind == "context":
-        return (parameters, *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
+        return (parameters, shown("quality"), *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
     if kind == "speed":
         lengths = {each["attention_length"] for each in result.by_seed.values()}
         times = f"{shown('slower', 0)}x" if values.get("slower") else "-"
@@ -177,6 +182,32 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
         costs = [f"{shown(name, 2)}x" if values.get(name) else "-" for name in names]
         return (parameters, shown("quality"), *costs, status)
     return (parameters, status)
+
+
+def group_distances(outcome: Outcome) -> dict[str, float]:
+    """Return by how much the worst model of each group is worse than its best, as a fraction of perplexity or bits.
+
+    Means over seeds, of the same targets at the longest context.
+    """
+    found = {}
+    for group in dict.fromkeys(gains.group for gains in outcome.gains):
+        keys = [row.key for row in outcome.definition.rows if row.group == group]
+        means = [statistics.fmean(values) for key in keys if (values := outcome.values[key].get("quality"))]
+        found[group] = max(means) / min(means) - 1
+    return found
+
+
+def distances_text(outcome: Outcome) -> list[str]:
+    """Return a line for each model group: how far its models are apart.
+
+    All share one baseline, the best losses; of a model far behind it the metric sees lucky losses alone.
+    """
+    name = "bits" if is_character_unit(outcome.unit) else "perplexity"
+    return [
+        f"group {group}: {name} at the longest context differs by up to {100 * distance:.0f}%; the metric is fair "
+        f"between models of about the same {name}"
+        for group, distance in group_distances(outcome).items()
+    ]
 
 
 def hit_cap(result: RowResult) -> bool:
@@ -230,6 +261,7 @@ def markdown(outcome: Outcome) -> str:
     lines.append("")
     for claim, verdict in outcome.verdicts():
         lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
+    lines += distances_text(outcome)
     lines += [f"learning rate of {each}" for each in tuned_rates(outcome)]
     lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
     return "\n".join(lines)

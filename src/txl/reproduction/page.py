@@ -22,7 +22,17 @@ from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
 from txl.reporting.wording import short_name
 from txl.reproduction.experiment import RowResult
-from txl.reproduction.outcome import GroupGains, Outcome, cells, headings, hit_cap, repeats_text, tuned_rates
+from txl.reproduction.outcome import (
+    GroupGains,
+    Outcome,
+    cells,
+    distances_text,
+    group_distances,
+    headings,
+    hit_cap,
+    repeats_text,
+    tuned_rates,
+)
 from txl.reproduction.schema import Row
 from txl.units import duration_text, quality, quality_label
 
@@ -92,6 +102,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
             for gains in outcome.gains
             for name, each in gains.gains.items()
         ],
+        "group_distances": group_distances(outcome),
         "command": list(command),
         **circumstances,
     }
@@ -167,6 +178,7 @@ def _comparison(outcome: Outcome) -> str:
         note(definition.caption, "lead"),
         *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
         *(note(text) for text in definition.notes),
+        *(note(f"{text[0].upper()}{text[1:]}.") for text in distances_text(outcome)),
         *(note(f"{each.row.key}, {each.status}: {each.reason}.") for each in missing),
     )
 

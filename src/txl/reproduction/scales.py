@@ -210,8 +210,8 @@ SMALL = Scale(
     attention_lengths=(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5),
     eval_tokens=10_000,
     context_step=50,
-    longest_context=500,
-    targets=1000,
+    longest_context=900,
+    targets=2000,
     speed_lengths=1.0,
 )
 PAPER = Scale(
