@@ -23,7 +23,7 @@ from txl.config import ModelConfig
 from txl.devices import runs_ahead
 from txl.errors import UserError
 from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.layers import linear, logits
+from txl.models.layers import linear, logits, make_dropout
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -148,7 +148,7 @@ class AdaptiveSoftmax(nn.Module):
         self.has_own_tables = not config.tie_embeddings
         if self.has_own_tables:
             self.own_tables = nn.ParameterList(torch.empty_like(table) for table in embedding.tables)
-        self.dropout_tail = nn.Dropout(config.dropout_tail)
+        self.dropout_tail = make_dropout(config.dropout_tail, locked=False)
         # Baevski and Auli 2018, Section 3: tails share the embedding's projections, the shortlist's logits need none.
         self.plain_head = config.tie_projections == "tails"
         # One entry for each cluster whose output projection is its own; the others use the embedding's. (With div_val 1

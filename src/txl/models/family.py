@@ -19,7 +19,7 @@ from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT, TailRows
-from txl.models.layers import make_dropout, word_mask
+from txl.models.layers import make_dropout, use_compiled_dropout, word_mask
 from txl.models.mixture import MixtureOfSoftmaxes
 
 
@@ -82,6 +82,8 @@ class FamilyModel(LanguageModel[StateT]):
             self.mixture = MixtureOfSoftmaxes(d_last or config.d_model, config.d_model, config.n_softmax, dropout)
         self.dropout_embed = self._dropout(self.config.dropout_embed)
         self.dropout_out = self._dropout(self.config.dropout_out)
+        if self.attention_name == "compiled":
+            use_compiled_dropout(self)
         self.init_weights()
 
     def _dropout(self, p: float | None) -> nn.Module:

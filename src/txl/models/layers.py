@@ -11,8 +11,11 @@ from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from txl.config import TransformerConfig
+from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32
+from txl.native.dropout import compiled_dropout
 from txl.native.few_rows import few_rows
+from txl.native.training_attention import why_not_training
 
 
 class Linear(nn.Linear):
@@ -80,9 +83,35 @@ class LockedDropout(nn.Module):
         return f"p={self.p}"
 
 
+class Dropout(nn.Dropout):
+    """`nn.Dropout`; by the compiled library where `use_compiled_dropout` says so."""
+
+    compiled = False
+
+    def forward(self, input: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+        """Drop numbers; outside of training, return the input itself."""
+        if not (self.compiled and self.training and self.p > 0):
+            return super().forward(input)
+        # As compiled attention does, which comes later.
+        if not torch.compiler.is_compiling() and (reason := why_not_training(input.device.type, input.dtype)):
+            raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+        return compiled_dropout(input, self.p)
+
+
+def use_compiled_dropout(model: nn.Module) -> None:
+    """Let all ordinary dropout of a model be computed by the compiled library.
+
+    A model does so where its attention is `compiled`. A run goes on with the attention that it has recorded, so it also
+    goes on drawing the same numbers.
+    """
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.compiled = True
+
+
 def make_dropout(p: float, locked: bool) -> nn.Module:
     """Make locked or ordinary dropout of rate `p`."""
-    return LockedDropout(p) if locked else nn.Dropout(p)
+    return LockedDropout(p) if locked else Dropout(p)
 
 
 def word_mask(vocab_size: int, p: float, device: torch.device) -> Float32[Tensor, " V"]:

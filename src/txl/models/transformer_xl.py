@@ -29,7 +29,13 @@ from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.family import FamilyModel, check_targets
 from txl.models.language_model import EVERY_TARGET, Objective
-from txl.models.layers import Linear, LockedDropout, PositionwiseFeedForward, make_dropout
+from txl.models.layers import (
+    Dropout,
+    Linear,
+    LockedDropout,
+    PositionwiseFeedForward,
+    make_dropout,
+)
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 
@@ -377,7 +383,7 @@ class TransformerXL(FamilyModel[Memory]):
 
 _OWN = frozenset(
     {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
-    | {Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
+    | {Dropout, Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
 )
 """Classes whose `forward` cached projections and compiled steps stand in for."""
 

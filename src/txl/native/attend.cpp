@@ -49,7 +49,7 @@ class Task {
           distances(a.position.first ? FEW<S> * distances_stride : 0),
           weights(FEW<S> * pairs),
           factors(a.dropout > 0 ? most + 2 * Dropout::GROUP : 0),
-          dropout(attention),
+          dropout(attention.dropout, attention.seed),
           sums(lanes * rows * width),
           greatest(lanes * rows, NOTHING),
           total_weight(lanes * rows, 0.0f) {}

@@ -111,7 +111,7 @@ class Backward {
           tile_stride(most + (relative ? FEW : 0) + PANEL),
           key_stride(most + PANEL),
           scale(float(1 / std::sqrt(double(a.width)))),
-          dropout(a),
+          dropout(a.dropout, a.seed),
           by_key(rows * words),
           by_distance(relative ? rows * words : 0),
           above(rows * words),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_NAMES = ("decode.cpp", "attend.cpp", "attend_backward.cpp", "vectors.h", "panels.h", "attention.h")
+_NAMES = (
+    *("decode.cpp", "attend.cpp", "attend_backward.cpp", "dropout.cpp"),
+    *("vectors.h", "panels.h", "dropout.h", "attention.h"),
+)
 
 
 def cpp_sources() -> dict[str, str]:

@@ -1,0 +1,69 @@
+// What dropout multiplies numbers by: 1/(1-p) for each that is kept, 0 for each that is dropped. It is drawn from a seed
+// and the number's place alone, so that any pass over the numbers, in any order, draws the same.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "panels.h"
+
+namespace {
+
+// Philox4x32 with 7 rounds, which pass BigCrush (Salmon et al. 2011). Its counter is (group of places, row, head, lane),
+// its key the seed. The four words of 16 neighbouring counters belong to 64 neighbouring places of a row, 16 for each
+// word. A row of attention weights is a query's; its places are keys.
+class Dropout {
+  public:
+    static constexpr int64_t GROUP = 4 * PANEL;  // places
+
+    // A number is dropped with probability `rate`.
+    Dropout(double rate, uint64_t seed)
+        : seed(seed),
+          threshold(uint32_t(std::min(std::round(rate * 4294967296.0), 4294967295.0))),
+          kept(float(1 / (1 - rate))) {}
+
+    // Of places [from, to) of a row, `from` at a group's beginning; whole groups are written.
+    void draw(int64_t lane, int64_t head, int64_t row, int64_t from, int64_t to, float* factors) const {
+        constexpr int ROUNDS = 7;
+        const Words next = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int64_t place = from; place < to; place += GROUP) {
+            Words c0 = next + uint32_t(place / 4), c1 = Words{} + uint32_t(row);
+            Words c2 = Words{} + uint32_t(head), c3 = Words{} + uint32_t(lane);
+            uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+            for (int round = 0; round < ROUNDS; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+                Words low0, high0, low1, high1;
+                product(c0, 0xD2511F53u, low0, high0);
+                product(c2, 0xCD9E8D57u, low1, high1);
+                c0 = high1 ^ c1 ^ k0;
+                c1 = low1;
+                c2 = high0 ^ c3 ^ k1;
+                c3 = low0;
+            }
+            for (const Words& words : {c0, c1, c2, c3}) {
+                store(factors, words < threshold ? Vec<float>{} : Vec<float>{} + kept);
+                factors += PANEL;
+            }
+        }
+    }
+
+  private:
+    // Both halves of 64 bits of each product.
+    static void product(Words a, uint32_t b, Words& low, Words& high) {
+        using Wide = Vector<uint64_t, 8>::type;
+        constexpr uint64_t LOW = 0xffffffffu;
+        Wide pairs, other;
+        std::memcpy(&pairs, &a, sizeof pairs);
+        const Wide even = (pairs & LOW) * b, odd = (pairs >> 32) * b;
+        other = (even & LOW) | (odd << 32);
+        std::memcpy(&low, &other, sizeof low);
+        other = (even >> 32) | (odd & ~LOW);
+        std::memcpy(&high, &other, sizeof high);
+    }
+
+    const uint64_t seed;
+    const uint32_t threshold;
+    const float kept;
+};
+
+}  // namespace
