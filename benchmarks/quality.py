@@ -37,7 +37,7 @@ from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
 
 Options = dict[str, str]
-SHARES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 1.0)
+SHARES = (0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 1.0)
 """Of the minutes, that runs of ours have in turn."""
 TIMED = 7
 """Measurements of a step's seconds, each of a second or more; their median is taken."""
@@ -174,11 +174,26 @@ class Measurement:
                 waiting = [further[best]] if best in further else []
         return best, runs
 
+    def whole(self, recipe: Recipe, tuning: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Train for all of the minutes, at the best rate first; the last of the runs returned is the one that counts.
+
+        A rate can serve in a short run and fail in a long one, whose rate falls later. Where a whole run ends above the
+        short one, the next best rate is tried.
+        """
+        short = sorted((run for run in tuning if run["best_nll"] is not None), key=lambda run: run["best_nll"])
+        runs = []
+        for run in short:
+            runs.append(self.curve(recipe, run["rate"], 1.0))
+            if runs[-1]["best_nll"] < run["best_nll"]:
+                break
+        return sorted(runs, key=lambda run: -run["best_nll"])
+
     def all(self) -> dict[str, Any]:
         """Measure all curves, and what each needs to come to the authors' best loss."""
         authors, *ours = recipes()
-        rate, tuning = self.tuned(authors)
-        first = self.curve(authors, rate, 1.0)
+        _, tuning = self.tuned(authors)
+        *failed, first = self.whole(authors, tuning)
+        tuning += failed
         end = min(first["points"], key=lambda point: point["nll"])
         target = end["nll"]
         found: dict[str, Any] = {"text": self.name, "target_nll": target, "curves": [first], "tuning": tuning}
@@ -226,8 +241,13 @@ def main() -> None:
 
 def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Write a text's curves into the record, beside those of other texts."""
-    known = json.loads(record.read_text())["output"]["texts"] if record.exists() else []
-    others = [text for text in known if text["text"] != measured["text"]]
+    before = json.loads(record.read_text()) if record.exists() else {"output": {"texts": []}}
+    # Each text keeps where and when it was measured; the record's own fields are the last one's.
+    others = [
+        {name: before[name] for name in ("commit", "date", "hardware")} | text
+        for text in before["output"]["texts"]
+        if text["text"] != measured["text"]
+    ]
     shown = ("minutes", "peer_ratio", "eval_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in shown}
     if any(text["settings"] != settings for text in others):
