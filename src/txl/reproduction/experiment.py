@@ -6,9 +6,11 @@
     runs/ROW-seedN/              run directories, as `txl train` writes them
     results/ROW-seedN.json       what was measured of each
     made/                        files made of them (Figures 5 to 7, samples)
+    locks/                       what a process is at work on
     NAME.html  NAME.json         the page, and everything on it
 
-What is finished is not done again, and a run that was stopped goes on from its last checkpoint.
+What is finished is not done again, and a run that was stopped goes on from its last checkpoint. Processes of the same
+command share the work: each takes the next part that no other is at work on.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from txl.evaluation.cache_tuning import measure_cache
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
-from txl.reproduction.converging import Tried, at_rate, tune
-from txl.reproduction.folder import Folder, changes, stored_json
+from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
+from txl.reproduction.folder import Busy, Folder, changes, stored_json
 from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_cost, measure_speed
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
@@ -42,6 +44,9 @@ from txl.training.budget import longest_segment, peak_bytes
 from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
 from txl.units import quality
+
+_WAIT = 2.0
+"""Seconds between two looks at what other processes work on."""
 
 
 @dataclass
@@ -102,9 +107,10 @@ class Experiment:
             return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         # Only now: a corpus that cannot be opened leaves nothing behind.
-        self._folder.claim({"text": corpus.info()["identity"]})
-        data, corpus = self._trained_on(corpus)
-        rows = [self._configured(row, data, corpus) for row in self.definition.rows]
+        with self._folder.working_on("begin", wait=True):
+            self._folder.claim({"text": corpus.info()["identity"]})
+            data, corpus = self._trained_on(corpus)
+            rows = [self._configured(row, data, corpus) for row in self.definition.rows]
         self._refuse_what_cannot_be(rows, corpus)
         peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer))
@@ -153,34 +159,57 @@ class Experiment:
         return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
-        """Run every model with the first seed, then every model with the next: each seed's table is completed first."""
-        for seed in range(1, self.seeds + 1):
-            for result in results:
-                if result.status == "done":
-                    self._once(result, seed, one)
+        """Run every model with the first seed, then every model with the next: each seed's table is completed first.
+
+        What another process works on comes last: its result is taken, or, if it came to none, it is done here.
+        """
+        done = [result for result in results if result.status == "done"]
+        waiting, told = [(result, seed) for seed in range(1, self.seeds + 1) for result in done], False
+        while waiting:
+            busy = []
+            for result, seed in waiting:
+                try:
+                    if result.status == "done":  # it may have failed with another seed
+                        self._once(result, seed, one)
+                except Busy:
+                    busy.append((result, seed))
+            if len(busy) == len(waiting):
+                if not told:
+                    names = ", ".join(dict.fromkeys(result.row.key for result, _ in busy))
+                    self._say(f"waiting for other processes, which work on {names}")
+                told = True
+                time.sleep(_WAIT)
+            waiting = busy
         return results
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
         path = self._result_path(result.row, seed)
+        if not path.exists():
+            with self._folder.working_on(f"{result.row.key}-seed{seed}"):
+                if not path.exists():  # another process may have come to its end just now
+                    self._do(result, seed, path, one)
+        if result.status != "done":
+            return
         stored = stored_json(path)
-        if stored is None:
-            self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
-            try:
-                stored = one(result, seed)
-                if not is_finite(stored):
-                    raise UserError("its losses are not finite numbers")
-            except (RunInterrupted, KeyboardInterrupt):
-                raise
-            except Exception as error:
-                result.status = "failed"
-                result.reason = " ".join(f"seed {seed}: {error or type(error).__name__}".split())
-                self._say(f"{result.row.key} failed: {result.reason}")
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(stored) + "\n")
-            stored = stored_json(path)  # the same values as when it is found there
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
+
+    def _do(self, result: RowResult, seed: int, path: Path, one: Callable[[RowResult, int], JsonObject]) -> None:
+        """Measure a row with a seed and keep what was measured, or give the row the reason why it failed."""
+        self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
+        try:
+            measured = one(result, seed)
+            if not is_finite(measured):
+                raise UserError("its losses are not finite numbers")
+        except (Busy, RunInterrupted, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            result.status = "failed"
+            result.reason = " ".join(f"seed {seed}: {error or type(error).__name__}".split())
+            self._say(f"{result.row.key} failed: {result.reason}")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(measured) + "\n")
 
     def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None) -> JsonObject:
         if result.row.cache_over is not None:
@@ -190,7 +219,8 @@ class Experiment:
         found: JsonObject = {}
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
-            tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
+            with self._folder.working_on(f"rates-{recipe_of(run)}"):
+                tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
@@ -241,7 +271,9 @@ class Experiment:
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
-        if not self._result_path(base, seed).exists():  # a run that failed has left checkpoints too
+        with self._folder.working_on(f"{base.key}-seed{seed}"):
+            is_there = self._result_path(base, seed).exists()  # a run that failed has left checkpoints too
+        if not is_there:
             raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
         model, _ = RunDirectory(directory).load(device=self.device)
         run = RunDirectory(directory).config()

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import portalocker
+from portalocker import LockFlags
+
 from txl.errors import UserError
 from txl.files import JsonObject, read_json, write_whole
 from txl.runs.directory import of_today
+
+
+class Busy(Exception):
+    """Another process of the same reproduction works on this part."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Folder:
         there = stored_json(self._record)
         if there is not None:
             self._agrees(there, self.about)
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or {each.name for each in self.path.iterdir()} - {"locks"}):
             raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
 
     def claim(self, found: JsonObject) -> None:
@@ -46,6 +55,30 @@ class Folder:
             shutil.rmtree(self.path / leftover, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self._record, json.dumps(about, indent=1) + "\n")
+
+    @contextmanager
+    def working_on(self, part: str, *, wait: bool = False) -> Iterator[None]:
+        """Keep other processes from a part of the experiment within the block.
+
+        On a file system without locks it keeps nobody; there, the lock of each run says so.
+
+        Args:
+            part: its name.
+            wait: for another process to be done with it.
+
+        Raises:
+            Busy: if another process works on it, unless `wait`.
+        """
+        path = self.path / "locks" / f"{part}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            try:
+                portalocker.lock(file, LockFlags.EXCLUSIVE | (LockFlags(0) if wait else LockFlags.NON_BLOCKING))
+            except portalocker.AlreadyLocked:
+                raise Busy from None
+            except (OSError, portalocker.LockException):
+                pass
+            yield
 
     @property
     def _record(self) -> Path:

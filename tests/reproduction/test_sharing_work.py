@@ -1,0 +1,98 @@
+"""Processes of one reproduction: each takes what no other works on, and has the others' results in the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.reproduction.conftest import experiment, gathered
+
+import txl.reproduction.experiment as module
+from txl.reproduction.catalogue import definitions
+from txl.reproduction.folder import Busy
+
+
+def starts(run):
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return sum(json.loads(line)["event"] == "start" for line in lines)
+
+
+@pytest.fixture
+def it(micro, words, tmp_path, data_dir):
+    rows = tuple(definitions()["table7"].row(key) for key in ("xl", "no-recurrence"))
+    return experiment("table7", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
+
+
+def test_what_another_process_works_on_comes_last(it, monkeypatch):
+    other, done = it._folder.working_on("xl-seed1"), []
+    other.__enter__()
+    monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))  # it came to no result
+    real = module.Experiment._fit
+    monkeypatch.setattr(module.Experiment, "_fit", lambda self, run, at: done.append(at.name) or real(self, run, at))
+    rows = it.run()
+    assert done == ["no-recurrence-seed1", "xl-seed1"]
+    assert [set(row.by_seed) for row in rows] == [{1}, {1}]
+
+
+def test_the_result_of_another_process_is_taken(it, monkeypatch):
+    [first, _] = it.run()
+    path = it.out / "results" / "xl-seed1.json"
+    stored = path.read_text()
+    path.unlink()
+    other = it._folder.working_on("xl-seed1")
+    other.__enter__()
+
+    def finish(_):
+        path.write_text(stored)
+        other.__exit__(None, None, None)
+
+    monkeypatch.setattr(module.time, "sleep", finish)
+    monkeypatch.setattr(module.Experiment, "_do", lambda *_: pytest.fail("it was measured already"))
+    [again, _] = it.run()
+    assert again.by_seed == first.by_seed
+    assert gathered(it, [again]).values["xl"] == gathered(it, [first]).values["xl"]
+
+
+def test_a_cache_waits_for_the_model_that_another_process_trains(micro, words, tmp_path, data_dir, monkeypatch):
+    rows = tuple(definitions()["table1"].row(key) for key in ("lstm", "lstm-cache", "xl-standard"))
+    it = experiment("table1", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
+    other = it._folder.working_on("lstm-seed1")
+    other.__enter__()
+    monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))
+    rows = it.run()
+    assert [(row.status, set(row.by_seed)) for row in rows] == [("done", {1})] * 3
+
+
+def test_a_part_belongs_to_one_process_at_a_time(it):
+    with it._folder.working_on("rates"):
+        with pytest.raises(Busy), it._folder.working_on("rates"):
+            pass
+        with it._folder.working_on("something else"):
+            pass
+    with it._folder.working_on("rates"):
+        pass
+
+
+def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
+    command = [sys.executable, "-m", "txl", "reproduce", "table7", "--until-converged", "--steps", "25", "--seeds", "2"]
+    command += [
+        "--corpus",
+        str(story),
+        "--eval-tokens",
+        "500",
+        "--data-dir",
+        str(data_dir),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert printed[0][0] == printed[1][0]
+    runs = sorted((tmp_path / "out" / "runs").iterdir())
+    assert len(runs) == 6
+    assert [starts(run) for run in runs] == [1] * 6
+    for rate in (tmp_path / "out" / "rates").glob("*/*"):
+        assert starts(rate) == 1
