@@ -91,6 +91,9 @@ def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
     printed = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
     assert printed[0][0] == printed[1][0]
+    for row in ("xl", "xl-shaw", "no-recurrence"):  # said where it was trained, once
+        for seed in (1, 2):
+            assert sum(said.count(f"{row}, seed {seed} of 2\n") for _, said in printed) == 1
     runs = sorted((tmp_path / "out" / "runs").iterdir())
     assert len(runs) == 6
     assert [starts(run) for run in runs] == [1] * 6

@@ -29,13 +29,7 @@ from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.family import FamilyModel, check_targets
 from txl.models.language_model import EVERY_TARGET, Objective
-from txl.models.layers import (
-    Dropout,
-    Linear,
-    LockedDropout,
-    PositionwiseFeedForward,
-    make_dropout,
-)
+from txl.models.layers import Dropout, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 

@@ -104,7 +104,7 @@ class Experiment:
         if self.definition.kind == "speed":
             self._folder.claim({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
-            return self._over_seeds(rows, lambda result, seed: measure_speed(result.row, self.scale, self.device))
+            return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         # Only now: a corpus that cannot be opened leaves nothing behind.
         with self._folder.working_on("begin", wait=True):
@@ -196,7 +196,6 @@ class Experiment:
 
     def _do(self, result: RowResult, seed: int, path: Path, one: Callable[[RowResult, int], JsonObject]) -> None:
         """Measure a row with a seed and keep what was measured, or give the row the reason why it failed."""
-        self._say(f"{result.row.key}, seed {seed} of {self.seeds}")
         try:
             measured = one(result, seed)
             if not is_finite(measured):
@@ -211,6 +210,10 @@ class Experiment:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(measured) + "\n")
 
+    def _time(self, result: RowResult, seed: int) -> JsonObject:
+        self._begin(result.row, seed)
+        return measure_speed(result.row, self.scale, self.device)
+
     def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None) -> JsonObject:
         if result.row.cache_over is not None:
             return self._with_cache(result.row, seed, corpus)
@@ -223,6 +226,7 @@ class Experiment:
                 tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
+        self._begin(result.row, seed)
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
         outcome = self._fit(run, directory)
         found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
@@ -275,6 +279,7 @@ class Experiment:
             is_there = self._result_path(base, seed).exists()  # a run that failed has left checkpoints too
         if not is_there:
             raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
+        self._begin(row, seed)
         model, _ = RunDirectory(directory).load(device=self.device)
         run = RunDirectory(directory).config()
         self._say(f"tuning a continuous cache over {base.key}")
@@ -348,6 +353,10 @@ class Experiment:
         data = RunConfig(data=self.data).to_dict()["data"]
         about = {"experiment": self.definition.experiment_name, "scale": self.scale.to_dict(), "data": data}
         return Folder(self.out, about)
+
+    def _begin(self, row: Row, seed: int) -> None:
+        """Say what begins; later than anything that may be another process's."""
+        self._say(f"{row.key}, seed {seed} of {self.seeds}")
 
     def _say(self, text: str) -> None:
         if not self.quiet:
