@@ -264,7 +264,7 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
     """Return the configurations for a text, each with the steps that the minutes allow; made once and kept.
 
-    The choice is `--minutes`'s own. The steps of all of them, its too, are counted with speeds measured in turns.
+    The choice is what `--minutes` makes of the text. Steps are counted anew for all, with speeds measured in turns.
     """
     kept = given.work / f"plans-{given.minutes:g}-{Path(text).stem}.json"
     if kept.exists():

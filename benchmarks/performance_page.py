@@ -271,7 +271,8 @@ def quality(record: Record) -> str:
         f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule "
         "fixed beforehand, and the next longer one was tried where it did not come to that loss: "
         f"{', '.join(tried)} of the time. Learning rates are tuned on validation over five values or more; Muon's is "
-        "the preset's. Loss is in nats a token of the validation split: "
+        "the preset's. The authors' rate is the next best one where the best in short runs fails in the whole run. "
+        "Loss is in nats a token of the validation split: "
         f"{'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n"
     )
@@ -322,6 +323,16 @@ SECTIONS = (
 )
 
 
+def made_by(name: str, made: Record, part: str) -> str:
+    """Return the line that says where the numbers of a record, or of a part of it, come from."""
+    hardware, commit = made["hardware"], made["commit"]
+    return (
+        f"`results/{name}.json`{part}: {hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads, "
+        f"torch {made['software']['torch']}, commit {commit[:7]}"
+        f"{' with uncommitted changes' if ' ' in commit else ''}, {made['date']}.\n"
+    )
+
+
 def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
     """The page's text, and for every figure a digest of what it shows and the record that it shows."""
     parts, figures = [HEAD], {}
@@ -337,12 +348,11 @@ def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
             digest = hashlib.sha256(json.dumps([name, record["output"]]).encode()).hexdigest()[:16]
             figures[name] = digest, record["output"]
             parts.append(f"![{FIGURES[name].title}](performance-{name}.svg)\n")
-        hardware, commit = record["hardware"], record["commit"]
-        parts.append(
-            f"`results/{section.record}.json`: {hardware['cpu']}, {hardware['cores']} cores, "
-            f"{hardware['threads']} threads, torch {record['software']['torch']}, commit {commit[:7]}"
-            f"{' with uncommitted changes' if ' ' in commit else ''}, {record['date']}.\n"
-        )
+        # Texts of one record may have been measured on different days; those that say so have a line of their own.
+        texts = [text for text in record["output"].get("texts", ()) if "hardware" in text]
+        parts += [made_by(section.record, text, f", `{text['text']}`") for text in texts]
+        rest = f", `{record['output']['texts'][-1]['text']}`" if texts else ""
+        parts.append(made_by(section.record, record, rest))
     return "\n".join(parts), figures
 
 

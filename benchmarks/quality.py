@@ -119,7 +119,7 @@ class Measurement:
 
         In turns, so that a machine that others use is as fast for one recipe as for another.
         """
-        if self.step_seconds:
+        if self.step_seconds.keys() == {recipe.name for recipe in recipes()}:
             return
         seconds: dict[str, list[float]] = {}
         for _ in range(TIMED):
@@ -183,9 +183,14 @@ class Measurement:
         short = sorted((run for run in tuning if run["best_nll"] is not None), key=lambda run: run["best_nll"])
         runs = []
         for run in short:
-            runs.append(self.curve(recipe, run["rate"], 1.0))
+            try:
+                runs.append(self.curve(recipe, run["rate"], 1.0))
+            except TrainingDiverged:
+                continue
             if runs[-1]["best_nll"] < run["best_nll"]:
                 break
+        if not runs:
+            raise SystemExit(f"{self.name}: {recipe.name} diverges at every rate that was tried")
         return sorted(runs, key=lambda run: -run["best_nll"])
 
     def all(self) -> dict[str, Any]:
@@ -244,7 +249,7 @@ def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) 
     before = json.loads(record.read_text()) if record.exists() else {"output": {"texts": []}}
     # Each text keeps where and when it was measured; the record's own fields are the last one's.
     others = [
-        {name: before[name] for name in ("commit", "date", "hardware")} | text
+        {name: before[name] for name in ("commit", "date", "hardware", "software")} | text
         for text in before["output"]["texts"]
         if text["text"] != measured["text"]
     ]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
-from txl.models import build_model
-from txl.models.layers import Dropout, LockedDropout
+from txl.models import build_model, layers
+from txl.models.layers import Dropout
 from txl.native.build import why_not
 from txl.native.dropout import compiled_dropout
 
@@ -134,9 +134,24 @@ def test_models_with_compiled_attention_use_it_at_every_site(family):
     assert torch.equal(compiled.eval().nll(tokens, tokens, state)[0], compiled.nll(tokens, tokens, state)[0])
 
 
-def test_locked_dropout_stays_as_it_was():
-    model = build_model(TransformerXLConfig(**SHAPE, attention="compiled", locked_dropout=True), 11, "cpu")
-    assert any(isinstance(module, LockedDropout) for module in model.modules())
+def test_locked_dropout_stays_as_it_was(monkeypatch):
+    monkeypatch.setattr(layers, "compiled_dropout", lambda *_: pytest.fail("locked dropout has masks of its own"))
+    tokens, drawn = torch.randint(11, (2, 7)), []
+    for attention in ("compiled", "shifted"):
+        torch.manual_seed(5)
+        model = build_model(TransformerXLConfig(**SHAPE, attention=attention, locked_dropout=True), 11, "cpu").train()
+        losses = model.nll(tokens, tokens, model.init_state(2))[0]
+        drawn.append((losses, torch.rand(3)))
+    torch.testing.assert_close(*(losses for losses, _ in drawn))
+    assert torch.equal(*(after for _, after in drawn))
+
+
+def test_another_default_device_changes_nothing():
+    values = torch.randn(100)
+    with torch.device("meta"):
+        out = compiled_dropout(values, 0.5)
+    assert torch.equal(out, 2 * values * (out != 0))
+    assert 20 < (out == 0).sum() < 80
 
 
 def test_a_dtype_that_it_lacks_is_refused_in_one_line():

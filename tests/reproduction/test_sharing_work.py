@@ -9,8 +9,11 @@ import sys
 import pytest
 from tests.reproduction.conftest import experiment, gathered
 
+import txl
 import txl.reproduction.experiment as module
 from txl.reproduction.catalogue import definitions
+from txl.reproduction.configuring import configure
+from txl.reproduction.converging import UntilConverged, recipe_of
 from txl.reproduction.folder import Busy
 
 
@@ -65,6 +68,53 @@ def test_a_cache_waits_for_the_model_that_another_process_trains(micro, words, t
     assert [(row.status, set(row.by_seed)) for row in rows] == [("done", {1})] * 3
 
 
+def test_a_cache_waits_while_its_model_waits_for_a_rate(micro, words, tmp_path, data_dir, monkeypatch):
+    rows = tuple(definitions()["table1"].row(key) for key in ("lstm", "lstm-cache", "xl-standard"))
+    scale = micro.with_until_converged(UntilConverged(factors=(1.0,), furthest=1.0))
+    it = experiment("table1", scale, words, tmp_path / "out", data_dir, seeds=2, rows=rows)
+    it.out.mkdir()
+    [lstm] = [f"rates-{recipe_of(configured(it, 'lstm'))}"]
+    other = it._folder.working_on(lstm)
+    other.__enter__()
+    monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))
+    rows = it.run()
+    assert [(row.status, set(row.by_seed)) for row in rows] == [("done", {1, 2})] * 3
+
+
+def configured(it, key):
+    corpus = txl.open_corpus(it.data.corpus, it.data.unit, data_dir=it.data_dir)
+    return configure(it.definition, it.definition.row(key), it.scale, it.data, len(corpus.vocabulary), lambda *_: 8)
+
+
+def test_a_row_that_failed_here_is_taken_from_the_process_that_finished_it(it, monkeypatch):
+    rows = it.run()
+    stored = {path: path.read_text() for path in (it.out / "results").iterdir()}
+    for path in stored:
+        path.unlink()
+
+    def fail(self, run, directory):
+        for path, text in stored.items():  # the other process ends meanwhile
+            path.write_text(text)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(module.Experiment, "_fit", fail)
+    again = it.run()
+    assert [(row.status, row.reason) for row in again] == [("done", "")] * 2
+    assert [row.by_seed for row in again] == [row.by_seed for row in rows]
+
+
+def test_rows_that_are_timed_are_one_part(micro, words, tmp_path, data_dir, monkeypatch):
+    it = experiment("table9", micro, words, tmp_path / "out", data_dir, seeds=1)
+    it.out.mkdir()
+    other, waited = it._folder.working_on("timing"), []
+    other.__enter__()
+    monkeypatch.setattr(
+        module, "measure_speed", lambda *_: {"slower": 1.0, "attention_length": 1, "waited": bool(waited)}
+    )
+    monkeypatch.setattr(module.time, "sleep", lambda _: waited.append(1) or other.__exit__(None, None, None))
+    assert all(row.by_seed[1]["waited"] for row in it.run())
+
+
 def test_a_part_belongs_to_one_process_at_a_time(it):
     with it._folder.working_on("rates"):
         with pytest.raises(Busy), it._folder.working_on("rates"):
@@ -97,5 +147,6 @@ def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
     runs = sorted((tmp_path / "out" / "runs").iterdir())
     assert len(runs) == 6
     assert [starts(run) for run in runs] == [1] * 6
-    for rate in (tmp_path / "out" / "rates").glob("*/*"):
-        assert starts(rate) == 1
+    rates = sorted((tmp_path / "out" / "rates").glob("*/*"))
+    assert len(rates) >= 3
+    assert [starts(rate) for rate in rates] == [1] * len(rates)

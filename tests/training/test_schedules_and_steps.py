@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import txl
+import txl.training.optimisers as optimisers
 from txl.config import (
     ModelConfig,
     RecurrentConfig,
@@ -268,7 +269,34 @@ def test_muon_orthogonalises_the_layers_matrices_one_by_one_and_adam_has_the_res
             for here, there in zip(moved.chunk(rows), update.chunk(rows), strict=True):
                 for part, direction in zip(here.chunk(columns, 1), there.chunk(columns, 1), strict=True):
                     wanted = -0.01 * 0.2 * max(part.shape) ** 0.5 * orthogonalised(direction)
-                    assert (part - wanted).norm() < 0.03 * wanted.norm()  # PyTorch computes in bfloat16
+                    assert (part - wanted).norm() < 0.03 * wanted.norm()  # computed in bfloat16
+
+
+@pytest.mark.parametrize("most", [1, 100, 1 << 22])
+@pytest.mark.parametrize("in_bfloat16", [True, False])
+def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16, monkeypatch):
+    """A batch is one matrix, some of a shape, or all."""
+    monkeypatch.setattr(optimisers, "_MOST_AT_ONCE", most)
+    monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: in_bfloat16)
+    ours, theirs = model_for_muon("relative"), model_for_muon("relative")
+    train = TrainConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1)
+    names = ours.layer_matrices()
+    optimizer = build_optimizer(ours, train)
+    peer = torch.optim.Muon(
+        [theirs.get_parameter(name) for name in names], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    random = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+            theirs.get_parameter(name).grad = parameter.grad.clone()
+        optimizer.step()
+        peer.step()
+    for name in names:
+        here, there = (model.get_parameter(name).detach() for model in (ours, theirs))
+        moved = (there - before[name]).norm()
+        assert (here - there).norm() < (1e-3 if in_bfloat16 else 0.05) * moved, name
 
 
 def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.reproduction.converging import UntilConverged
     from txl.reproduction.scales import find_scale
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
     definition = find_definition(arguments.what)
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     scale = scale.with_dtype(arguments.dtype)

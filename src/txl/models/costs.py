@@ -29,6 +29,7 @@ def dropout_copies(model: ModelConfig, rate: float | None) -> tuple[int, int]:
     """Count the tensors of its input's size that one dropout keeps for the backward pass: its output, and its mask.
 
     Both counts are 1 if there is dropout, else 0; the mask of locked dropout, which all positions share, counts as 0.
+    Compiled dropout keeps no mask either; it counts, because which attention will train the model may not be known.
 
     Args:
         model: a model's configuration.

@@ -89,7 +89,11 @@ class Dropout(nn.Dropout):
     compiled = False
 
     def forward(self, input: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """Drop numbers; outside of training, return the input itself."""
+        """Drop numbers; outside of training, return the input itself.
+
+        Raises:
+            UserError: if the compiled library cannot serve the input's device or dtype.
+        """
         if not (self.compiled and self.training and self.p > 0):
             return super().forward(input)
         # As compiled attention does, which comes later.
@@ -101,8 +105,8 @@ class Dropout(nn.Dropout):
 def use_compiled_dropout(model: nn.Module) -> None:
     """Let all ordinary dropout of a model be computed by the compiled library.
 
-    A model does so where its attention is `compiled`. A run goes on with the attention that it has recorded, so it also
-    goes on drawing the same numbers.
+    A model does so where its attention is `compiled`. A run goes on with the attention that it has recorded, so after
+    a stop it draws from the same generator.
     """
     for module in model.modules():
         if isinstance(module, Dropout):

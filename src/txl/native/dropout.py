@@ -23,10 +23,14 @@ def compiled_dropout(values: Tensor, rate: float) -> Tensor:
         values: float32 or bfloat16, on a CPU.
         rate: at least 0, below 1.
 
+    Returns:
+        Numbers of the same shape and dtype; gradients go through them, of any order.
+
     Raises:
-        RuntimeError: if there is no library; `why_not_training` says so beforehand.
+        KeyError: for another dtype.
+        RuntimeError: if there is no library. `why_not_training` says both beforehand.
     """
-    return _dropout(values, torch.randint(2**63 - 1, (), dtype=torch.int64), rate)
+    return _dropout(values, torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"), rate)
 
 
 @torch.library.custom_op("txl::dropout", mutates_args=(), device_types="cpu")

@@ -58,7 +58,7 @@ def training_attention(
     Raises:
         RuntimeError: if there is no library; `why_not_training` says so beforehand.
     """
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout > 0 else None
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     return _attend(query, key, value, position, u, v, filled, seed, window, dropout)[0]
 
 

@@ -1,8 +1,9 @@
 """Training until validation no longer improves, at the best of a few learning rates.
 
-Rows of one recipe (the same family of models, optimiser and learning rate) share their choice of a rate. The first row
-of a recipe is trained for a part of the steps at each rate, with seed 1, and the rate with the lowest validation loss
-is the recipe's. `rates/RECIPE.json` keeps it; `rates/RECIPE/RATE` holds the runs, which go on after a stop.
+Rows of one recipe (the same family of models, optimiser and learning rate) share their choice of a rate. The row of a
+recipe that comes first is trained for a part of the steps at each rate, with seed 1, and the rate with the lowest
+validation loss is the recipe's. `rates/RECIPE.json` keeps it; `rates/RECIPE/RATE` holds the runs, which go on after a
+stop.
 """
 
 from __future__ import annotations

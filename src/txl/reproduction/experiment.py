@@ -15,11 +15,13 @@ command share the work: each takes the next part that no other is at work on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,12 +104,13 @@ class Experiment:
         self.data = self._as_stored()
         self._folder.check()
         if self.definition.kind == "speed":
-            self._folder.claim({"hardware": _comparable_hardware(self.device)})
+            with self._in_turn("begin"):
+                self._folder.claim({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         # Only now: a corpus that cannot be opened leaves nothing behind.
-        with self._folder.working_on("begin", wait=True):
+        with self._in_turn("begin"):
             self._folder.claim({"text": corpus.info()["identity"]})
             data, corpus = self._trained_on(corpus)
             rows = [self._configured(row, data, corpus) for row in self.definition.rows]
@@ -163,12 +166,16 @@ class Experiment:
 
         What another process works on comes last: its result is taken, or, if it came to none, it is done here.
         """
-        done = [result for result in results if result.status == "done"]
-        waiting, told = [(result, seed) for seed in range(1, self.seeds + 1) for result in done], False
+        by_key = {result.row.key: result for result in results if result.status == "done"}
+        waiting = [(result, seed) for seed in range(1, self.seeds + 1) for result in by_key.values()]
+        told = False
         while waiting:
             busy = []
             for result, seed in waiting:
+                base = by_key.get(result.row.cache_over or "")
                 try:
+                    if base is not None and base.status == "done" and seed not in base.by_seed:
+                        raise Busy  # the model of a cache is not there yet
                     if result.status == "done":  # it may have failed with another seed
                         self._once(result, seed, one)
                 except Busy:
@@ -180,19 +187,53 @@ class Experiment:
                 told = True
                 time.sleep(_WAIT)
             waiting = busy
+        for result in by_key.values():
+            if result.status == "failed":
+                self._take_over(result)
         return results
+
+    def _take_over(self, result: RowResult) -> None:
+        """Take all results of a row that failed here, if another process has come to them."""
+        for seed in range(1, self.seeds + 1):
+            with self._in_turn(self._part(result, seed)):
+                stored = stored_json(self._result_path(result.row, seed))
+            if stored is None:
+                return
+            self._take(result, seed, stored)
+        result.status, result.reason = "done", ""
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
         path = self._result_path(result.row, seed)
         if not path.exists():
-            with self._folder.working_on(f"{result.row.key}-seed{seed}"):
+            with self._folder.working_on(self._part(result, seed)):
                 if not path.exists():  # another process may have come to its end just now
                     self._do(result, seed, path, one)
-        if result.status != "done":
-            return
-        stored = stored_json(path)
+        if result.status == "done":
+            self._take(result, seed, stored_json(path))
+
+    def _take(self, result: RowResult, seed: int, stored: JsonObject) -> None:
         result.by_seed[seed] = stored
         result.parameters = stored.get("parameters")
+
+    def _part(self, result: RowResult, seed: int) -> str:
+        """Return the name of what one process does at a time: a row with a seed; of what is timed, all rows."""
+        return "timing" if self.definition.kind == "speed" else f"{result.row.key}-seed{seed}"
+
+    @contextmanager
+    def _in_turn(self, part: str) -> Iterator[None]:
+        """Work on a part within the block, after any other process that does."""
+        told = False
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(self._folder.working_on(part))
+                    break
+                except Busy:
+                    if not told:
+                        self._say(f"waiting for another process, which works on {part}")
+                    told = True
+                    time.sleep(_WAIT)
+            yield
 
     def _do(self, result: RowResult, seed: int, path: Path, one: Callable[[RowResult, int], JsonObject]) -> None:
         """Measure a row with a seed and keep what was measured, or give the row the reason why it failed."""
@@ -275,9 +316,7 @@ class Experiment:
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
-        with self._folder.working_on(f"{base.key}-seed{seed}"):
-            is_there = self._result_path(base, seed).exists()  # a run that failed has left checkpoints too
-        if not is_there:
+        if not self._result_path(base, seed).exists():  # a run that failed has left checkpoints too
             raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
         self._begin(row, seed)
         model, _ = RunDirectory(directory).load(device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ class Folder:
 
     def check(self) -> None:
         """Refuse a folder that is known to be something else's."""
+        # Listed before the record is read: another process may be writing it.
+        is_other = self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir())))
         there = stored_json(self._record)
         if there is not None:
             self._agrees(there, self.about)
-        elif self.path.exists() and (not self.path.is_dir() or {each.name for each in self.path.iterdir()} - {"locks"}):
+        elif is_other:
             raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
 
     def claim(self, found: JsonObject) -> None:
@@ -57,27 +60,23 @@ class Folder:
         write_whole(self._record, json.dumps(about, indent=1) + "\n")
 
     @contextmanager
-    def working_on(self, part: str, *, wait: bool = False) -> Iterator[None]:
+    def working_on(self, part: str) -> Iterator[None]:
         """Keep other processes from a part of the experiment within the block.
 
-        On a file system without locks it keeps nobody; there, the lock of each run says so.
-
-        Args:
-            part: its name.
-            wait: for another process to be done with it.
+        On a file system without locks it keeps nobody from it, and a note says so.
 
         Raises:
-            Busy: if another process works on it, unless `wait`.
+            Busy: if another process works on it.
         """
         path = self.path / "locks" / f"{part}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             try:
-                portalocker.lock(file, LockFlags.EXCLUSIVE | (LockFlags(0) if wait else LockFlags.NON_BLOCKING))
+                portalocker.lock(file, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
             except portalocker.AlreadyLocked:
                 raise Busy from None
-            except (OSError, portalocker.LockException):
-                pass
+            except (OSError, portalocker.LockException) as error:
+                print(f"note: {path}: no lock ({error}); start no second process here", file=sys.stderr)
             yield
 
     @property
@@ -91,6 +90,11 @@ class Folder:
         if changed and any((self.path / name).exists() for name in ("runs", "results")):
             raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
         return not changed
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file or folder is none that a reproduction begins with."""
+    return path.name != "locks" and not path.name.startswith("experiment.json")
 
 
 def stored_json(path: Path) -> Any:

@@ -200,7 +200,7 @@ def group_distances(outcome: Outcome) -> dict[str, float]:
 def distances_text(outcome: Outcome) -> list[str]:
     """Return a line for each model group: how far its models are apart.
 
-    All share one baseline, the best losses; of a model far behind it the metric sees lucky losses alone.
+    The metric compares a group's models with one baseline, their best losses; a model far behind beats it by luck.
     """
     name = "bits" if is_character_unit(outcome.unit) else "perplexity"
     return [

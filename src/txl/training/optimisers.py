@@ -25,7 +25,7 @@ from txl.runs.environment import multiplies_bfloat16
 _MUON_MOMENTUM = 0.95
 """The value of all published recipes."""
 _MOST_AT_ONCE = 1 << 22
-"""Numbers of matrices that are orthogonalised at once; larger batches take memory and no less time."""
+"""Elements of a batch of matrices above which it is orthogonalised; a bound on the memory that this takes."""
 
 
 def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) -> float:
@@ -72,8 +72,8 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
 class _Muon(torch.optim.Muon):
     """PyTorch's Muon, for parameters that may hold several matrices: each one is orthogonalised by itself.
 
-    Matrices of one shape are orthogonalised at once, in batched products: PyTorch's takes one matrix after another,
-    which on a CPU takes twice as long and more for the small ones of small models. They are multiplied in bfloat16, as
+    Matrices of one shape are orthogonalised at once, in batched products. PyTorch's takes one matrix after another,
+    which on several threads of a CPU takes more than twice as long for small ones. They are multiplied in bfloat16, as
     PyTorch's are, where the device has instructions for it, else in float32.
 
     A group's `matrices` are how many stand in each of its parameters, below and beside one another. The momentum has
@@ -81,7 +81,7 @@ class _Muon(torch.optim.Muon):
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float):
-        super().__init__(groups, lr=lr, momentum=_MUON_MOMENTUM)
+        super().__init__(groups, lr=lr, momentum=_MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
         devices = {parameter.device for group in groups for parameter in group["params"]}
         self._low = {each: multiplies_bfloat16(str(each)) for each in devices}
 
