@@ -285,7 +285,7 @@ def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16,
     peer = torch.optim.Muon(
         [theirs.get_parameter(name) for name in names], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     )
-    random = torch.Generator().manual_seed(1)
+    random, before = torch.Generator().manual_seed(1), {}
     for _ in range(3):
         before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
         for name, parameter in ours.named_parameters():
