@@ -127,16 +127,8 @@ def test_a_part_belongs_to_one_process_at_a_time(it):
 
 def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
     command = [sys.executable, "-m", "txl", "reproduce", "table7", "--until-converged", "--steps", "25", "--seeds", "2"]
-    command += [
-        "--corpus",
-        str(story),
-        "--eval-tokens",
-        "500",
-        "--data-dir",
-        str(data_dir),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    command += ["--corpus", str(story), "--eval-tokens", "500"]
+    command += ["--data-dir", str(data_dir), "--out", str(tmp_path / "out")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
