@@ -136,6 +136,9 @@ class AdaptiveSoftmax(nn.Module):
     A tail token's probability is its cluster's times its own within the cluster.
     """
 
+    compiled = False
+    """True if the compiled library computes losses in training too, as it does where attention is `compiled`."""
+
     def __init__(self, embedding: AdaptiveEmbedding, config: ModelConfig):
         super().__init__()
         self.bounds = embedding.bounds
@@ -185,13 +188,17 @@ class AdaptiveSoftmax(nn.Module):
         """
         tables = self._tables(embedding)
         if len(self.bounds) == 1:
-            return linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
+            return linear_cross_entropy(
+                self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets, compiled=self.compiled
+            )
         shortlist = self.bounds[0][1]
         # In the head a tail token is represented by its cluster's logit.
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = linear_cross_entropy(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)
+        nll = linear_cross_entropy(
+            self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target, compiled=self.compiled
+        )
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):
             here = cluster == tail
             places = here.nonzero().squeeze(1) if tail_rows is None else _places(here, tail_rows[tail - 1])
@@ -199,11 +206,11 @@ class AdaptiveSoftmax(nn.Module):
                 there = self._projected(hidden[places], embedding, tail)
                 inside = targets[places] - first
                 if tail_rows is None:
-                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside)
+                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside, compiled=self.compiled)
                 else:
                     meant = here[places]
                     inside = torch.where(meant, inside, 0)
-                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside)
+                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside, compiled=self.compiled)
                     within = torch.where(meant, within, 0)
                 nll = nll.index_add(0, places, within)
         return nll

@@ -13,6 +13,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from txl.native.cross_entropy import compiled_cross_entropy, losses_and_sums, serves, write_gradient
+
 MAX_LOGITS = 1 << 25
 """Logits that may exist at a time: 128 MiB in float32."""
 _NEVER = -(2**62)
@@ -33,66 +35,68 @@ def linear_cross_entropy(
     bias: Float[Tensor, " V"],
     targets: Int64[Tensor, " N"],
     max_logits: int | None = None,
+    compiled: bool = True,
 ) -> Float[Tensor, " N"]:
     """Return -log softmax(hidden W^T + b)[target], row by row, in nats.
 
-    Up to `max_logits` logits this is PyTorch's own linear and cross_entropy. Above, the rows are taken in chunks whose
-    logits are thrown away at once and computed again in the backward pass: memory stays constant for one more matrix
-    product.
+    Up to `max_logits` logits this is PyTorch's own linear and, on a CPU, the compiled library's cross-entropy, which
+    reads the logits as they are; elsewhere PyTorch's. Above, the rows are taken in chunks whose logits are thrown away
+    at once and computed again in the backward pass: memory stays constant for one more matrix product.
 
     Args:
         hidden: rows to classify.
         weight, bias: of the linear layer, W and b.
         targets: classes.
         max_logits: logits that may exist at a time (one row at least); None: `MAX_LOGITS`.
+        compiled: False leaves losses with gradients to PyTorch, so that a run does not depend on the library.
 
     Returns:
         float32 (also under autocast), or float64 for float64. The gradient of the chunked form can be taken once (no
         second derivatives).
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
+    compiled = compiled or not torch.is_grad_enabled()
     if hidden.shape[0] * weight.shape[0] <= max_logits:
-        return F.cross_entropy(
-            at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="none", ignore_index=_NEVER
-        )
+        logits = F.linear(hidden, weight, bias)
+        found = compiled_cross_entropy(logits, targets) if compiled else None
+        return _pytorch_s(at_least_float32(logits), targets) if found is None else found
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(low), weight.to(low)
     with torch.autocast(device, enabled=False):
         rows = max(1, max_logits // weight.shape[0])
-        losses = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, rows)
+        losses = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, rows, compiled)
     return losses  # pyright: ignore[reportReturnType]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of `rows` rows at a time, which keeps only the log of the softmax's sum of a row's logits."""
+    """Cross-entropy of `rows` rows at a time, which keeps two numbers a row: max(x) and log sum exp(x - max(x))."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int) -> Tensor:
-        losses, log_sums = [], []
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int, compiled: bool
+    ) -> Tensor:
+        losses, sums = [], []
         for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
-            logits = _logits(part, weight, bias)
-            losses.append(F.cross_entropy(logits, target, reduction="none", ignore_index=_NEVER))
-            log_sums.append(losses[-1] + logits.gather(1, target[:, None]).squeeze(1))
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(log_sums))
-        ctx.rows = rows
+            loss, of_rows = _losses_and_sums(_logits(part, weight, bias), target, compiled)
+            losses.append(loss)
+            sums.append(of_rows)
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(sums))
+        ctx.rows, ctx.compiled = rows, compiled
         return torch.cat(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        hidden, weight, bias, targets, log_sums = ctx.saved_tensors
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are kept in the precision of the loss.
-        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype)
-        grad_bias = torch.zeros_like(bias, dtype=log_sums.dtype)
-        parts = (each.split(ctx.rows) for each in (hidden, targets, log_sums, grads[0], grad_hidden))
-        for part, target, log_sum, grad, grad_part in zip(*parts, strict=True):
-            # d loss / d logits = softmax - onehot(target), times the gradient of the loss.
-            grad_logits = _logits(part, weight, bias).sub_(log_sum[:, None]).exp_()
-            grad_logits.scatter_add_(1, target[:, None], -torch.ones_like(grad_logits[:, :1]))
-            grad_logits.mul_(grad[:, None])
+        grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
+        grad_bias = torch.zeros_like(bias, dtype=sums.dtype)
+        parts = (each.split(ctx.rows) for each in (hidden, targets, sums, grads[0], grad_hidden))
+        for part, target, of_rows, grad, grad_part in zip(*parts, strict=True):
+            grad_logits = _gradient_over(_logits(part, weight, bias), target, of_rows, grad, ctx.compiled)
             grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_part)
@@ -100,11 +104,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), part)
             else:
                 grad_weight += grad_logits.t() @ part
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return at_least_float32(F.linear(hidden, weight)).add_(bias)
+
+
+def _losses_and_sums(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+    if compiled and serves(logits, targets):
+        return losses_and_sums(logits, targets)
+    losses, greatest = _pytorch_s(logits, targets), logits.amax(dim=1)
+    return losses, torch.stack([greatest, losses + (logits.gather(1, targets[:, None]).squeeze(1) - greatest)], dim=1)
+
+
+def _gradient_over(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor, compiled: bool) -> Tensor:
+    """Return softmax - onehot(target), times the gradient of the loss, written over the logits."""
+    if compiled and serves(logits, targets):
+        write_gradient(logits, targets, sums, above, out=logits)
+        return logits
+    gradient = logits.sub_(sums[:, :1]).sub_(sums[:, 1:]).exp_()
+    gradient.scatter_add_(1, targets[:, None], -torch.ones_like(gradient[:, :1]))
+    return gradient.mul_(above[:, None])
+
+
+def _pytorch_s(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=_NEVER)
 
 
 def at_least_float32(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

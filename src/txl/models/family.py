@@ -84,6 +84,7 @@ class FamilyModel(LanguageModel[StateT]):
         self.dropout_out = self._dropout(self.config.dropout_out)
         if self.attention_name == "compiled":
             use_compiled_dropout(self)
+            self.softmax.compiled = True
         self.init_weights()
 
     def _dropout(self, p: float | None) -> nn.Module:

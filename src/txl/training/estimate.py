@@ -94,7 +94,7 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
         model = build_model(run.model, vocab_size)
     parameters = parameters_by_part(model)
     total, train = sum(parameters.values()), run.train
-    ends, logits = _states_at_ends(run), _logits(run, vocab_size)
+    ends, logits = _states_at_ends(run), _logits(run, vocab_size, model.attention_name == "compiled")
     layers = model.layer_costs(train)
     if layers.beside_softmax:
         ends, scratch = ends + logits, layers.scratch
@@ -169,11 +169,12 @@ def _states_at_ends(run: RunConfig) -> int:
     return 4 * tokens * copies * model.d_model
 
 
-def _logits(run: RunConfig, vocab_size: int) -> int:
+def _logits(run: RunConfig, vocab_size: int, compiled: bool) -> int:
     """Return the bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for
     a mixture; the log-probabilities for each segment of a step.
 
-    With half or last losses T is the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
+    A compiled loss has no log-probabilities, and its f is that of the matrix products. With half or last losses T is
+    the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
     `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every
     classifier.
     """
@@ -181,8 +182,8 @@ def _logits(run: RunConfig, vocab_size: int) -> int:
     tokens = train.batch_size // train.micro_batches * Objective(train.loss).counted(train.segment)
     head = model.cutoffs[0] if model.cutoffs else vocab_size
     number = tokens * head * model.n_softmax
-    if number <= MAX_LOGITS:
-        number *= 2 + train.backprop_segments
-    else:  # in chunks; those of the forward pass are gone before the backward's
-        number = 2 * max(MAX_LOGITS, head)
-    return 4 * (number + model.n_auxiliary * tokens * head)  # log-probabilities of every classifier
+    classifiers = 4 * model.n_auxiliary * tokens * head  # their losses are PyTorch's
+    if number > MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
+        return classifiers + 4 * 2 * max(MAX_LOGITS, head)
+    width = 2 if compiled and train.dtype == "bfloat16" else 4
+    return classifiers + width * number * (train.backprop_segments + (1 if compiled else 2))

@@ -1,0 +1,129 @@
+"""Cross-entropy of logits by the compiled library: no copy of them in float32, no table of log-probabilities.
+
+What is kept for the backward pass are the logits and two numbers a row.
+
+Shapes: N rows, V classes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from txl.native.build import library
+from txl.native.reading_attention import SUFFIXES, Count, Pointer
+
+
+def serves(logits: Tensor, targets: Tensor) -> bool:
+    """Return whether the library computes these losses.
+
+    It leaves to PyTorch other devices and dtypes than float32 and bfloat16 on a CPU, what PyTorch refuses, tensors that
+    stand for others (`torch.func`, fake ones), and what `torch.compile` traces, which makes code of its own.
+    """
+    return (
+        logits.device.type == "cpu"
+        and logits.dtype in SUFFIXES
+        and targets.dtype == torch.int64
+        and targets.device == logits.device
+        and targets.shape == logits.shape[:1]
+        and type(targets) is Tensor
+        and type(logits) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(logits)  # pyright: ignore[reportAttributeAccessIssue]
+        and library() is not None
+    )
+
+
+def compiled_cross_entropy(logits: Float[Tensor, "N V"], targets: Tensor) -> Float32[Tensor, " N"] | None:
+    """Return -log softmax(logits)[target], row by row, in nats; None where the library does not serve.
+
+    Raises:
+        IndexError: if a target is no class.
+    """
+    return _losses(logits, targets)[0] if serves(logits, targets) else None
+
+
+def losses_and_sums(
+    logits: Float[Tensor, "N V"], targets: Int64[Tensor, " N"]
+) -> tuple[Float32[Tensor, " N"], Float32[Tensor, "N 2"]]:
+    """Return the losses, and of each row max(x) and log sum exp(x - max(x)), where the library serves."""
+    n_row, n_class = logits.shape
+    if n_row and not 0 <= int(targets.min()) <= int(targets.max()) < n_class:
+        raise IndexError(f"a target is no class: {int(targets.min())} to {int(targets.max())} of {n_class} classes")
+    losses = torch.empty(n_row, dtype=torch.float32)
+    sums = torch.empty(n_row, 2, dtype=torch.float32)
+    _call("", logits, _dense(logits), _dense(targets), Count(n_row), Count(n_class), losses, sums)
+    return losses, sums
+
+
+def write_gradient(
+    logits: Float[Tensor, "N V"],
+    targets: Int64[Tensor, " N"],
+    sums: Float32[Tensor, "N 2"],
+    above: Float32[Tensor, " N"],
+    out: Float[Tensor, "N V"],
+) -> None:
+    """Write the gradient with respect to the logits.
+
+    Args:
+        logits, targets, sums: what `losses_and_sums` was given, and returned.
+        above: gradients with respect to the losses.
+        out: where to, of the logits' dtype, its rows behind one another; the logits themselves, if they lie so.
+    """
+    n_row, n_class = logits.shape
+    rows = Count(n_row), Count(n_class)
+    _call("_backward", logits, _dense(logits), _dense(targets), sums, _dense(above), *rows, out)
+
+
+@torch.library.custom_op("txl::cross_entropy", mutates_args=(), device_types="cpu")
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return losses_and_sums(logits, targets)
+
+
+@torch.library.custom_op("txl::cross_entropy_backward", mutates_args=(), device_types="cpu")
+def _gradient(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor) -> Tensor:
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    write_gradient(logits, targets, sums, above, out)
+    return out
+
+
+@_losses.register_fake
+def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    n_row = logits.shape[0]
+    return logits.new_empty(n_row, dtype=torch.float32), logits.new_empty(n_row, 2, dtype=torch.float32)
+
+
+@_gradient.register_fake
+def _(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _gradients(ctx, above: Tensor, _above_sums: Tensor | None) -> tuple[Tensor, None]:
+    logits, targets, sums = ctx.saved_tensors
+    if not torch.is_grad_enabled() and library() is not None:
+        return _gradient(logits, targets, sums, above), None
+    # Derivatives of the gradient are asked for, or the library is no longer wanted.
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    onehot = F.one_hot(targets, logits.shape[1])
+    return ((probabilities - onehot) * above[:, None]).to(logits.dtype), None
+
+
+_losses.register_autograd(_gradients, setup_context=_keep)
+
+
+def _dense(values: Tensor) -> Tensor:
+    return values.resolve_neg().contiguous()
+
+
+def _call(name: str, logits: Tensor, *arguments: Tensor | ctypes.c_int64) -> None:
+    """Call the library's function for logits of this dtype with tensors' addresses."""
+    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
+    getattr(library(), f"txl_cross_entropy{name}_{SUFFIXES[logits.dtype]}")(*addresses, torch.get_num_threads())
