@@ -112,11 +112,21 @@ def budget(output: Record) -> str:
     scale = output["scale"]
     if output["what"] == "table9":
         return "Nothing is trained. Times of one thread."
-    until = scale.get("until_converged")
-    length = "trained until validation no longer improves" if until else f"{scale['steps']:,} steps each, not converged"
+    length = f"{scale['steps']:,} steps each, not converged"
+    if scale.get("until_converged"):
+        length = f"trained until validation no longer improves, for {scale['steps']:,} steps at most ({at_cap(output)})"
     targets = scale["targets" if output["what"] == "table8" else "eval_tokens"]
     seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
+
+
+def at_cap(output: Record) -> str:
+    """Return which rows that train until they have converged made all of their steps."""
+    trained = [row for row in output["rows"] if row["status"] == "done"]
+    capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"] == "hit the cap"]
+    if not capped:
+        return "no row came to them"
+    return "all rows came to them" if len(capped) == len(trained) else f"{', '.join(capped)} came to them"
 
 
 def made(stem: str, record: Record) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -28,10 +29,25 @@ def test_tables_and_plots_are_what_the_records_give(tmp_path):
     record = tmp_path / "results" / "reproduce-table7-ptb.json"
     record.write_text(record.read_text().replace('"quality": [', '"quality": [1.5, '))
     assert tables_page.check(tmp_path / "results") == ["table7.svg"]
-    record.write_text(record.read_text().replace("undecided", "holds"))
+    record.write_text(re.sub('"outcome": "[a-z ]+"', '"outcome": "other"', record.read_text()))
     assert tables_page.check(tmp_path / "results") == ["README.md", "table7.svg"]
     tables_page.write(tmp_path / "results")
     assert tables_page.check(tmp_path / "results") == []
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        (("trained", "trained"), "no row came to them"),
+        (("hit the cap", "trained"), "`a` came to them"),
+        (("hit the cap", "hit the cap"), "all rows came to them"),
+    ],
+)
+def test_a_table_says_which_rows_came_to_the_cap(statuses, said):
+    rows = [{"row": key, "status": "done", "shown": {"status": each}} for key, each in zip("ab", statuses, strict=True)]
+    scale = {"until_converged": {"patience": 4}, "steps": 4000, "eval_tokens": 100}
+    output = {"what": "table7", "corpus": "ptb", "unit": "word", "seeds": 1, "scale": scale, "rows": rows}
+    assert f"for 4,000 steps at most ({said})" in tables_page.budget(output)
 
 
 def test_pictures_follow_dark_mode(tmp_path):

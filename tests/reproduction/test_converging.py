@@ -8,11 +8,11 @@ import math
 import pytest
 from tests.reproduction.conftest import experiment, files, gathered, micro_run
 
-from txl.config import AttentionName, RunConfig, TransformerXLConfig
+from txl.config import AttentionName, RecurrentConfig, RunConfig, TransformerXLConfig
 from txl.errors import RunInterrupted, UserError
 from txl.reproduction import experiment as experiment_module
 from txl.reproduction.catalogue import definitions
-from txl.reproduction.converging import Tried, UntilConverged, tune, with_convergence
+from txl.reproduction.converging import Tried, UntilConverged, recipe_of, tune, with_convergence
 from txl.reproduction.outcome import markdown
 from txl.reproduction.page import outcome_page
 from txl.reproduction.scales import PAPER
@@ -50,6 +50,12 @@ def test_the_rate_with_the_lowest_loss_is_chosen(loss, asked, chosen, at_edge, t
     assert (again, same) == ([], found)
 
 
+def test_recurrent_networks_of_each_kind_and_families_choose_apart():
+    models = RecurrentConfig(kind="lstm"), RecurrentConfig(kind="qrnn"), micro_run().model
+    names = [recipe_of(dataclasses.replace(micro_run(), model=model)) for model in models]
+    assert names == ["lstm-adam-0.01", "qrnn-adam-0.01", "transformer-xl-adam-0.01"]
+
+
 def test_rates_at_which_all_diverges_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"diverges at every learning rate that was tried: 0.005, 0.01, 0.02"):
         tuned(tmp_path, lambda factor: None)
@@ -58,7 +64,8 @@ def test_rates_at_which_all_diverges_are_refused(tmp_path):
 
 def test_a_recipe_that_averages_keeps_its_schedule():
     run = micro_run(100)
-    assert with_convergence(run, RULES).train.schedule == "plateau"
+    train = with_convergence(run, RULES).train
+    assert (train.schedule, train.decay_share) == ("plateau", 0.25)
     run.train = dataclasses.replace(run.train, schedule="constant", average_patience=5, optimizer="sgd")
     train = with_convergence(run, RULES).train
     assert (train.schedule, train.patience, train.average_patience, train.eval_every) == ("constant", 7, 5, 25)

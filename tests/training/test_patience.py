@@ -34,6 +34,14 @@ def test_the_rate_falls_and_training_ends_where_evaluations_get_no_better(losses
     assert not has_converged(losses, TrainConfig())
 
 
+def test_a_plateau_that_comes_to_the_last_step_ends_at_a_low_rate():
+    config = TrainConfig(schedule="plateau", steps=100, decay_share=0.25, learning_rate=1.0)
+    assert [learning_rate(step, config) for step in (0, 74, 75, 80, 90, 100)] == pytest.approx([1, 1, 1, 0.8, 0.4, 0])
+    assert learning_rate(90, config, [3.0, 3.0]) == pytest.approx(0.1)
+    config.min_learning_rate = 0.2
+    assert learning_rate(100, config) == learning_rate(90, config, [3.0, 3.0]) == pytest.approx(0.2)
+
+
 def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
     run = small_run(str(story), **PLATEAU | {"train.learning_rate": "1e-30", "train.log_every": "3"})
     for _ in range(2):  # the second time there is nothing left to do

@@ -190,17 +190,17 @@ class TrainConfig:
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
-        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt and steps", at_least=0
+        0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt, steps and plateau", at_least=0
     )
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps", "plateau"] = setting(
         "cosine",
         "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then a line to it over "
         "the last decay_share; inverse_sqrt: falls with the root of the step; constant; steps: a tenth at decay_at; "
-        "plateau: a quarter after each evaluation that is no better than the best before it",
+        "plateau: as linear, and a quarter after each evaluation that is no better than the best before it",
     )
     decay_share: float = setting(
-        0.7, "schedule linear: share of training, at its end, over which the rate falls", above=0, at_most=1
+        0.7, "linear and plateau: share of training, at its end, over which the rate falls", above=0, at_most=1
     )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)

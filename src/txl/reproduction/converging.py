@@ -1,9 +1,9 @@
 """Training until validation no longer improves, at the best of a few learning rates.
 
-Rows of one recipe (the same family of models, optimiser and learning rate) share their choice of a rate. The row of a
-recipe that comes first is trained for a part of the steps at each rate, with seed 1, and the rate with the lowest
-validation loss is the recipe's. `rates/RECIPE.json` keeps it; `rates/RECIPE/RATE` holds the runs, which go on after a
-stop.
+Rows of one recipe share their choice of a rate: the same family of models, optimiser and learning rate, and of
+recurrent networks the same kind. The row of a recipe that comes first is trained for a part of the steps at each
+rate, with seed 1, and the rate with the lowest validation loss is the recipe's. `rates/RECIPE.json` keeps it;
+`rates/RECIPE/RATE` holds the runs, which go on after a stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from txl.config import RunConfig, TransformerXLConfig
+from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.reproduction.folder import stored_json
@@ -35,6 +35,9 @@ class UntilConverged:
     """Rates that are tried, relative to the recipe's own; one step further where the best lies at an end."""
     furthest: float = 4.0
     """The largest factor, and one over the smallest."""
+    decay_share: float = 0.25
+    """Part of the cap, at its end, over which the rate of a row that comes so far falls to zero. At its full rate it
+    would be judged by its noise: lowering the rate is worth 0.1 nats and more."""
     tuning_share: float = 0.2
     """Steps of a run that tries a rate, relative to the cap."""
 
@@ -64,19 +67,22 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of what rows have to share to share a learning rate."""
-    return f"{run.model.family}-{run.train.optimizer}-{run.train.learning_rate:g}"
+    # A QRNN learns best at rates at which an LSTM learns nothing.
+    models = getattr(run.model, run.model.choice) if run.model.constant_state else run.model.family
+    return f"{models}-{run.train.optimizer}-{run.train.learning_rate:g}"
 
 
 def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
     """Return a configuration that trains until it has converged; its number of steps is the cap.
 
-    The rate is divided by four whenever an evaluation is no better than the best before it. A recipe that averages its
-    weights when validation stops improving keeps its own schedule. A Transformer-XL trains with the machine's fastest
-    attention.
+    The rate is divided by four whenever an evaluation is no better than the best before it, and falls to zero at the
+    cap. A recipe that averages its weights when validation stops improving keeps its own schedule. A Transformer-XL
+    trains with the machine's fastest attention.
     """
     train = dataclasses.replace(run.train, eval_every=max(1, run.train.steps // rules.evaluations))
     if train.average_patience is None:
-        train.schedule, train.average_from, train.average_mu = "plateau", None, None
+        train.schedule, train.decay_share = "plateau", rules.decay_share
+        train.average_from, train.average_mu = None, None
         train.min_learning_rate, train.decay_at, train.average_lr_factor = 0.0, (), 1.0
         train.patience = rules.patience
     else:
@@ -106,7 +112,7 @@ def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfi
     train = dataclasses.replace(run.train, steps=steps, patience=None, warmup_steps=warmup)
     train.eval_every = min(train.eval_every, steps)
     if train.schedule == "plateau":
-        train.schedule = "linear"
+        train.schedule, train.decay_share = "linear", TrainConfig().decay_share
     return dataclasses.replace(run, name=f"{run.name}-rate", train=train)
 
 

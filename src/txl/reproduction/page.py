@@ -295,9 +295,10 @@ def _convergence(outcome: Outcome) -> list[str]:
         return []
     lines = [
         f"A row trains until {rules.patience} evaluations in a row are no better than the best before them; its "
-        f"learning rate is divided by four at each that is no better. A row that averages its weights when validation "
-        f"stops improving keeps the schedule of its recipe. Learning rates are tried on the validation split "
-        f"with seed 1, in runs of {rules.tuning_share:.0%} of the cap whose rate falls to zero."
+        f"learning rate is divided by four at each that is no better, and falls to zero over the last "
+        f"{rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops improving keeps "
+        f"the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in runs of "
+        f"{rules.tuning_share:.0%} of the cap whose rate falls to zero."
     ]
     return [note(each) for each in [*lines, *(f"Learning rate of {each}." for each in tuned_rates(outcome))]]
 

@@ -40,8 +40,9 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
     - linear: the peak, then a line from it to `min_learning_rate` over the last `decay_share` of all updates (of those
       after the warm-up, if that ends later),
     - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
-    - plateau: the peak, divided by four for each of `losses` that is no better than the best before it (Zaremba et al.
-      2014 and others divide in this way), not below `min_learning_rate`.
+    - plateau: as linear, divided by four for each of `losses` that is no better than the best before it (Zaremba et al.
+      2014 and others divide in this way), not below `min_learning_rate`. The line lets a training that comes to its
+      last step without such losses end at a low rate too.
 
     Cosine and line end where an average of the weights begins (`average_from`), and stay there from then on.
 
@@ -57,14 +58,15 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
         return peak
     if config.schedule == "steps":
         return max(lowest, peak * 0.1 ** sum(step >= each for each in config.decay_at))
-    if config.schedule == "plateau":
-        return max(lowest, peak * 0.25 ** (len(losses) - len(improvements(losses))))
     if config.schedule == "inverse_sqrt":
         return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
     end = config.steps if config.average_from is None else config.average_from
-    if config.schedule == "linear":
+    if config.schedule in ("linear", "plateau"):
         begin = max(warmup, end - config.decay_share * end)
-        return lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
+        line = lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
+        if config.schedule == "linear":
+            return line
+        return max(lowest, line * 0.25 ** (len(losses) - len(improvements(losses))))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
