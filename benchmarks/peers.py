@@ -138,6 +138,14 @@ def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], wor
     return worst
 
 
+def with_fastest_attention(model: txl.TransformerXL, work: Workload) -> txl.TransformerXL:
+    """The same model with the attention that is fastest to train with here."""
+    shape = dataclasses.replace(model.config, attention="fastest")
+    trained = txl.TransformerXL(shape, work.vocab_size)
+    trained.load_state_dict(model.state_dict())
+    return trained
+
+
 def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -> Any:
     """Our state with the same memory, one [B,M,E] a layer (of which a window may hide the oldest)."""
     state = model.init_state(memory[0].shape[0], mem_len=mem_len)
@@ -235,6 +243,8 @@ def measure(work: Workload) -> list[dict[str, Any]]:
         segment = work.ours or work.segment
         row: dict[str, Any] = dataclasses.asdict(work) | {"dtype": dtype, "aim": aim, "largest_difference": worst}
         if work.training:
+            model = with_fastest_attention(model, work)
+            row["attention"] = model.attention_name
             seconds = our_training(model, memory, work, run, dtype)
             operations = 3 * forward_operations(
                 model.config, work.vocab_size, work.batch_size, segment, work.memory, model.config.window
