@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from inspect import unwrap
 
 import pytest
@@ -12,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
-from txl.models import cross_entropy
+from txl.models import build_model, cross_entropy
 from txl.models.cross_entropy import linear_cross_entropy
-from txl.models import build_model
 from txl.native.build import compiled_code, why_not
 from txl.native.cross_entropy import compiled_cross_entropy, serves
 
@@ -205,14 +205,14 @@ def test_a_linear_layer_uses_it_whole_and_in_chunks(max_logits, monkeypatch):
 @pytest.mark.parametrize("max_logits", [None, 60], ids=["whole", "in chunks"])
 def test_training_uses_it_where_attention_is_compiled_and_reading_always(max_logits, cutoffs, monkeypatch):
     """So that a run that began without a compiler goes on with PyTorch's loss where there is one."""
-    called, entries = [], ("compiled_cross_entropy", "losses_and_sums", "write_gradient")
-    for name in entries:
+    called = []
 
-        def counted(*args, _name=name, _entry=getattr(cross_entropy, name), **kwargs):
-            called.append(_name)
-            return _entry(*args, **kwargs)
+    def counted(name, entry, *args, **kwargs):
+        called.append(name)
+        return entry(*args, **kwargs)
 
-        monkeypatch.setattr(cross_entropy, name, counted)
+    for name in ("compiled_cross_entropy", "losses_and_sums", "write_gradient"):
+        monkeypatch.setattr(cross_entropy, name, partial(counted, name, getattr(cross_entropy, name)))
     if max_logits is not None:
         monkeypatch.setattr(cross_entropy, "MAX_LOGITS", max_logits)
     shape = TransformerXLConfig(n_layer=1, d_model=16, n_head=2, d_head=8, d_inner=16, mem_len=8, cutoffs=cutoffs)
