@@ -129,7 +129,12 @@ def test_the_factorised_form_trains_the_same_model(changes, dtype):
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"clamp_len": 3, "window": 6, "untie_r": True}, {"encoding": "shaw", "max_distance": 5}],
+    [
+        {},
+        {"clamp_len": 3, "window": 6, "untie_r": True},
+        {"encoding": "shaw", "max_distance": 5},
+        {"qk_norm": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])
@@ -242,6 +247,9 @@ def test_declarations_say_what_they_mean():
     assert not any(BACKENDS[name].clamp_len for name in ("factorised", "flex"))
     shaw = TransformerXLConfig(encoding="shaw", dropout=0.0)
     assert "needs the sinusoid R" in (BACKENDS["flex"].refusal(shaw) or "")
+    normed = dataclasses.replace(PLAIN, qk_norm=True)
+    for name in ("factorised", "flex"):
+        assert "has no norm of W_kR R (model.qk_norm is true)" in (BACKENDS[name].refusal(normed) or "")
     assert "cannot train in torch.float64" in (BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64) or "")
 
 

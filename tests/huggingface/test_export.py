@@ -36,7 +36,7 @@ VARIANTS = {
         "data.unit": "word", "model.cutoffs": "10,20", "model.div_val": "2", "model.tie_projections": "all_but_first",
         "model.pre_norm": "true", "model.untie_r": "true",
     },
-    "char": {"data.unit": "char"},
+    "char": {"data.unit": "char", "model.qk_norm": "true"},
     "bpe": {"data.unit": "bpe", "data.vocab_size": "300"},
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ VARIANTS = {
     "post-norm": SMALL,
     "pre-norm": dataclasses.replace(SMALL, pre_norm=True),
     "untied biases": dataclasses.replace(SMALL, untie_r=True),
+    "normalised heads": dataclasses.replace(SMALL, qk_norm=True, pre_norm=True),
     "reference attention": dataclasses.replace(SMALL, attention="reference"),
     "narrow embedding": dataclasses.replace(SMALL, d_embed=6),
     "Shaw et al.": dataclasses.replace(SMALL, encoding="shaw", max_distance=8),

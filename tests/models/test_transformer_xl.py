@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from txl.config import ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
+from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL, TransformerXLLayer
 
 
 def count(config: ModelConfig, vocab_size: int) -> int:
@@ -54,9 +54,56 @@ def test_untied_biases_add_one_pair_a_layer():
     assert count(dataclasses.replace(shared, untie_r=True), 11) - count(shared, 11) == 4 * 2 * 3 * 7
 
 
-def test_initial_weights_follow_the_authors():
+@torch.no_grad()
+def test_with_qk_norm_queries_keys_and_positions_of_each_head_are_normalised():
+    """The definition, in float64: mean square 1 over the D features, times a gain; values stay."""
     torch.manual_seed(0)
-    model = TransformerXL(TransformerXLConfig(n_layer=3, d_model=256, d_embed=128, d_inner=512), 300)
+    config = TransformerXLConfig(n_layer=1, d_model=12, n_head=3, d_head=5, d_inner=7, layer_norm_eps=1e-3)
+    plain = TransformerXL(config, 11).double().layers[0].get_submodule("attention")
+    normed = TransformerXL(dataclasses.replace(config, qk_norm=True), 11).double().layers[0].get_submodule("attention")
+    assert isinstance(plain, RelativeMultiHeadAttention)
+    assert isinstance(normed, RelativeMultiHeadAttention)
+    missing, _ = normed.load_state_dict(plain.state_dict(), strict=False)
+    assert missing == ["q_norm.weight", "k_norm.weight", "r_norm.weight"]
+    context, r = torch.randn(2, 4, 12, dtype=torch.float64), torch.randn(9, 12, dtype=torch.float64)
+
+    def by_hand(heads: Tensor, gain: Tensor) -> Tensor:
+        return heads / ((heads**2).sum(-1, keepdim=True) / 5 + 1e-3).sqrt() * gain
+
+    gains = [normed.get_parameter(name) for name in missing]
+    found = normed.query(context), normed.keys_and_values(context)[0], normed.position(r)
+    without = plain.query(context), plain.keys_and_values(context)[0], plain.position(r)
+    for ours, heads, gain in zip(found, without, gains, strict=True):
+        torch.testing.assert_close(ours, by_hand(heads, gain), rtol=1e-10, atol=1e-10)
+    assert torch.equal(normed.keys_and_values(context)[1], plain.keys_and_values(context)[1])
+
+
+def test_qk_norm_needs_the_sinusoid():
+    with pytest.raises(UserError, match=r"model\.qk_norm is true, but model\.encoding is shaw; expected relative"):
+        TransformerXLConfig(encoding="shaw", qk_norm=True).validate()
+
+
+@pytest.mark.parametrize("untie_r", [False, True])
+def test_parameters_with_qk_norm_are_counted(untie_r):
+    config = TransformerXLConfig(n_layer=5, n_head=3, d_head=7, qk_norm=True, untie_r=untie_r)
+    assert config.parameter_count(11) == count(config, 11)
+    assert count(config, 11) - count(dataclasses.replace(config, qk_norm=False), 11) == 5 * 3 * 7
+
+
+def test_xavier_weights_leave_the_gains_of_norms_at_one():
+    model = TransformerXL(TransformerXLConfig(n_layer=1, d_model=16, qk_norm=True, init="xavier"), 11)
+    gains = {name: each for name, each in model.named_parameters() if name.endswith("norm.weight")}
+    assert len(gains) == 5
+    assert all(bool((each == 1).all()) for each in gains.values())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_initial_weights_follow_the_authors(qk_norm):
+    torch.manual_seed(0)
+    config = TransformerXLConfig(
+        n_layer=3, d_model=256, n_head=1, d_head=512, d_embed=128, d_inner=512, qk_norm=qk_norm
+    )
+    model = TransformerXL(config, 300)
     for name, parameter in model.named_parameters():
         mean, std = parameter.mean().item(), parameter.std().item()
         if name.endswith("norm.weight"):

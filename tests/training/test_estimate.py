@@ -73,6 +73,12 @@ CASES = {
         "model.mem_len": "300",
         "model.dropout": "0",
     },
+    "normalised heads": {
+        "model.d_inner": "256",
+        "model.qk_norm": "true",
+        "model.dropout": "0",
+        "train.batch_size": "16",
+    },
     "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
     "float64": {"model.d_inner": "512", "train.batch_size": "8", "train.dtype": "float64"},
     "locked dropout": {

@@ -126,6 +126,8 @@ class Backend:
     None: every machine can."""
     any_encoding: bool = True
     """R may be something else than the sinusoid."""
+    qk_norm: bool = True
+    """W_kR R may be normalised."""
     clamp_len: bool = True
     dropatt: bool = True
     dropout_r: bool = True
@@ -165,6 +167,8 @@ class Backend:
         """Name the first part of the model that it does not support."""
         if not self.any_encoding and model.encoding != "relative":
             return f"needs the sinusoid R (model.encoding is {model.encoding})"
+        if not self.qk_norm and model.qk_norm:
+            return "has no norm of W_kR R (model.qk_norm is true)"
         if not self.clamp_len and model.clamp_len is not None:
             return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
         on_r = model.dropout if model.dropout_r is None else model.dropout_r
@@ -222,6 +226,7 @@ BACKENDS = {
             shifted_attention,
             kernel=DotProductKernel,
             any_encoding=False,
+            qk_norm=False,
             clamp_len=False,
             dropatt=False,
             dropout_r=False,
@@ -234,6 +239,7 @@ BACKENDS = {
             devices=("cuda",),
             dtypes=(torch.float32, torch.bfloat16),
             any_encoding=False,
+            qk_norm=False,
             clamp_len=False,
             dropatt=False,
             dropout_r=False,

@@ -33,6 +33,9 @@ class TransformerXLConfig(TransformerConfig):
         expected="0 or more positions",
         lacking=ANYTHING,
     )
+    qk_norm: bool = shaping(
+        False, "RMSNorm over the features of each head: queries, keys and the projected R", lacking=False
+    )
     untie_r: bool = shaping(False, "one pair of biases u and v a layer instead of one pair for all", lacking=ANYTHING)
     dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
     attention: AttentionName = setting(
@@ -82,14 +85,17 @@ class TransformerXLConfig(TransformerConfig):
         """See `ModelConfig.validate`."""
         super().validate()
         Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
+        if self.qk_norm and self.encoding != "relative":
+            raise UserError(f"model.qk_norm is true, but model.encoding is {self.encoding}; expected relative")
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """Count the Transformer's; W_{k,R}, u and v, or the learned vectors of distances."""
+        """Count the Transformer's; W_{k,R}, u and v, and gains of `qk_norm`, or the learned vectors of distances."""
         layers, attention = super()._layer_parameters(vocab_size), self.n_head * self.d_head
         if self.encoding == "shaw":
             return layers + self.n_layer * (self.max_distance + 1) * attention
         biases = (self.n_layer if self.untie_r else 1) * 2 * attention
-        return layers + self.n_layer * self.d_model * attention + biases
+        gains = 3 * self.n_layer * self.d_head if self.qk_norm else 0
+        return layers + self.n_layer * self.d_model * attention + biases + gains
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
         """Check that training meets every learned vector of a distance; others would be noise in a longer

@@ -41,6 +41,8 @@ WEIGHTS = {
     "feed_forward.norm.bias": "E",
 }
 """A layer's weights in the order of `Layer` in decode.cpp, with their shapes: A is H*D, E d_model, F d_inner."""
+_GAINS = {"attention.q_norm.weight": "D", "attention.k_norm.weight": "D"}
+"""As `WEIGHTS`, for `Gains` in decode.cpp, with `qk_norm`. The projected R that a step is given is normalised."""
 
 
 class _TransformerXL(Protocol):
@@ -57,6 +59,7 @@ class _Model(ctypes.Structure):
         *((name, Count) for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "pre_norm")),
         ("epsilon", ctypes.c_double),
         ("layers", Pointer),
+        ("gains", Pointer),
     ]
 
 
@@ -74,13 +77,13 @@ class Places(ctypes.Structure):
 class LayerWeights:
     """Addresses of a model's weights for the library, made by `layer_weights`; valid as long as `structure` holds."""
 
-    def __init__(self, config: TransformerXLConfig, tensors: list[Tensor], structure: Structure):
+    def __init__(self, config: TransformerXLConfig, tensors: list[Tensor], gains: list[Tensor], structure: Structure):
         compiled = library()
         assert compiled is not None
-        self.tensors, self.structure = tensors, structure
+        self.tensors, self.structure = [*tensors, *gains], structure
         self.dtype = tensors[0].dtype
         self._run = getattr(compiled, f"txl_step_{SUFFIXES[self.dtype]}")
-        self._addresses = _addresses(tensors)
+        self._addresses, self._gains = _addresses(tensors), _addresses(gains)
         self._model = _Model(
             config.n_layer,
             config.d_model,
@@ -90,6 +93,7 @@ class LayerWeights:
             int(config.pre_norm),
             config.layer_norm_eps,
             ctypes.cast(self._addresses, Pointer),
+            ctypes.cast(self._gains, Pointer) if gains else None,
         )
 
     def step(self, hidden: Float[Tensor, "B E"], caches: _Pointers, places: Places) -> None:
@@ -117,32 +121,33 @@ def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights |
     config = model.config
     if config.encoding != "relative" or config.d_head > _MOST_D:
         return None
-    sizes = {"A": config.n_head * config.d_head, "E": config.d_model, "F": config.d_inner}
-    tensors: list[Tensor | None] = []
-    shapes: list[tuple[int, ...]] = []
+    sizes = {"A": config.n_head * config.d_head, "D": config.d_head, "E": config.d_model, "F": config.d_inner}
+    names = WEIGHTS | (_GAINS if config.qk_norm else {})
+    weights: list[tuple[Tensor | None, tuple[int, ...]]] = []
+    gains: list[tuple[Tensor | None, tuple[int, ...]]] = []
     for layer in model.layers:
         attention = layer.get_submodule("attention")
-        for name, shape in WEIGHTS.items():
+        for name, shape in names.items():
             path, _, last = name.rpartition(".")
             owner = layer.get_submodule(path)
             unknown_bias = "bias" in owner._parameters and f"{path}.bias" not in WEIGHTS and owner.bias is not None
             if unknown_bias or getattr(owner, "eps", config.layer_norm_eps) != config.layer_norm_eps:
                 return None
-            tensors.append(owner._parameters.get(last))
-            shapes.append(tuple(sizes[letter] for letter in shape))
+            kind = gains if name in _GAINS else weights
+            kind.append((owner._parameters.get(last), tuple(sizes[letter] for letter in shape)))
         if attention.attend is not model.backend:
             return None
         biases = attention if config.untie_r else model
-        tensors += (biases._parameters["u"], biases._parameters["v"])
-        shapes += [(config.n_head, config.d_head)] * 2
+        weights += [(biases._parameters[name], (config.n_head, config.d_head)) for name in ("u", "v")]
+    tensors, shapes = zip(*weights, *gains, strict=True)
     present = [each for each in tensors if each is not None]
-    if len(present) < len(tensors) or len(present) != config.n_layer * (len(WEIGHTS) + 2):
+    if len(present) < len(tensors) or len(present) != config.n_layer * (len(names) + 2):
         return None
     dtype = present[0].dtype
     alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
-    if not alike or dtype not in SUFFIXES or [each.shape for each in present] != shapes:
+    if not alike or dtype not in SUFFIXES or tuple(each.shape for each in present) != shapes:
         return None
-    return LayerWeights(config, present, structure)
+    return LayerWeights(config, present[: len(weights)], present[len(weights) :], structure)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:

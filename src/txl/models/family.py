@@ -19,7 +19,7 @@ from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl.models.costs import LayerCosts
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT, TailRows
-from txl.models.layers import make_dropout, use_compiled_dropout, word_mask
+from txl.models.layers import make_dropout, use_compiled_layers, word_mask
 from txl.models.mixture import MixtureOfSoftmaxes
 
 
@@ -83,7 +83,7 @@ class FamilyModel(LanguageModel[StateT]):
         self.dropout_embed = self._dropout(self.config.dropout_embed)
         self.dropout_out = self._dropout(self.config.dropout_out)
         if self.attention_name == "compiled":
-            use_compiled_dropout(self)
+            use_compiled_layers(self)
             self.softmax.compiled = True
         self.init_weights()
 
@@ -100,7 +100,7 @@ class FamilyModel(LanguageModel[StateT]):
         std, proj_std = self.config.init_std, self.config.proj_init_std
         for name, parameter in self.named_parameters():
             parent = self.get_submodule(name.rpartition(".")[0])
-            if isinstance(parent, nn.LayerNorm) and name.endswith("weight"):
+            if isinstance(parent, nn.LayerNorm | nn.RMSNorm) and name.endswith("weight"):
                 parameter.normal_(1.0, std)
             elif name.endswith("bias"):
                 parameter.zero_()
@@ -117,7 +117,7 @@ class FamilyModel(LanguageModel[StateT]):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
-            elif ".norm." in name:
+            elif name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             elif "tables." in name or "positions" in name:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

@@ -15,6 +15,8 @@ from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32
 from txl.native.dropout import compiled_dropout
 from txl.native.few_rows import few_rows
+from txl.native.rms_norm import compiled_rms_norm
+from txl.native.tensors import computes
 from txl.native.training_attention import why_not_training
 
 
@@ -84,7 +86,7 @@ class LockedDropout(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`; by the compiled library where `use_compiled_dropout` says so."""
+    """`nn.Dropout`; by the compiled library where `use_compiled_layers` says so."""
 
     compiled = False
 
@@ -102,14 +104,34 @@ class Dropout(nn.Dropout):
         return compiled_dropout(input, self.p)
 
 
-def use_compiled_dropout(model: nn.Module) -> None:
-    """Let all ordinary dropout of a model be computed by the compiled library.
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm over the features of each head (`qk_norm`), computed in float32 at least.
+
+    By the compiled library without gradients, and in training where `use_compiled_layers` says so.
+    """
+
+    compiled = False
+
+    def __init__(self, d_head: int, eps: float):
+        super().__init__(d_head, eps=eps)
+
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        """Return x / sqrt(mean(x^2) + eps), times the gain."""
+        assert self.eps is not None
+        if (self.compiled or not torch.is_grad_enabled()) and computes(x):
+            return compiled_rms_norm(x, self.weight, self.eps)
+        wide = at_least_float32(x)
+        return F.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+def use_compiled_layers(model: nn.Module) -> None:
+    """Let all ordinary dropout and norms of heads of a model be computed by the compiled library in training.
 
     A model does so where its attention is `compiled`. A run goes on with the attention that it has recorded, so after
-    a stop it draws from the same generator.
+    a stop it draws from the same generator, and rounds alike.
     """
     for module in model.modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, Dropout | HeadNorm):
             module.compiled = True
 
 

@@ -29,7 +29,7 @@ from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.family import FamilyModel, check_targets
 from txl.models.language_model import EVERY_TARGET, Objective
-from txl.models.layers import Dropout, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
+from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 
@@ -61,6 +61,9 @@ class RelativeMultiHeadAttention(nn.Module):
         if config.untie_r and not self.learns_distances:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.q_norm, self.k_norm, self.r_norm = (
+            HeadNorm(config.d_head, config.layer_norm_eps) if config.qk_norm else None for _ in range(3)
+        )
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)
         self.dropout_qkv = make_dropout(config.dropout_qkv, config.locked_dropout)
@@ -123,14 +126,13 @@ class RelativeMultiHeadAttention(nn.Module):
 
     def query(self, context: Float[Tensor, "B T E"]) -> Float[Tensor, "B T H D"]:
         """Project queries; with pre-norm, `context` is normalised already."""
-        return self._heads(self.dropout_qkv(self.q_proj(context)))
+        return self._heads(self.q_proj(context), self.q_norm)
 
     def keys_and_values(
         self, context: Float[Tensor, "B S E"]
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
         """Project keys and values; with pre-norm, `context` is normalised already."""
-        key, value = self.k_proj(context), self.v_proj(context)
-        return self._heads(self.dropout_qkv(key)), self._heads(self.dropout_qkv(value))
+        return self._heads(self.k_proj(context), self.k_norm), self._heads(self.v_proj(context))
 
     def position(self, r: Float[Tensor, "S E"] | Int64[Tensor, " S"]) -> Float[Tensor, "S H D"]:
         """Project R to W_{k,R} R, or look up the learned vectors of distances."""
@@ -140,7 +142,7 @@ class RelativeMultiHeadAttention(nn.Module):
                 rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         else:
             rows = self.r_proj(r)
-        return self._heads(self.dropout_qkv(rows))
+        return self._heads(rows, self.r_norm)
 
     def biases(self, shared: Biases | None) -> Biases:
         """Return u and v: those of all layers, or this layer's own; zeros without terms (c) and (d)."""
@@ -154,9 +156,12 @@ class RelativeMultiHeadAttention(nn.Module):
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        """Divide [..., H*D] into heads [...,H,D]."""
-        return projected.unflatten(-1, (self.n_head, self.d_head))
+    def _heads(self, projected: Tensor, norm: HeadNorm | None = None) -> Tensor:
+        """Divide [..., H*D] into heads [...,H,D], normalise each if there is a norm, and drop."""
+        heads = (self.n_head, self.d_head)
+        if norm is not None:
+            projected = norm(projected.unflatten(-1, heads)).flatten(-2)
+        return self.dropout_qkv(projected).unflatten(-1, heads)
 
 
 class TransformerXLLayer(nn.Module):
@@ -220,7 +225,8 @@ class TransformerXL(FamilyModel[Memory]):
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
         """Return the bytes of `transformer_costs`; a window leaves less memory in use."""
         n_memory = self.config.lengths().capacity
-        return transformer_costs(self.config, train, n_memory=n_memory, queries=3, keeps_scores=True)
+        qk_norm = self.config.qk_norm
+        return transformer_costs(self.config, train, n_memory=n_memory, queries=3, keeps_scores=True, qk_norm=qk_norm)
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -377,7 +383,7 @@ class TransformerXL(FamilyModel[Memory]):
 
 _OWN = frozenset(
     {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
-    | {Dropout, Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
+    | {Dropout, HeadNorm, Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
 )
 """Classes whose `forward` cached projections and compiled steps stand in for."""
 

@@ -16,25 +16,17 @@ from torch import Tensor
 
 from txl.native.build import library
 from txl.native.reading_attention import SUFFIXES, Count, Pointer
+from txl.native.tensors import computes
 
 
 def serves(logits: Tensor, targets: Tensor) -> bool:
-    """Return whether the library computes these losses.
-
-    It leaves to PyTorch other devices and dtypes than float32 and bfloat16 on a CPU, what PyTorch refuses, tensors that
-    stand for others (`torch.func`, fake ones), and what `torch.compile` traces, which makes code of its own.
-    """
+    """Return whether the library computes these losses: where it `computes`, and PyTorch would not refuse."""
     return (
-        logits.device.type == "cpu"
-        and logits.dtype in SUFFIXES
-        and targets.dtype == torch.int64
+        targets.dtype == torch.int64
         and targets.device == logits.device
         and targets.shape == logits.shape[:1]
         and type(targets) is Tensor
-        and type(logits) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(logits)  # pyright: ignore[reportAttributeAccessIssue]
-        and library() is not None
+        and computes(logits)
     )
 
 

@@ -188,10 +188,15 @@ struct Layer {  // weights as torch.nn.Linear has them, [out, in]
     const void *attention_norm, *attention_norm_bias, *norm, *norm_bias, *u, *v;
 };
 
+struct Gains {  // [D], of a layer's queries and keys
+    const void *query, *key;
+};
+
 struct Model {
     int64_t n_layer, d_model, n_head, d_head, d_inner, pre_norm;
     double epsilon;
     const Layer* layers;
+    const Gains* gains;  // null where heads are not normalised
 };
 
 struct Cache {  // of one layer; strides in elements
@@ -223,6 +228,7 @@ class Step {
           hidden(hidden),
           normal(lanes * model.d_model),
           query(lanes * width),
+          key(model.gains ? lanes * width : 0),
           attended(lanes * width),
           inner(lanes * model.d_inner) {
         for (int64_t lane = 0; lane < lanes; ++lane) chunks = max(chunks, (p.seen[lane] + CHUNK - 1) / CHUNK);
@@ -232,14 +238,14 @@ class Step {
     void run() {
 #pragma omp parallel num_threads(threads)
         for (int64_t layer = 0; layer < m.n_layer; ++layer)
-            one_layer(m.layers[layer], caches[layer], phases.data() + layer * PHASES);
+            one_layer(m.layers[layer], m.gains ? m.gains + layer : nullptr, caches[layer], phases.data() + layer * PHASES);
     }
 
   private:
-    static constexpr int64_t PHASES = 9;
+    static constexpr int64_t PHASES = 10;
 
     // `hidden` [B,E], h^{n-1}, becomes h^n.
-    void one_layer(const Layer& layer, const Cache& cache, Phase* phase) {
+    void one_layer(const Layer& layer, const Gains* gains, const Cache& cache, Phase* phase) {
         const T* entered = m.pre_norm ? normal.data() : hidden;
         phase++->share(lanes, [&](int64_t lane) {
             S* kept = (S*)cache.hidden + p.lanes[lane] * p.hidden_stride + p.at[lane] * m.d_model;
@@ -248,13 +254,19 @@ class Step {
         });
         multiply<S>(*phase++, threads, {layer.query, layer.key, layer.value}, width, entered, lanes, m.d_model,
                     [&](int64_t which, int64_t row, int64_t lane, T value) {
-                        if (which == 0) {
-                            query[lane * width + row] = value;
-                        } else {
-                            S* buffer = of(which == 1 ? cache.keys : cache.values, lane, row / m.d_head);
-                            write(buffer + p.at[lane] * m.d_head + row % m.d_head, value);
-                        }
+                        if (which == 0) query[lane * width + row] = value;
+                        else if (which == 1 && gains) key[lane * width + row] = value;
+                        else write(place(which == 1 ? cache.keys : cache.values, lane, row / m.d_head) + row % m.d_head, value);
                     });
+        if (gains)
+            phase++->share(lanes * m.n_head, [&](int64_t task) {
+                const int64_t lane = task / m.n_head, head = task % m.n_head;
+                T *q = query.data() + task * m.d_head, *k = key.data() + task * m.d_head;
+                normalise_head(q, gains->query);
+                normalise_head(k, gains->key);
+                S* to = place(cache.keys, lane, head);
+                for (int64_t i = 0; i < m.d_head; ++i) write(to + i, k[i]);
+            });
         attend(layer, cache, phase);
         multiply<S>(*phase++, threads, {layer.output}, m.d_model, attended.data(), lanes, width,
                     [&](int64_t, int64_t row, int64_t lane, T value) { hidden[lane * m.d_model + row] += value; });
@@ -278,6 +290,9 @@ class Step {
         return (S*)buffer + head * p.head_stride + p.lanes[lane] * p.lane_stride;
     }
 
+    // Where a lane's new key or value goes.
+    S* place(void* buffer, int64_t lane, int64_t head) const { return of(buffer, lane, head) + p.at[lane] * m.d_head; }
+
     // LayerNorm of a lane of `hidden`.
     void normalise(int64_t lane, const void* weight, const void* bias, T* to) const {
         const int64_t n = m.d_model;
@@ -289,6 +304,14 @@ class Step {
         const T centre = T(mean), scale = T(1 / std::sqrt(square / n + m.epsilon));
         for (int64_t i = 0; i < n; ++i)
             to[lane * n + i] = (x[i] - centre) * scale * read((const S*)weight + i) + read((const S*)bias + i);
+    }
+
+    // RMSNorm of a head, in place.
+    void normalise_head(T* x, const void* gain) const {
+        double square = 0;
+        for (int64_t i = 0; i < m.d_head; ++i) square += double(x[i]) * double(x[i]);
+        const T scale = T(1 / std::sqrt(square / double(m.d_head) + m.epsilon));
+        for (int64_t i = 0; i < m.d_head; ++i) x[i] *= scale * read((const S*)gain + i);
     }
 
     // The query's attention: chunks of keys by themselves, counted from the newest key, then together.
@@ -403,7 +426,7 @@ class Step {
     int64_t chunks = 1;
     std::vector<Phase> phases;
     T* hidden;
-    std::vector<T> normal, query, attended, inner, parts;
+    std::vector<T> normal, query, key, attended, inner, parts;
 };
 
 template <class S, class T>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _NAMES = (
-    *("decode.cpp", "attend.cpp", "attend_backward.cpp", "dropout.cpp", "cross_entropy.cpp"),
+    *("decode.cpp", "attend.cpp", "attend_backward.cpp", "dropout.cpp", "cross_entropy.cpp", "rms_norm.cpp"),
     *("vectors.h", "panels.h", "dropout.h", "attention.h"),
 )
 

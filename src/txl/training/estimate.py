@@ -60,7 +60,7 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
             part = "u and v"
         elif names[-1] == "distances":
             part = "positions"
-        elif "norm" in names:
+        elif names[-2:-1] and names[-2].endswith("norm"):
             part = "layer norm"
         elif "feed_forward" in names:
             part = "feed-forward"

@@ -1,0 +1,91 @@
+"""RMSNorm by the compiled library: each number is read once and written once; one number a row is kept.
+
+Shapes: D features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from txl.native.build import library, why_not
+from txl.native.reading_attention import SUFFIXES, Count, Pointer
+
+
+def compiled_rms_norm(
+    values: Float[Tensor, "*rows D"], gain: Float[Tensor, " D"], epsilon: float
+) -> Float[Tensor, "*rows D"]:
+    """Return x / sqrt(mean(x^2) + epsilon) * gain of each row x, in the dtype of the values (Zhang and Sennrich 2019).
+
+    Args:
+        values: float32 or bfloat16 on a CPU; `txl.native.tensors.computes` says whether the library serves.
+        gain: in any precision; computed with in float32.
+        epsilon: above 0.
+    """
+    return _normalised(values, gain.float(), epsilon)[0]
+
+
+@torch.library.custom_op("txl::rms_norm", mutates_args=(), device_types="cpu")
+def _normalised(values: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    given = values.contiguous()
+    out = torch.empty_like(given)
+    scales = torch.empty(given.shape[:-1], dtype=torch.float32)
+    _call("", given, gain.contiguous(), *_sizes(given), ctypes.c_double(epsilon), out, scales)
+    return out, scales
+
+
+@torch.library.custom_op("txl::rms_norm_backward", mutates_args=(), device_types="cpu")
+def _gradients_of(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    given, out = values.contiguous(), torch.empty(values.shape, dtype=values.dtype)
+    gain_gradient = torch.empty(gain.shape, dtype=torch.float32)
+    arguments = gain.contiguous(), scales, above.to(values.dtype).contiguous(), *_sizes(given), out, gain_gradient
+    _call("_backward", given, *arguments)
+    return out, gain_gradient
+
+
+@_normalised.register_fake
+def _(values: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    scales = values.new_empty(values.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(values, memory_format=torch.contiguous_format), scales
+
+
+@_gradients_of.register_fake
+def _(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(values, memory_format=torch.contiguous_format), torch.empty_like(gain)
+
+
+def _keep(ctx, inputs, output) -> None:
+    values, gain, ctx.epsilon = inputs
+    ctx.save_for_backward(values, gain, output[1])
+
+
+def _gradients(ctx, above: Tensor, _above_scales: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    values, gain, scales = ctx.saved_tensors
+    if not torch.is_grad_enabled() and library() is not None:
+        return *_gradients_of(values, gain, scales, above), None
+    # Derivatives of the gradient are asked for, or the library is no longer wanted.
+    wide, factors = values.float(), above.float()
+    scale = (wide.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
+    normal, weighted = wide * scale, factors * gain
+    gradient = scale * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
+    return gradient.to(values.dtype), (factors * normal).flatten(0, -2).sum(0), None
+
+
+_normalised.register_autograd(_gradients, setup_context=_keep)
+
+
+def _sizes(values: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    n = values.shape[-1]
+    return Count(values.numel() // n if n else 0), Count(n)
+
+
+def _call(name: str, values: Float32[Tensor, "*rows D"] | Tensor, *arguments: Tensor | ctypes._SimpleCData) -> None:
+    """Call the library's function for values of this dtype, with tensors' addresses."""
+    found = library()
+    if found is None:
+        raise RuntimeError(f"a compiled norm needs the library that is compiled for this processor ({why_not()})")
+    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in (values, *arguments)]
+    getattr(found, f"txl_rms_norm{name}_{SUFFIXES[values.dtype]}")(*addresses, torch.get_num_threads())
