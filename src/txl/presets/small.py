@@ -9,9 +9,10 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, pre-norm, Muon, a learning rate that falls linearly."""
+    """Return the configuration of the demo: byte pairs, both norms, Muon, a learning rate that falls linearly."""
     run = stdlib_tiny()
-    run.name, run.model.attention, run.model.pre_norm = "stdlib-bpe", "fastest", True
+    run.name = "stdlib-bpe"
+    run.model = replace(run.model, attention="fastest", pre_norm=True, qk_norm=True)
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
         steps=2400,
