@@ -29,6 +29,7 @@ PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("txl::attention", "txl::attention_backward", "GeneratedBackwardFor_txl_attention_default"),
     "copies and conversions": ("aten::copy_", "aten::cat", "aten::fill_"),
+    "norms of heads": ("txl::rms_norm", "txl::rms_norm_backward", "GeneratedBackwardFor_txl_rms_norm_default"),
     "loss": ("_CrossEntropy", "_CrossEntropyBackward"),
     "optimiser and clipping": ("aten::_fused_adam_", "aten::linalg_vector_norm", "aten::_foreach_mul_"),
 }

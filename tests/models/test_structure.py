@@ -150,7 +150,8 @@ def test_layers_compiled_for_training_are_read_in_evaluation_mode():
 
 
 PARTS = ("", ".attention", ".attention.norm", ".attention.k_proj", ".attention.q_proj", ".attention.r_proj",
-         ".attention.o_proj", ".attention.dropout", ".feed_forward", ".feed_forward.inner", ".feed_forward.norm")  # fmt: skip
+         ".attention.q_norm", ".attention.k_norm", ".attention.r_norm", ".attention.o_proj", ".attention.dropout",
+         ".feed_forward", ".feed_forward.inner", ".feed_forward.norm")  # fmt: skip
 
 
 def in_pieces(model: TransformerXL, state: Any, segment: int, quiet: bool, change: Any = None) -> torch.Tensor:
@@ -175,7 +176,8 @@ def uneven(features: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["forward hook", "forward pre-hook"])
 def test_hooks_fire_without_gradients_as_they_do_with(kind, part, segment):
     """On the layer and its attention they were never called, so that what they changed or measured was nothing."""
-    model = lively(VARIANTS["post-norm"])
+    of_heads = part.endswith(("q_norm", "k_norm", "r_norm"))
+    model = lively(VARIANTS["normalised heads" if of_heads else "post-norm"])
     called: list[int] = []
 
     def hook(module: nn.Module, given: Any, *output: Any) -> Any:

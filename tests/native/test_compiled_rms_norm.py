@@ -125,6 +125,22 @@ def test_where_the_library_computes():
         assert not computes(x)
 
 
+@pytest.mark.parametrize("of", ["values", "gain"])
+def test_functional_gradients_are_those_of_the_definition(of):
+    x, gain, above = (each.detach() for each in drawn(5, 16))
+    norm = HeadNorm(16, EPSILON)
+    norm.compiled = True
+
+    def total(given: Tensor) -> Tensor:
+        values, weight = (given, gain) if of == "values" else (x, given)
+        return (torch.func.functional_call(norm, {"weight": weight}, (values,)) * above).sum()
+
+    given = x if of == "values" else gain
+    exact = [each.double().requires_grad_() for each in (x, gain)]
+    [expected] = torch.autograd.grad(by_definition(*exact), exact[of == "gain"], above.double())
+    torch.testing.assert_close(torch.func.grad(total)(given).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_training_uses_it_where_attention_is_compiled_and_reading_always(monkeypatch):
     called = []
 

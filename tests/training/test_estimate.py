@@ -74,10 +74,12 @@ CASES = {
         "model.dropout": "0",
     },
     "normalised heads": {
-        "model.d_inner": "256",
+        "model.d_inner": "128",
+        "model.d_head": "64",
         "model.qk_norm": "true",
         "model.dropout": "0",
         "train.batch_size": "16",
+        "train.dtype": "bfloat16",
     },
     "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
     "float64": {"model.d_inner": "512", "train.batch_size": "8", "train.dtype": "float64"},

@@ -168,7 +168,7 @@ class Backend:
         if not self.any_encoding and model.encoding != "relative":
             return f"needs the sinusoid R (model.encoding is {model.encoding})"
         if not self.qk_norm and model.qk_norm:
-            return "has no norm of W_kR R (model.qk_norm is true)"
+            return "has no norm of W_kR R (model.qk_norm is true); set it to false"
         if not self.clamp_len and model.clamp_len is not None:
             return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
         on_r = model.dropout if model.dropout_r is None else model.dropout_r

@@ -64,7 +64,7 @@ class Adaptation:
     """For rms: that size is the root of the "mean" of squares (2018) or of their "sum" (2019)."""
     weights: str = "all"
     """The weights that adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (with u and v of
-    attention) and LayerNorms."""
+    attention) and norms."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (

@@ -46,7 +46,7 @@ def transformer_costs(
     n_memory: int,
     queries: int,
     keeps_scores: bool,
-    qk_norm: bool = False,
+    norm_bytes: int = 0,
 ) -> LayerCosts:
     """Estimate all layers of a Transformer.
 
@@ -57,7 +57,7 @@ def transformer_costs(
       N*B * [ (f*S + (2*m*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
               + w * (3*T + 2*S) * A                 q+u, q+v and what attention gives; k and v
               + w * m'' * (T + 2*S) * A             masks of queries, keys and values
-              + w * (T + S) * A                     with `qk_norm`: queries and keys before their norms
+              + n * (T + S) * A                     what the norms of queries and keys keep, if there are any
               + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
               + w * (1 + d + m') * T*F ]            after the ReLU; its dropout's product and mask
       where pre-norm adds N*B * (f*S - w*T) * E,
@@ -69,7 +69,7 @@ def transformer_costs(
         n_memory: M; carried along if it is a Transformer-XL, even where it is 0.
         queries: 3 for q+u, q+v and what attention gives, 2 for one query.
         keeps_scores: attention probabilities are kept; else H*T*S is 0.
-        qk_norm: queries and keys are normalised.
+        norm_bytes: n.
     """
     n_query, n_key = train.segment, n_memory + train.segment
     full, low = 4, 2 if train.dtype == "bfloat16" else 4
@@ -81,7 +81,7 @@ def transformer_costs(
         (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * model.d_model
         + low * (queries * n_query + 2 * n_key) * d_attention
         + low * masked_qkv * (n_query + 2 * n_key) * d_attention
-        + low * qk_norm * (n_query + n_key) * d_attention
+        + norm_bytes * (n_query + n_key) * d_attention
         + low * scores * (3 if model.dropatt > 0 else 1)
         + low * (1 + sum(dropout_copies(model, model.dropout_inner))) * n_query * model.d_inner
     )

@@ -118,7 +118,7 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """Return x / sqrt(mean(x^2) + eps), times the gain."""
         assert self.eps is not None
-        if (self.compiled or not torch.is_grad_enabled()) and computes(x):
+        if (self.compiled or not torch.is_grad_enabled()) and computes(x, self.weight):
             return compiled_rms_norm(x, self.weight, self.eps)
         wide = at_least_float32(x)
         return F.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)

@@ -225,8 +225,13 @@ class TransformerXL(FamilyModel[Memory]):
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
         """Return the bytes of `transformer_costs`; a window leaves less memory in use."""
         n_memory = self.config.lengths().capacity
-        qk_norm = self.config.qk_norm
-        return transformer_costs(self.config, train, n_memory=n_memory, queries=3, keeps_scores=True, qk_norm=qk_norm)
+        norm_bytes = 0
+        if self.config.qk_norm:  # of each number that goes in: PyTorch keeps it and its normalised value, in float32
+            compiled = 2 if train.dtype == "bfloat16" else 4
+            norm_bytes = compiled if self.attention_name == "compiled" else 2 * 4
+        return transformer_costs(
+            self.config, train, n_memory=n_memory, queries=3, keeps_scores=True, norm_bytes=norm_bytes
+        )
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:

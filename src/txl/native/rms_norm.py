@@ -71,7 +71,7 @@ def _gradients(ctx, above: Tensor, _above_scales: Tensor | None) -> tuple[Tensor
     scale = (wide.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
     normal, weighted = wide * scale, factors * gain
     gradient = scale * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
-    return gradient.to(values.dtype), (factors * normal).flatten(0, -2).sum(0), None
+    return gradient.to(values.dtype), (factors * normal).reshape(-1, len(gain)).sum(0), None
 
 
 _normalised.register_autograd(_gradients, setup_context=_keep)

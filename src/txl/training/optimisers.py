@@ -183,8 +183,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, LayerNorms, u and
-    v.
+    """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, norms, u and v.
 
     Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
     """
