@@ -330,9 +330,7 @@ class TransformerConfig(ModelConfig):
     dropout_qkv: float = rate(0.0, "dropout on queries, keys, values and the projected R")
     dropout_inner: float | None = rate(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
     pre_norm: bool = shaping(False, "LayerNorm before each sub-layer instead of after it")
-    layer_norm_eps: float = shaping(
-        1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", at_least=0
-    )
+    layer_norm_eps: float = shaping(1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", at_least=0)
     init: Literal["normal", "xavier"] = setting(
         "normal", "first weights. normal: the authors'; xavier: as Baevski and Auli's code has it"
     )
