@@ -25,12 +25,20 @@ from txl.training.step import training_step
 STEPS = 5
 SHAPES = (("enwik8-12L", 204, 4, 128), ("enwik8-12L", 204, 4, 512), ("stdlib-bpe", 2048, 16, 128))
 """Preset, vocabulary, lanes, and T = M."""
+
+
+def _operation(name: str) -> tuple[str, ...]:
+    """Return all names that the profiler has for an operation of the compiled library."""
+    generated = f"GeneratedBackwardFor_txl_{name}_default"
+    return f"txl::{name}", f"txl::{name}_backward", generated, f"{generated}Backward"
+
+
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("txl::attention", "txl::attention_backward", "GeneratedBackwardFor_txl_attention_default"),
+    "attention": _operation("attention"),
     "copies and conversions": ("aten::copy_", "aten::cat", "aten::fill_"),
-    "norms of heads": ("txl::rms_norm", "txl::rms_norm_backward", "GeneratedBackwardFor_txl_rms_norm_default"),
-    "loss": ("_CrossEntropy", "_CrossEntropyBackward"),
+    "norms of heads": _operation("rms_norm"),
+    "loss": _operation("cross_entropy"),
     "optimiser and clipping": ("aten::_fused_adam_", "aten::linalg_vector_norm", "aten::_foreach_mul_"),
 }
 
