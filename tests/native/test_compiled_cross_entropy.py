@@ -10,6 +10,7 @@ from inspect import unwrap
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.native.threads import assert_same_with_any_number_of_threads
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
@@ -84,18 +85,13 @@ def test_extreme_logits_give_what_pytorch_gives(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_with_any_number_of_threads(dtype):
     logits, targets, weights = drawn(301, 777, dtype)
-    found, before = [], torch.get_num_threads()
-    for threads in (1, 2, 5):
-        try:
-            torch.set_num_threads(threads)
-            losses = compiled_cross_entropy(logits, targets)
-            assert losses is not None
-            found.append((losses.detach(), *torch.autograd.grad(losses, logits, weights)))
-        finally:
-            torch.set_num_threads(before)
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            assert torch.equal(one, other)
+
+    def work() -> tuple[Tensor, ...]:
+        losses = compiled_cross_entropy(logits, targets)
+        assert losses is not None
+        return losses.detach(), *torch.autograd.grad(losses, logits, weights)
+
+    assert_same_with_any_number_of_threads(work)
 
 
 def test_rows_that_do_not_lie_behind_one_another():

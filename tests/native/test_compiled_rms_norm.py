@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.native.threads import assert_same_with_any_number_of_threads
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
@@ -53,17 +54,12 @@ def test_values_and_gradients_are_those_of_float64(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_with_any_number_of_threads(dtype):
     x, gain, above = drawn(1001, 3, 32, dtype=dtype)
-    found, before = [], torch.get_num_threads()
-    for threads in (1, 2, 5):
-        try:
-            torch.set_num_threads(threads)
-            out = compiled_rms_norm(x, gain, EPSILON)
-            found.append((out.detach(), *torch.autograd.grad(out, (x, gain), above)))
-        finally:
-            torch.set_num_threads(before)
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            assert torch.equal(one, other)
+
+    def work() -> tuple[Tensor, ...]:
+        out = compiled_rms_norm(x, gain, EPSILON)
+        return out.detach(), *torch.autograd.grad(out, (x, gain), above)
+
+    assert_same_with_any_number_of_threads(work)
 
 
 def test_rows_that_do_not_lie_behind_one_another():
@@ -105,7 +101,7 @@ def test_the_gradient_comes_where_the_library_is_no_longer_wanted():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_pytorch_computes_the_same(dtype):
-    norm = HeadNorm(32, EPSILON).to(dtype)
+    norm = HeadNorm(32, eps=EPSILON).to(dtype)
     x, gain, _ = drawn(7, 32)
     with torch.no_grad():
         norm.weight.copy_(gain)
@@ -128,7 +124,7 @@ def test_where_the_library_computes():
 @pytest.mark.parametrize("of", ["values", "gain"])
 def test_functional_gradients_are_those_of_the_definition(of):
     x, gain, above = (each.detach() for each in drawn(5, 16))
-    norm = HeadNorm(16, EPSILON)
+    norm = HeadNorm(16, eps=EPSILON)
     norm.compiled = True
 
     def total(given: Tensor) -> Tensor:

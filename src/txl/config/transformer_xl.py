@@ -33,9 +33,7 @@ class TransformerXLConfig(TransformerConfig):
         expected="0 or more positions",
         lacking=ANYTHING,
     )
-    qk_norm: bool = shaping(
-        False, "RMSNorm over the features of each head: queries, keys and the projected R", lacking=False
-    )
+    qk_norm: bool = shaping(False, "RMSNorm over the features of each head: queries, keys and the projected R")
     untie_r: bool = shaping(False, "one pair of biases u and v a layer instead of one pair for all", lacking=ANYTHING)
     dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
     attention: AttentionName = setting(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -186,19 +187,15 @@ class AdaptiveSoftmax(nn.Module):
             embedding: whose tables are shared.
             tail_rows: see `Objective`; a room with less rows than targets would leave some without the tail's part.
         """
-        tables = self._tables(embedding)
+        tables, losses = self._tables(embedding), partial(linear_cross_entropy, compiled=self.compiled)
         if len(self.bounds) == 1:
-            return linear_cross_entropy(
-                self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets, compiled=self.compiled
-            )
+            return losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
         # In the head a tail token is represented by its cluster's logit.
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = linear_cross_entropy(
-            self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target, compiled=self.compiled
-        )
+        nll = losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):
             here = cluster == tail
             places = here.nonzero().squeeze(1) if tail_rows is None else _places(here, tail_rows[tail - 1])
@@ -206,11 +203,11 @@ class AdaptiveSoftmax(nn.Module):
                 there = self._projected(hidden[places], embedding, tail)
                 inside = targets[places] - first
                 if tail_rows is None:
-                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside, compiled=self.compiled)
+                    within = losses(there, *self._layer(tables, tail), inside)
                 else:
                     meant = here[places]
                     inside = torch.where(meant, inside, 0)
-                    within = linear_cross_entropy(there, *self._layer(tables, tail), inside, compiled=self.compiled)
+                    within = losses(there, *self._layer(tables, tail), inside)
                     within = torch.where(meant, within, 0)
                 nll = nll.index_add(0, places, within)
         return nll

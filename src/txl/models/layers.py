@@ -112,9 +112,6 @@ class HeadNorm(nn.RMSNorm):
 
     compiled = False
 
-    def __init__(self, d_head: int, eps: float):
-        super().__init__(d_head, eps=eps)
-
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """Return x / sqrt(mean(x^2) + eps), times the gain."""
         assert self.eps is not None

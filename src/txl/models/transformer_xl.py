@@ -62,7 +62,7 @@ class RelativeMultiHeadAttention(nn.Module):
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.q_norm, self.k_norm, self.r_norm = (
-            HeadNorm(config.d_head, config.layer_norm_eps) if config.qk_norm else None for _ in range(3)
+            HeadNorm(config.d_head, eps=config.layer_norm_eps) if config.qk_norm else None for _ in range(3)
         )
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.dropout = make_dropout(config.dropout, config.locked_dropout)

@@ -7,16 +7,14 @@ Shapes: N rows, V classes.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.reading_attention import SUFFIXES, Count, Pointer
-from txl.native.tensors import computes
+from txl.native.reading_attention import Count
+from txl.native.tensors import call, computes
 
 
 def serves(logits: Tensor, targets: Tensor) -> bool:
@@ -48,7 +46,7 @@ def losses_and_sums(
         raise IndexError(f"a target is no class: {int(targets.min())} to {int(targets.max())} of {n_class} classes")
     losses = torch.empty(n_row, dtype=torch.float32)
     sums = torch.empty(n_row, 2, dtype=torch.float32)
-    _call("", logits, _dense(logits), _dense(targets), Count(n_row), Count(n_class), losses, sums)
+    call("txl_cross_entropy", logits.dtype, _dense(logits), _dense(targets), Count(n_row), Count(n_class), losses, sums)
     return losses, sums
 
 
@@ -68,7 +66,7 @@ def write_gradient(
     """
     n_row, n_class = logits.shape
     rows = Count(n_row), Count(n_class)
-    _call("_backward", logits, _dense(logits), _dense(targets), sums, _dense(above), *rows, out)
+    call("txl_cross_entropy_backward", logits.dtype, _dense(logits), _dense(targets), sums, _dense(above), *rows, out)
 
 
 @torch.library.custom_op("txl::cross_entropy", mutates_args=(), device_types="cpu")
@@ -113,9 +111,3 @@ _losses.register_autograd(_gradients, setup_context=_keep)
 
 def _dense(values: Tensor) -> Tensor:
     return values.resolve_neg().contiguous()
-
-
-def _call(name: str, logits: Tensor, *arguments: Tensor | ctypes.c_int64) -> None:
-    """Call the library's function for logits of this dtype with tensors' addresses."""
-    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
-    getattr(library(), f"txl_cross_entropy{name}_{SUFFIXES[logits.dtype]}")(*addresses, torch.get_num_threads())

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor
 
-from txl.native.build import library, why_not
-from txl.native.reading_attention import SUFFIXES, Count, Pointer
+from txl.native.build import library
+from txl.native.reading_attention import Count
+from txl.native.tensors import call
 
 
 def compiled_rms_norm(
@@ -21,7 +22,7 @@ def compiled_rms_norm(
     """Return x / sqrt(mean(x^2) + epsilon) * gain of each row x, in the dtype of the values (Zhang and Sennrich 2019).
 
     Args:
-        values: float32 or bfloat16 on a CPU; `txl.native.tensors.computes` says whether the library serves.
+        values: float32 or bfloat16 on a CPU; `computes` says whether the library serves.
         gain: in any precision; computed with in float32.
         epsilon: above 0.
     """
@@ -33,7 +34,7 @@ def _normalised(values: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, T
     given = values.contiguous()
     out = torch.empty_like(given)
     scales = torch.empty(given.shape[:-1], dtype=torch.float32)
-    _call("", given, gain.contiguous(), *_sizes(given), ctypes.c_double(epsilon), out, scales)
+    call("txl_rms_norm", given.dtype, given, gain.contiguous(), *_sizes(given), ctypes.c_double(epsilon), out, scales)
     return out, scales
 
 
@@ -42,7 +43,7 @@ def _gradients_of(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor) -
     given, out = values.contiguous(), torch.empty(values.shape, dtype=values.dtype)
     gain_gradient = torch.empty(gain.shape, dtype=torch.float32)
     arguments = gain.contiguous(), scales, above.to(values.dtype).contiguous(), *_sizes(given), out, gain_gradient
-    _call("_backward", given, *arguments)
+    call("txl_rms_norm_backward", given.dtype, given, *arguments)
     return out, gain_gradient
 
 
@@ -80,12 +81,3 @@ _normalised.register_autograd(_gradients, setup_context=_keep)
 def _sizes(values: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
     n = values.shape[-1]
     return Count(values.numel() // n if n else 0), Count(n)
-
-
-def _call(name: str, values: Float32[Tensor, "*rows D"] | Tensor, *arguments: Tensor | ctypes._SimpleCData) -> None:
-    """Call the library's function for values of this dtype, with tensors' addresses."""
-    found = library()
-    if found is None:
-        raise RuntimeError(f"a compiled norm needs the library that is compiled for this processor ({why_not()})")
-    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in (values, *arguments)]
-    getattr(found, f"txl_rms_norm{name}_{SUFFIXES[values.dtype]}")(*addresses, torch.get_num_threads())

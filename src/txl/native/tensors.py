@@ -1,12 +1,14 @@
-"""Which tensors the compiled library computes with."""
+"""Which tensors the compiled library computes with, and how its functions are called with them."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
 
-from txl.native.build import library
-from txl.native.reading_attention import SUFFIXES
+from txl.native.build import library, why_not
+from txl.native.reading_attention import SUFFIXES, Pointer
 
 
 def computes(values: Tensor, *parameters: Tensor) -> bool:
@@ -27,3 +29,16 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
 
 def _stands_for_others(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.c_int64 | ctypes.c_double) -> None:
+    """Call the library's function for numbers of a dtype, with the tensors' addresses and the number of threads.
+
+    Raises:
+        RuntimeError: if there is no library.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError(f"{name} needs the library that is compiled for this processor ({why_not()})")
+    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
+    getattr(found, f"{name}_{SUFFIXES[dtype]}")(*addresses, torch.get_num_threads())
