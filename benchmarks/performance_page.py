@@ -43,6 +43,12 @@ class Section:
     """What makes it."""
     text: Callable[[Record], str]
     figures: tuple[str, ...] = ()
+    note: str = ""
+    """What has changed in the program since it was recorded."""
+
+
+BEFORE_COMPILED = "Recorded before attention without gradients was compiled."
+BEFORE_QK_NORM = "Recorded before `stdlib-bpe` had `qk_norm`."
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -120,12 +126,13 @@ def training_attention(output: Record) -> str:
     """Times of attention and of a step, and a step's memory, with and without the compiled library."""
     ways = list(output["peak_bytes"])
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
-    peaks = ["MiB of a step", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
+    peaks = ["peak", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
     return (
         "Speed relative to `shifted` in float32: forward and backward, processor time of one thread. `compiled` is "
         "`--model.attention compiled`.\n\n"
         + table(["", *ways], rows)
-        + f"\n\nPeak memory of a step, measured as above, T = M = {output['memory_length']:,}.\n\n"
+        + "\n\nPeak memory of a step, minus what is held between steps, in MiB, "
+        + f"T = M = {output['memory_length']:,}.\n\n"
         + table(["", *ways], [peaks])
         + "\n"
     )
@@ -149,10 +156,10 @@ def peers(record: Record) -> str:
         aim = row["aim"] if isinstance(row["aim"], (int, float)) else row["aim"][0]
         rows.append([row["name"], shape, row["dtype"], f"{row['ratio']:.1f}", f"{aim:g}", "; ".join(bounds)])
     return (
-        f"Speed relative to {record['peer']}, with the same weights, memory and results, in one run. In rows of *our "
-        "segment*, ours reads longer segments than the peer, and the time for each token is compared. *Aim* is the "
-        "ratio that this project wants to reach. *Reached* is the speed relative to the machine's limit: reading "
-        "weights and memory once, or the rate of its largest matrix products.\n\n"
+        f"Speed relative to {record['peer']}, with the same weights and memory, in one run; in float32 the results are "
+        "the same too. In rows of *our segment*, ours reads longer segments than the peer, and the time for each token "
+        "is compared. *Aim* is the ratio that this project wants to reach. *Reached* is the speed relative to the "
+        "machine's limit: reading weights and memory once, or the rate of its largest matrix products.\n\n"
         "![Times faster than Hugging Face's model, by kind of work](../images/speed.svg)\n\n"
         f"{table(['work', 'shape', 'our arithmetic', 'times faster', 'aim', 'reached'], rows)}\n"
     )
@@ -230,7 +237,7 @@ def long_stream(record: Record) -> str:
     """Memory and drift."""
     return (
         f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
-        f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**20:.1f} MiB. The last losses differ by "
+        f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**10:,.0f} KiB. The last losses differ by "
         f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of reading only the end, and by "
         f"{record['largest_difference_from_fresh_float64']:.1e} from the same in float64. Rounding of float32 alone is "
         f"{record['rounding_of_fresh_float32']:.1e}.\n"
@@ -271,8 +278,7 @@ def quality(record: Record) -> str:
         f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule "
         "fixed beforehand, and the next longer one was tried where it did not come to that loss: "
         f"{', '.join(tried)} of the time. Learning rates are tuned on validation over five values or more; Muon's is "
-        "the preset's. The authors' rate is the next best one where the best in short runs fails in the whole run. "
-        "Loss is in nats a token of the validation split: "
+        "the preset's. Loss is in nats a token of the validation split: "
         f"{'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n"
     )
@@ -280,9 +286,23 @@ def quality(record: Record) -> str:
 
 RECORD = "python benchmarks/record.py results/{}.json {}"
 SECTIONS = (
-    Section("Time to quality", "quality", "python -m benchmarks.quality results/quality.json", quality, ("quality",)),
+    Section(
+        "Time to quality",
+        "quality",
+        "python -m benchmarks.quality results/quality.json",
+        quality,
+        ("quality",),
+        BEFORE_QK_NORM,
+    ),
     Section("Beside Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
-    Section("The roofline", "scaling", "python -m benchmarks.scaling results/scaling.json", roofline, ("roofline",)),
+    Section(
+        "The roofline",
+        "scaling",
+        "python -m benchmarks.scaling results/scaling.json",
+        roofline,
+        ("roofline",),
+        BEFORE_COMPILED,
+    ),
     Section(
         "Where a segment's time goes",
         "segment-profile",
@@ -294,6 +314,7 @@ SECTIONS = (
         "training-profile",
         "python -m benchmarks.training_profile results/training-profile.json",
         training_profile,
+        note=BEFORE_QK_NORM,
     ),
     Section(
         "Compiled attention in training",
@@ -301,13 +322,21 @@ SECTIONS = (
         "python -m benchmarks.training_attention results/training-attention.json",
         training_attention,
     ),
-    Section("How cost grows", "scaling", "python -m benchmarks.scaling results/scaling.json", growth, ("growth",)),
+    Section(
+        "How cost grows",
+        "scaling",
+        "python -m benchmarks.scaling results/scaling.json",
+        growth,
+        ("growth",),
+        BEFORE_COMPILED,
+    ),
     Section(
         "Memory of a training step",
         "training-memory",
         "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
         training_memory,
         ("training-memory",),
+        "Recorded before attention was compiled.",
     ),
     Section(
         "Memory and the vocabulary",
@@ -317,17 +346,28 @@ SECTIONS = (
     ),
     Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
     Section(
-        "Compiled layers", "bench-compile", RECORD.format("bench-compile", "bench train --compile --json"), compiled
+        "Compiled layers",
+        "bench-compile",
+        RECORD.format("bench-compile", "bench train --compile --json"),
+        compiled,
+        note="Recorded before attention was compiled.",
     ),
-    Section("A long stream", "long-stream", "python -m benchmarks.long_stream results/long-stream.json", long_stream),
+    Section(
+        "A long stream",
+        "long-stream",
+        "python -m benchmarks.long_stream results/long-stream.json",
+        long_stream,
+        note=BEFORE_COMPILED,
+    ),
 )
 
 
 def made_by(name: str, made: Record, part: str) -> str:
     """Return the line that says where the numbers of a record, or of a part of it, come from."""
     hardware, commit = made["hardware"], made["commit"]
+    threads = f"{hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'}"
     return (
-        f"`results/{name}.json`{part}: {hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads, "
+        f"`results/{name}.json`{part}: {hardware['cpu']}, {hardware['cores']} cores, {threads}, "
         f"torch {made['software']['torch']}, commit {commit[:7]}"
         f"{' with uncommitted changes' if ' ' in commit else ''}, {made['date']}.\n"
     )
@@ -344,6 +384,8 @@ def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
             continue
         record = json.loads(path.read_text(encoding="utf-8"))
         parts.append(section.text(record["output"]))
+        if section.note:
+            parts.append(f"{section.note}\n")
         for name in section.figures:
             digest = hashlib.sha256(json.dumps([name, record["output"]]).encode()).hexdigest()[:16]
             figures[name] = digest, record["output"]
