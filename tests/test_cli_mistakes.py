@@ -67,6 +67,7 @@ def refused(capsys):
         (["bench", "train", "--steps", "0"], "--steps is 0"),
         (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
         (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
+        (["demo", "--test-tokens", "40", "--eval.batch-size", "64"], "--test-tokens is 40"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),
         (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "--train.seed is '999"),
         (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),

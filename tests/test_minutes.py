@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,14 +47,14 @@ def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> Spee
 
 
 def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> Text:
-    facts = TextFacts(size, round(size / 3 / repeats), 90, 1.0)
+    facts = TextFacts(size, round(size / 3 / repeats), 90)
     per_token = 3 if unit == "bpe" else 1
     return Text(facts, size // per_token, size // per_token // 18, 2048 if unit == "bpe" else 256)
 
 
 def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> Choice:
     base = base_run(minutes, bfloat16=True)
-    base.data = units(TextFacts(size, size // 3, 90, 1.0), 60 * minutes)
+    base.data = units(TextFacts(size, size // 3, 90), 60 * minutes)
     options = {name.replace("__", "."): value for name, value in given.items()}
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
 
@@ -113,10 +114,10 @@ def test_a_text_that_repeats_counts_as_a_shorter_one():
 
 
 def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
-    facts = TextFacts(100_000_000, 30_000_000, 90, 1.0)
+    facts = TextFacts(100_000_000, 30_000_000, 90)
     assert units(facts, 120).unit == "byte"
     assert units(facts, 3600).unit == "bpe"
-    assert units(TextFacts(1000, 300, 0, 1.0), 3600).unit == "byte", "what is no text has no byte pairs"
+    assert units(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is no text has no byte pairs"
 
 
 def test_given_options_are_kept():
@@ -164,7 +165,6 @@ def test_facts_of_a_text(tmp_path: Path):
     once, often, binary = (text_facts(str(tmp_path / name)) for name in ("once.txt", "often.txt", "binary"))
     assert once.characters == 11
     assert once.bytes == pytest.approx(0.9 * len(text.encode()), abs=4)
-    assert once.bytes_per_character == pytest.approx(len(text.encode()) / len(text), rel=0.01)
     assert often.compressed_bytes < 1.2 * once.compressed_bytes, "repetition is found far behind"
     assert [binary.is_text, once.is_text] == [False, True]
 
@@ -285,6 +285,10 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
         (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
         (["--minutes", "0.05"], "are left for training"),
+        (["--minutes", "5", "--train.learning-rate", "-1"], "train.learning_rate is -1.0"),
+        (["--minutes", "5", "--train.segment", "-4"], "train.segment is -4"),
+        (["--minutes", "5", "--train.batch-size", "0"], "train.batch_size is 0"),
+        (["--minutes", "5", "--train.micro-batches", "3"], "train.micro_batches"),
         ([], "no preset is named"),
     ],
 )
@@ -294,6 +298,41 @@ def test_mistakes_are_refused_before_anything_is_written(
     assert train(*words) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    assert not train.measured or "left for training" in said
+
+
+def test_time_that_went_by_in_the_choice_is_counted(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = measuring.choose
+
+    def slow(*given):
+        choice = real(*given)
+        monkeypatch.setattr(measuring, "AIM", -1.0)  # as if the minute were over
+        return choice
+
+    monkeypatch.setattr(measuring, "choose", slow)
+    assert train("--minutes", "1") == 2
+    assert "0:00 are left for training" in capsys.readouterr().err
+
+
+def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    first = RunDirectory(tmp_path / "run").config()
+    for each in ("checkpoints", "latest", "best"):
+        path = tmp_path / "run" / each
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    assert not train.measured, "the same text and options go on with the choice"
+    for each in ("checkpoints", "latest", "best"):
+        path = tmp_path / "run" / each
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    train.text.rename(tmp_path / "other.txt")
+    train.text = tmp_path / "other.txt"
+    assert train("--minutes", "1") == 0
+    assert train.measured
+    second = RunDirectory(tmp_path / "run").config()
+    assert (first.data.unit, second.data.unit, second.data.corpus) == ("byte", "bpe", str(train.text))
 
 
 def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

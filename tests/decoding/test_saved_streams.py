@@ -80,3 +80,15 @@ def test_what_a_saved_stream_is_refused():
     listened = DecodeEngine(model)
     with pytest.raises(UserError, match="cannot be saved"):
         listened.save(listened.join(random_tokens(3, 1)))
+
+
+def test_a_stream_that_cannot_enter_takes_no_place():
+    model = lively(VARIANTS["post-norm"])
+    engine = DecodeEngine(model)
+    state = engine.save(engine.join(random_tokens(3, 1)))
+    model.layers[0].register_forward_hook(lambda *_: None)
+    listened = DecodeEngine(model)
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot be saved"):
+            listened.enter(state)
+    assert not listened.streams

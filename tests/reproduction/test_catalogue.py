@@ -89,7 +89,7 @@ def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
 
 def test_rows_that_are_trained_have_a_preset_but_those_of_one_billion_word():
     without = {(table.name, row.key) for table in definitions().values() for row in table.rows if row.preset is None}
-    tables = [table for table in definitions().values() if table.is_the_papers]
+    tables = [table for table in definitions().values() if not table.is_open_question]
     trained = {(table.name, row.key) for table in tables for row in table.rows if row.trained}
     assert without & trained == {("table4", key) for key in ("lstm", "adaptive-input", "adaptive-input-large")}
     for table in ("table1", "table2", "table3", "table5"):
@@ -137,7 +137,7 @@ def test_models_of_a_table_have_equal_budgets(definition):
     for row in definition.rows:
         if row.trained and row.equal_memory_with is None:
             train = configure(definition, row, SMALL, data, 10_000, estimated_segment).train
-            lanes = train.batch_size if definition.is_the_papers else None
+            lanes = None if definition.is_open_question else train.batch_size
             budgets.add((train.steps, train.tokens_per_step, lanes, train.learning_rate))
     assert len(budgets) == 1
 

@@ -94,6 +94,10 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
     with pytest.raises(RunInterrupted):
         it.run()
     monkeypatch.undo()
+    (tmp_path / "out" / "rates").mkdir(exist_ok=True)  # as a stop in the middle of the first one leaves it
+    longer = dataclasses.replace(micro.with_steps(16), until_converged=RULES)
+    with pytest.raises(UserError, match="holds another reproduction: scale.steps 8 -> 16"):
+        experiment("table6", longer, words, tmp_path / "out", data_dir, seeds=1, rows=rows).run()
     found = {result.row.key: result for result in it.run()}
     assert [path.name for path in (tmp_path / "out" / "rates").glob("*.json")] == ["transformer-xl-adam-0.01.json"]
     for key, result in found.items():

@@ -214,6 +214,7 @@ def test_the_openai_client(server, served):
         ({"prompt": "a", "max_tokens": "3"}, "max_tokens"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "temperature": 10**400}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "top_k": -2}, "top_k"),
         ({"prompt": "a", "n": 0}, "n"),

@@ -97,7 +97,7 @@ def test_files_outside_of_the_page_s_cannot_be_had(server):
     [
         ("localhost", 200), ("127.0.0.1:80", 200), ("[::1]:8000", 200), ("192.168.1.5", 200), ("served.example", 200),
         ("SERVED.EXAMPLE:8000", 200), ("evil.example", 403), ("localhost.evil.example", 403), ("", 403),
-        ("127.0.0.1.evil.example", 403), ("localhost@evil.example", 403), ("evil.example/localhost", 403),
+        ("127.0.0.1.evil.example", 403), ("localhost@evil.example", 403), ("evil.example/localhost", 403), ("[", 403), ("[::1", 403),
     ],
 )  # fmt: skip
 def test_hosts(locked, host, status):
@@ -107,7 +107,14 @@ def test_hosts(locked, host, status):
 def test_origins(locked):
     key = {"authorization": f"Bearer {KEY}"}
     own = locked.url
-    for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403), ("file://", 403), ("x", 403)):
+    for origin, status in (
+        (own, 200),
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("file://", 403),
+        ("x", 403),
+        ("http://[", 403),
+    ):
         answer = locked.client.get("/v1/models", headers=key | {"origin": origin})
         assert answer.status_code == status
         assert "access-control-allow-origin" not in answer.headers

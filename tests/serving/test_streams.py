@@ -400,6 +400,21 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
     assert (folder / f"stream-{'0' * 32}.safetensors").read_bytes() == b"damaged"
 
 
+def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path, served, caplog):
+    from tests.serving.conftest import running
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    with running(Service(served), folder=folder) as first:
+        streams = sorted(new(first, seed=seed) for seed in range(3))
+    with running(Service(served, limits=Limits(max_kept=1)), folder=folder) as second:
+        assert [each["id"] for each in second.get("/v1/streams")["data"]] == streams[:1]
+    left = [each.getMessage() for each in caplog.records if "left alone" in each.getMessage()]
+    assert [stream in line for stream, line in zip(streams[1:], left, strict=True)] == [True, True]
+    with running(Service(served), folder=folder) as third:
+        assert sorted(each["id"] for each in third.get("/v1/streams")["data"]) == streams
+
+
 def test_times_are_told(server):
     stream = new(server)
     before = server.get(f"/v1/streams/{stream}")

@@ -20,7 +20,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.processes import Processes
 from txl.runs.directory import RunDirectory
 from txl.training.loop import _emptied
-from txl.training.trainer import Trainer, _check_lanes
+from txl.training.trainer import Trainer, _check_processes
 
 EXACT = {
     "train.steps": "100",
@@ -219,14 +219,14 @@ def test_mistakes_are_told_once(story, data_dir, tmp_path):
 def test_what_does_not_work_with_several_processes_is_refused():
     run = small_run("stdlib", **{"train.batch_size": "6", "train.micro_batches": "2"})
     with pytest.raises(UserError, match="batch_size is 6; 2 processes with 2 parts each need a multiple of 4"):
-        _check_lanes(run, Processes(0, 2))
+        _check_processes(run, Processes(0, 2))
     run = small_run("stdlib", **{"train.parallel": "fsdp", "train.average_from": "3"})
     with pytest.raises(UserError, match="fsdp shards the weights.*use --train.parallel ddp"):
-        _check_lanes(run, Processes(0, 2))
+        _check_processes(run, Processes(0, 2))
     run = small_run("stdlib", **{"train.parallel": "fsdp", "train.optimizer": "muon"})
     with pytest.raises(UserError, match="fsdp shards the weights.*muon orthogonalises whole matrices; use --train.par"):
-        _check_lanes(run, Processes(0, 2))
-    _check_lanes(run, Processes())  # a single process has nothing to shard
+        _check_processes(run, Processes(0, 2))
+    _check_processes(run, Processes())  # a single process has nothing to shard
     with pytest.raises(UserError, match="5 lanes cannot be divided over 2 processes"):
         Processes(1, 2).share(5)
 

@@ -255,7 +255,7 @@ def test_a_spike_is_reported(leaping, story, data_dir, tmp_path):
 
 
 def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story), **{"train.on_spike": "rollback"})
+    run = small_run(str(story), **{"train.on_spike": "rollback", "train.eval_every": "4"})
     leaping(tokens_of_step(story, data_dir, 7))
     seen, real = [], loop_module.training_step
 
@@ -270,6 +270,7 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
     assert torch.equal(seen[7][0], seen[4][0])  # the weights after step 4
     assert torch.equal(seen[7][1], tokens_of_step(story, data_dir, 8))  # the text behind the spike
     assert len(seen) == 12 + 3
+    assert [each["step"] for each in events(tmp_path / "run", "valid")] == [4, 8, 12]  # that of step 4 counts once
 
     with monkeypatch.context() as patch:  # and it stays exact when it is stopped on either side of the spike
         stop_after(patch, 6)

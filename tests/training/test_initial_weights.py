@@ -26,6 +26,16 @@ def test_a_new_run_can_start_from_another_s_weights(trained, story, data_dir, tm
         torch.testing.assert_close(ours_tensor, theirs_tensor, rtol=0, atol=1e-12)
 
 
+def test_a_run_that_came_to_no_checkpoint_does_not_keep_the_weights_out(trained, story, data_dir, tmp_path):
+    run = small_run(str(story), **{"train.learning_rate": "1e-30", "train.warmup_steps": "0"})
+    (tmp_path / "run").mkdir()
+    RunDirectory(tmp_path / "run").write_config(Trainer(run, tmp_path / "run").run)
+    (tmp_path / "run" / ".lock").touch()
+    train(run, tmp_path / "run", data_dir, init_from=trained)
+    ours, theirs = txl.load(tmp_path / "run", checkpoint="latest")[0], txl.load(trained)[0]
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)
+
+
 def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
     first = small_run(str(story), **{"data.unit": "char"})
     train(first, tmp_path / "first", data_dir)

@@ -106,6 +106,17 @@ def test_fork_starts_a_new_run_from_the_old_weights_and_goes_on_with_it(copy, st
     assert copy.with_name("copy-fork-2").is_dir()
 
 
+def test_the_fork_of_the_folder_that_one_is_in_lies_beside_it(copy, story, data_dir, monkeypatch):
+    monkeypatch.chdir(copy)
+    changed = small_run(str(story), **{"train.learning_rate": "0.001"})
+    assert main(arguments(changed, ".", data_dir, "--fork")) == 0
+    assert (copy.parent / "copy-fork-1" / "config.json").is_file()
+    (copy / "inside").mkdir()
+    monkeypatch.chdir(copy / "inside")
+    assert main(arguments(changed, "..", data_dir, "--fork")) == 0
+    assert not (copy.parent / "copy-fork-2").exists()
+
+
 def test_fork_takes_a_changed_text(data_dir, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("The river rose in the night.\n" * 300)

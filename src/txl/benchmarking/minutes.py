@@ -13,11 +13,25 @@ from pathlib import Path
 from statistics import median
 
 from txl.benchmarking.workloads import seconds_of, training_workload
-from txl.config import RunConfig, with_options
+from txl.config import RunConfig, validate, with_options
 from txl.data.corpora import Corpus, open_corpus, with_absolute_paths
 from txl.data.facts import text_facts
 from txl.errors import UserError
-from txl.presets.minutes import AIM, SMALLEST, Speed, Text, base_run, choose, planned, reasons, units
+from txl.presets.minutes import (
+    AIM,
+    BATCHES,
+    SHAPES,
+    SMALLEST,
+    Speed,
+    Text,
+    base_run,
+    check_steps,
+    choose,
+    configured,
+    planned,
+    reasons,
+    units,
+)
 from txl.runs.environment import memory_bytes, multiplies_bfloat16
 from txl.training.estimate import estimate
 from txl.training.parallel import TrainedModel
@@ -66,6 +80,7 @@ def run_in_minutes(
     """
     base = base_run(minutes, multiplies_bfloat16(device))
     data = with_absolute_paths(with_options(base, given).data)
+    validate(configured(base, *SHAPES[0], BATCHES[0], given))
     facts = text_facts(data.corpus)
     if facts.bytes < SMALLEST:
         raise UserError(
@@ -88,7 +103,9 @@ def run_in_minutes(
         return measured_speed(run, corpus, device, longest)
 
     choice = choose(base, text, left(), measure, given)
-    choice = replace(planned(choice.run, text, left(), choice.speed, given), tried=choice.tried)
+    seconds = left()  # timing has taken some
+    choice = replace(planned(choice.run, text, seconds, choice.speed, given), tried=choice.tried)
+    check_steps(choice, seconds)
     return MinutesRun(choice.run, reasons(choice, text, minutes, prepared))
 
 

@@ -48,14 +48,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
-    limit = arguments.test_tokens
-    if limit is not None and limit < 2 * preset(arguments.preset).eval.batch_size:
-        raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
     changes = config_options(arguments)
     if arguments.preset == _PRESET:
         changes = arithmetic_of_this_machine() | changes
     out, config = arguments.out, with_options(preset(arguments.preset), changes)
     validate(config)
+    limit = arguments.test_tokens
+    if limit is not None and limit < 2 * config.eval.batch_size:
+        raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
     options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
     measured = ["--mem-lens", ",".join(map(str, memory_lengths(config)))]

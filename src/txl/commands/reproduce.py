@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -140,5 +139,5 @@ def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -
     if corpus is not None:
         base = named_data(absolute_path(corpus), definition.unit, scale.max_words)
     config = with_options(RunConfig(data=base), options)
-    validate(dataclasses.replace(config))
+    validate(config)
     return config.data

@@ -80,7 +80,7 @@ def add_parser(commands: Subparsers) -> None:
         "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
     limits.add_argument(
-        "--streams", metavar="DIR", help="save streams there when the server stops, and open them again"
+        "--streams", metavar="DIR", help="save streams there, every 10 seconds and at the end, and open them again"
     )
     add_memory_options(parser)
     parser.set_defaults(run=run)

@@ -113,12 +113,13 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.training.trainer import Trainer, fork_of
 
     keep_freed_memory()
+    device = pick_device(arguments.device)
     if arguments.fork:
-        out, init_from = fork_of(config, out, arguments.data_dir)
+        out, init_from = fork_of(config, out, device, arguments.data_dir)
     trainer = Trainer(
         config,
         out,
-        device=pick_device(arguments.device),
+        device=device,
         data_dir=arguments.data_dir,
         init_from=init_from,
         extend=arguments.extend,
@@ -140,6 +141,7 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     """
     from txl.presets.minutes import run_name
     from txl.runs.directory import RunDirectory
+    from txl.training.starting import has_checkpoint
 
     minutes, preset = arguments.minutes, arguments.preset
     if minutes is not None:
@@ -153,10 +155,21 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
                 f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
                 f"--minutes out to go on with it, or give another --out"
             )
-        return stored
+        if minutes is None or has_checkpoint(RunDirectory(arguments.out)) or _is_of(stored, config_options(arguments)):
+            return stored
+        # It came to nothing, and was chosen for another text or other options.
     if minutes is None:
         raise UserError("no preset is named, and --out holds no run; give a PRESET (see txl presets), or --minutes N")
     return _chosen(arguments, began)
+
+
+def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
+    """Return whether a configuration is as these options have it."""
+    from txl.data.corpora import with_absolute_paths
+
+    asked = with_options(stored, given)
+    asked.data = with_absolute_paths(asked.data)
+    return asked == stored
 
 
 def _check_minutes(arguments: argparse.Namespace) -> None:

@@ -26,7 +26,6 @@ class TextFacts:
     """Size after zstandard, which finds repetition anywhere before."""
     characters: int
     """Number of different characters; 0 if this is no UTF-8 text, or holds NUL bytes."""
-    bytes_per_character: float
 
     @property
     def is_text(self) -> bool:
@@ -48,7 +47,7 @@ def text_facts(corpus: str) -> TextFacts:
         compression_params=zstandard.ZstdCompressionParameters.from_level(3, enable_ldm=True, window_log=_FAR)
     ).compressobj()
     decoder, is_text = codecs.getincrementaldecoder("utf-8")(), True
-    looked_at = compressed = count = 0
+    looked_at = compressed = 0
     characters: set[str] = set()
     for block in _first_blocks(pieces):
         looked_at += len(block)
@@ -58,14 +57,12 @@ def text_facts(corpus: str) -> TextFacts:
         except UnicodeDecodeError:
             is_text, text = False, ""
         characters.update(text)
-        count += len(text)
     compressed += len(compressor.flush())
     is_text = is_text and "\0" not in characters
     return TextFacts(
         size,
         round(compressed * size / max(1, looked_at)),
         len(characters) if is_text else 0,
-        looked_at / count if is_text and count else 1.0,
     )
 
 

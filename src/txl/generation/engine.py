@@ -184,9 +184,13 @@ class DecodeEngine:
         never = checked_forbidden(forbidden, self.model.vocab_size)
         if read.n_token == 0:
             raise UserError("the stream is empty; let it read at least one token first")
-        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
         memory = read.memory if isinstance(read, TextReading) else self.reader.memory_of(read)
-        self._place(stream, memory, read.n_token, read.waiting)
+        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
+        try:
+            self._place(stream, memory, read.n_token, read.waiting)
+        except BaseException:
+            self.leave(stream)
+            raise
         return stream
 
     def save(self, stream: Stream) -> StreamState:

@@ -20,8 +20,8 @@ from txl.config import TransformerXLConfig
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 from txl.native.build import library
-from txl.native.few_rows import MOST_ROWS, SUFFIXES, sums_dtype
-from txl.native.reading_attention import Count, Pointer
+from txl.native.few_rows import MOST_ROWS, WEIGHT_SUFFIXES, sums_dtype
+from txl.native.tensors import Count, Pointer
 
 _MOST_D = 512  # MOST_D in decode.cpp
 _Pointers = ctypes.Array[ctypes.c_void_p]
@@ -82,7 +82,7 @@ class LayerWeights:
         assert compiled is not None
         self.tensors, self.structure = [*tensors, *gains], structure
         self.dtype = tensors[0].dtype
-        self._run = getattr(compiled, f"txl_step_{SUFFIXES[self.dtype]}")
+        self._run = getattr(compiled, f"txl_step_{WEIGHT_SUFFIXES[self.dtype]}")
         self._addresses, self._gains = _addresses(tensors), _addresses(gains)
         self._model = _Model(
             config.n_layer,
@@ -145,7 +145,7 @@ def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights |
         return None
     dtype = present[0].dtype
     alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
-    if not alike or dtype not in SUFFIXES or tuple(each.shape for each in present) != shapes:
+    if not alike or dtype not in WEIGHT_SUFFIXES or tuple(each.shape for each in present) != shapes:
         return None
     return LayerWeights(config, present[: len(weights)], present[len(weights) :], structure)
 

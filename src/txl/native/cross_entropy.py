@@ -13,8 +13,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.reading_attention import Count
-from txl.native.tensors import call, computes
+from txl.native.tensors import Count, call, computes
 
 
 def serves(logits: Tensor, targets: Tensor) -> bool:

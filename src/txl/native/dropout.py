@@ -12,8 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from txl.native.build import library, why_not
-from txl.native.reading_attention import SUFFIXES, Count, Pointer
+from txl.native.tensors import Count, call
 
 
 def compiled_dropout(values: Tensor, rate: float) -> Tensor:
@@ -36,19 +35,10 @@ def compiled_dropout(values: Tensor, rate: float) -> Tensor:
 @torch.library.custom_op("txl::dropout", mutates_args=(), device_types="cpu")
 def _dropout(values: Tensor, seed: Tensor, rate: float) -> Tensor:
     """Drop what a seed says; the same of a gradient as of what it is the gradient of."""
-    found = library()
-    if found is None:
-        raise RuntimeError(f"compiled dropout needs the library that is compiled for this processor ({why_not()})")
     given = values.contiguous()
     out = torch.empty_like(given)
-    getattr(found, f"txl_dropout_{SUFFIXES[values.dtype]}")(
-        Pointer(given.data_ptr()),
-        Pointer(out.data_ptr()),
-        Count(given.numel()),
-        ctypes.c_double(rate),
-        ctypes.c_uint64(int(seed)),
-        torch.get_num_threads(),
-    )
+    numbers = Count(given.numel()), ctypes.c_double(rate), ctypes.c_uint64(int(seed))
+    call("txl_dropout", values.dtype, given, out, *numbers)
     return out
 
 

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.reading_attention import Count, Pointer
+from txl.native.tensors import Count, Pointer
 
 MOST_ROWS = 8
 """Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
-SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+WEIGHT_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 """Dtypes of weights, and how the library's functions for them end."""
 
 
@@ -33,7 +33,7 @@ def few_rows(
     n_out, n_in = weight.shape
     dtype = weight.dtype
     if (
-        dtype not in SUFFIXES
+        dtype not in WEIGHT_SUFFIXES
         or weight.device.type != "cpu"
         or not 0 < rows.numel() <= MOST_ROWS * n_in
         or torch.is_grad_enabled()
@@ -48,7 +48,7 @@ def few_rows(
         return None
     x = rows.reshape(-1, n_in).to(sums_dtype(dtype)).contiguous()
     out = x.new_empty(x.shape[0], n_out)
-    getattr(compiled, f"txl_linear_{SUFFIXES[dtype]}")(
+    getattr(compiled, f"txl_linear_{WEIGHT_SUFFIXES[dtype]}")(
         Pointer(weight.data_ptr()),
         Pointer(bias.data_ptr() if bias is not None else None),
         Count(n_out),

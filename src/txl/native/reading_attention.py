@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from txl.native.build import library
+from txl.native.tensors import SUFFIXES, Count, Pointer
 
 FEWEST_QUERIES = 8
 """Queries from which on packing keys for the library is faster than PyTorch's products."""
-SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-Pointer, Count = ctypes.c_void_p, ctypes.c_int64
 
 
 class Rows(ctypes.Structure):

@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.reading_attention import Count
-from txl.native.tensors import call
+from txl.native.tensors import Count, call
 
 
 def compiled_rms_norm(

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from txl.native.build import library, why_not
-from txl.native.reading_attention import SUFFIXES, Pointer
+
+Pointer, Count = ctypes.c_void_p, ctypes.c_int64
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Dtypes of activations, and how the library's functions for them end."""
 
 
 def computes(values: Tensor, *parameters: Tensor) -> bool:
@@ -31,7 +34,9 @@ def _stands_for_others(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def call(name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.c_int64 | ctypes.c_double) -> None:
+def call(
+    name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_double
+) -> None:
     """Call the library's function for numbers of a dtype, with the tensors' addresses and the number of threads.
 
     Raises:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from txl.native.build import library, why_not
-from txl.native.reading_attention import SUFFIXES, AttentionCall, Pointer, Rows
+from txl.native.reading_attention import AttentionCall, Rows
+from txl.native.tensors import SUFFIXES, Pointer
 
 
 class _Gradients(ctypes.Structure):

@@ -167,13 +167,18 @@ def choose(
         best = choices[at]
     if not math.isfinite(best.expected):
         raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
-    if best.run.train.steps < FEWEST_STEPS:
-        raise UserError(
-            f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the smallest model takes "
-            f"{best.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more"
-        )
+    check_steps(best, seconds)
     validate(best.run)
     return replace(best, tried=len(seen))
+
+
+def check_steps(choice: Choice, seconds: float) -> None:
+    """Refuse a choice with too few steps; so many seconds were left for training and evaluations."""
+    if choice.run.train.steps < FEWEST_STEPS:
+        raise UserError(
+            f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the chosen model takes "
+            f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more"
+        )
 
 
 def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:

@@ -87,7 +87,7 @@ class Folder:
         """Return whether the folder holds what is asked for; refuse another experiment that has results."""
         there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
-        if changed and any((self.path / name).exists() for name in ("runs", "results")):
+        if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
             raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
         return not changed
 

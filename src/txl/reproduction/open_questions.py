@@ -59,6 +59,7 @@ MEMORY_DEPTH = Definition(
             all_of(*(lower(_key(depth, _MEMORIES[-1]), _key(depth, 1)) for depth in _DEPTHS)),
         ),
     ),
+    is_open_question=True,
     cost_beside=_key(1, 1),
     notes=(
         _COST,
@@ -107,6 +108,7 @@ GRADIENTS_INTO_MEMORY = Definition(
             no_worse("two-segments", "longer-segment", tolerance=0.01),
         ),
     ),
+    is_open_question=True,
     cost_beside="one-segment",
     notes=(
         _COST,

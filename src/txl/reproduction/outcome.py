@@ -60,7 +60,7 @@ class Outcome:
         return [row for row in self.rows if row.status == "failed"]
 
     @property
-    def is_the_papers(self) -> bool:
+    def compares_with_paper(self) -> bool:
         """True if published models were trained on the paper's corpus, so that its numbers compare."""
         return self.scale.is_published and self.corpus == self.definition.corpus
 
@@ -71,7 +71,10 @@ class Outcome:
             return [(claim, verdict) for claim in self.definition.claims]
         full = Verdict("not judged", "a claim about the published model on the paper's corpus")
         return [
-            (claim, full if claim.at_full_size and not self.is_the_papers else claim.judge(self.values, self.grids))
+            (
+                claim,
+                full if claim.at_full_size and not self.compares_with_paper else claim.judge(self.values, self.grids),
+            )
             for claim in self.definition.claims
         ]
 

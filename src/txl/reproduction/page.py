@@ -145,7 +145,11 @@ def _header(outcome: Outcome) -> str:
     text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
-    if definition.is_the_papers and not outcome.is_the_papers and definition.kind not in ("speed", "product"):
+    if (
+        not definition.is_open_question
+        and not outcome.compares_with_paper
+        and definition.kind not in ("speed", "product")
+    ):
         state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
@@ -174,7 +178,7 @@ def _comparison(outcome: Outcome) -> str:
     wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
     missing = [each for each in outcome.rows if each.status == "not at this scale"]
     return section(
-        "The paper’s numbers and ours" if definition.is_the_papers else "Results",
+        "Results" if definition.is_open_question else "The paper’s numbers and ours",
         note(definition.caption, "lead"),
         *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
         *(note(text) for text in definition.notes),

@@ -138,11 +138,8 @@ class Definition:
     pictures: str = ""
     """Pattern of the names of those files that the page shows as figures."""
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_the_papers(self) -> bool:
-        """True if the paper has it; False for a question that it left open."""
-        return not self.cost_beside
+    is_open_question: bool = False
+    """True if the paper has no such table: it asks what the paper left open."""
 
     @property
     def experiment_name(self) -> str:

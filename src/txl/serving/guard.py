@@ -14,7 +14,7 @@ import ipaddress
 import logging
 import time
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
@@ -89,7 +89,7 @@ class Guard:
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - began)
 
     def _check_host(self, host: str | None) -> None:
-        name = urlsplit(f"//{host or ''}").hostname if host and not set(host) & set("/@?#\\ ") else None
+        name = _split(f"//{host}").hostname if host and not set(host) & set("/@?#\\ ") else None
         if name is None or not (name == "localhost" or _is_address(name) or name in self._access.hosts):
             raise ApiError(
                 403,
@@ -100,7 +100,7 @@ class Guard:
     def _check_origin(self, origin: str | None, host: str | None) -> None:
         if origin is None or origin in self._access.origins:
             return
-        if urlsplit(origin).netloc.lower() != (host or "").lower() or origin == "null":
+        if _split(origin).netloc.lower() != (host or "").lower() or origin == "null":
             raise ApiError(
                 403,
                 "pages of another origin may not ask here; start the server with --allow-origin ORIGIN to allow it",
@@ -200,6 +200,14 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 def _digest(text: str) -> bytes:
     """Return a hash of a key, so that a comparison takes the same time for keys of all lengths."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def _split(address: str) -> SplitResult:
+    """Return the parts of an address; empty parts for what is none."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
 
 
 def _is_address(name: str) -> bool:

@@ -151,7 +151,7 @@ class KeptStreams:
         again = recent[state.n_token - stream.first : n_token - stream.first]
         lost = (entry.drawn for entry in recent[n_token - stream.first :] if entry.drawn is not None)
         stream.seed, stream.drawn = next(lost, (stream.seed, stream.drawn))
-        while stream.state.n_token > state.n_token and len(stream.recent) > state.n_token - stream.first:
+        while len(stream.recent) > state.n_token - stream.first:
             stream.totals.add(stream.recent.pop(), -1)
         stream.state = state
         stream.earlier = deque(each for each in stream.earlier if each.n_token <= state.n_token)
@@ -242,13 +242,15 @@ class KeptStreams:
             ) from None
         except (OSError, portalocker.LockException) as error:
             raise UserError(f"--streams {folder} cannot be used ({reason_of(error)}); give another folder") from None
-        for path in sorted(folder.iterdir()):
-            if _FILE.fullmatch(path.name) and len(self) < self.service.limits.max_kept:
-                try:
-                    stream = restored(path.read_bytes(), self.service, path.stem)
-                except (ApiError, OSError) as error:
-                    reason = error.message if isinstance(error, ApiError) else error.strerror
-                    _logger.warning("%s was left alone: %s", path, reason)
-                    continue
-                stream.changed = False
-                self.add(stream)
+        for path in sorted(each for each in folder.iterdir() if _FILE.fullmatch(each.name)):
+            if len(self) == self.service.limits.max_kept:
+                _logger.warning("%s was left alone: %d streams are kept at most (--max-kept)", path, len(self))
+                continue
+            try:
+                stream = restored(path.read_bytes(), self.service, path.stem)
+            except (ApiError, OSError) as error:
+                reason = error.message if isinstance(error, ApiError) else error.strerror
+                _logger.warning("%s was left alone: %s", path, reason)
+                continue
+            stream.changed = False
+            self.add(stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,7 +175,7 @@ class Fields:
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """Return a number of a range."""
         value = self._values.get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+        if type(value) not in (int, float) or not low <= value <= high:
             raise ApiError(400, f"{name} is {_short(value)}; expected a number from {low:g} to {high:g}", param=name)
         return float(value)
 

@@ -124,11 +124,14 @@ class TrainingLoop:
             self._begin_average()
             rate = learning_rate(self.state.counters.step, train, self.state.counters.validation_losses)
             rate *= train.average_lr_factor if self.state.average else 1.0
+            rollbacks = self.state.counters.rollbacks
             pace.begin_step()
             self._step(rate)
             pace.end_step()
             counters = self.state.counters
             counters.seconds += pace.tick()
+            if counters.rollbacks > rollbacks:
+                continue  # what is due after the step that it went back to has been done
             step, is_last = counters.step, counters.step == train.steps
             reading = self._reading(rate, pace)
             self.setup.display.show(reading)
@@ -309,9 +312,7 @@ class TrainingLoop:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         setup, state, counters = self.setup, self.state, self.state.counters
         try:
-            result = evaluate_in_training(
-                state.best_model, setup.run, setup.corpus, setup.trained, lambda: self._asked_to_stop() > 0
-            )
+            result = evaluate_in_training(state.best_model, setup.run, setup.corpus, setup.trained, self._is_to_stop)
         except ValidationStopped:
             counters.validation_due = True
             self._interrupt(self._asked_to_stop() or signal.SIGINT)

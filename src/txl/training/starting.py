@@ -36,7 +36,9 @@ def make_directory(path: Path) -> list[Path]:
     return missing
 
 
-def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False) -> bool:
+def begins_here(
+    directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False, has_weights: bool = False
+) -> bool:
     """Return whether a run begins here, rather than goes on; remnants of a start that failed are then removed.
 
     Args:
@@ -44,6 +46,7 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
         run: the configuration to train.
         was_ours: whether a trainer has been in this directory before.
         extend: whether the run may have more steps than the one that is there.
+        has_weights: whether the run starts from another run's weights.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -56,9 +59,10 @@ def begins_here(directory: RunDirectory, run: RunConfig, was_ours: bool, extend:
         remove_begun(path)
         return True
     there_now = directory.config()
-    if not _has_checkpoint(directory):
-        if differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
-            # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one.
+    if not has_checkpoint(directory):
+        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one. It did not
+        # start from weights, which are its first checkpoint.
+        if has_weights or differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
             directory.config_path.unlink()
             remove_begun(path)
             return True
@@ -72,11 +76,12 @@ def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
     directory = RunDirectory(path)
     for each in make_directory(path):
         each.rmdir()
-    if directory.config_path.exists() and _has_checkpoint(directory):
+    if directory.config_path.exists() and has_checkpoint(directory):
         refuse_other_run(directory, run, extend)
 
 
-def _has_checkpoint(directory: RunDirectory) -> bool:
+def has_checkpoint(directory: RunDirectory) -> bool:
+    """Return whether a run has come to a checkpoint, if only to one that was refused since."""
     folder = directory.checkpoints
     return folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
 

@@ -5,6 +5,7 @@ Started by torchrun, it trains with several processes; process 0 alone writes an
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from contextlib import nullcontext, suppress
@@ -102,7 +103,7 @@ class Trainer:
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
-            _check_lanes(self.run, self.processes)
+            _check_processes(self.run, self.processes)
             if not self.processes.is_first:
                 return self._fit(self.processes.first_does("directory", lambda: False))
             return self._fit_first()
@@ -115,7 +116,8 @@ class Trainer:
         try:
             with self.directory.locked():
                 is_new = self.processes.first_does(
-                    "directory", lambda: begins_here(self.directory, self.run, was_ours, self.extend)
+                    "directory",
+                    lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from is not None),
                 )
                 try:
                     return self._fit(is_new)
@@ -347,8 +349,9 @@ class Trainer:
             display.message(f"note: {hint}")
 
 
-def _check_lanes(run: RunConfig, processes: Processes) -> None:
-    """Refuse lanes that cannot be divided over processes and parts, and an average of sharded weights."""
+def _check_processes(run: RunConfig, processes: Processes) -> None:
+    """Refuse what several processes cannot do: lanes that they and the parts do not divide, captured steps, and, with
+    sharded weights, averages and Muon."""
     train, count = run.train, processes.count
     if count > 1 and train.capture:
         raise UserError(f"train.capture serves one process, and these are {count}; leave it out")
@@ -369,7 +372,9 @@ def _check_lanes(run: RunConfig, processes: Processes) -> None:
         )
 
 
-def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) -> tuple[Path, Path | None]:
+def fork_of(
+    config: RunConfig, out: Path, device: str | None = None, data_dir: str | Path | None = None
+) -> tuple[Path, Path | None]:
     """Return the directory of a run that starts from another run's weights, and the directory of these weights.
 
     The run is the first of OUT, OUT-fork-1, OUT-fork-2 ... that is free or has this configuration and text.
@@ -377,15 +382,17 @@ def fork_of(config: RunConfig, out: Path, data_dir: str | Path | None = None) ->
     Args:
         config: of the run.
         out: a directory that holds a run.
+        device: that the run trains on.
         data_dir: where prepared corpora live.
 
     Returns:
         Weights from None if the run is the one in `out`.
     """
     candidate, number = out, 0
+    beside = out if out.name not in ("", "..") else Path(os.path.abspath(out))
     while RunDirectory(candidate).config_path.exists():
-        if Trainer(config, candidate, data_dir=data_dir, quiet=True).would_go_on():
+        if Trainer(config, candidate, device=device, data_dir=data_dir, quiet=True).would_go_on():
             return candidate, None if candidate == out else out
         number += 1
-        candidate = out.with_name(f"{out.name}-fork-{number}")
+        candidate = beside.with_name(f"{beside.name}-fork-{number}")
     return candidate, out
