@@ -124,11 +124,16 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
 
     Args:
         device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
+
+    Raises:
+        UserError: for several processes and one GPU by number.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ:
         yield Processes(), device
         return
+    if device.startswith("cuda:"):
+        raise UserError(f"--device {device} is one GPU, and these are {count} processes; use --device cuda")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
@@ -153,5 +158,8 @@ def _lost_peers_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|[Cc]onnection (closed|reset)", str(error)):
-            raise ProcessLost("another process of this run has died; run the same command to go on") from None
+            reason = str(error).partition("\n")[0][:200]
+            raise ProcessLost(
+                f"another process of this run has died ({reason}); run the same command to go on"
+            ) from None
         raise

@@ -182,7 +182,13 @@ def test_an_archive_may_be_the_source_itself(tmp_path, monkeypatch):
     corpus = txl.open_corpus("wikitext-2", source=tmp_path / "mine.zip", data_dir=tmp_path / "data", quiet=True)
     assert len(corpus.tokens("test")) == 4
     assert not (tmp_path.parent / "escaped").exists()
-    (tmp_path / "mine.zip").write_bytes((tmp_path / "mine.zip").read_bytes()[:-40])
+    content = (tmp_path / "mine.zip").read_bytes()
+    encrypted = content.replace(b"PK\x03\x04\x14\x00\x00", b"PK\x03\x04\x14\x00\x01")
+    encrypted = encrypted.replace(b"PK\x01\x02\x14\x03\x14\x00\x00", b"PK\x01\x02\x14\x03\x14\x00\x01")
+    (tmp_path / "mine.zip").write_bytes(encrypted)
+    with pytest.raises(UserError, match=r"mine\.zip: cannot be read \(.* is encrypted"):
+        txl.open_corpus("wikitext-2", source=tmp_path / "mine.zip", data_dir=tmp_path / "data", quiet=True)
+    (tmp_path / "mine.zip").write_bytes(content[:-40])
     with pytest.raises(UserError, match=r"mine\.zip: damaged \(.*\)"):
         txl.open_corpus("wikitext-2", source=tmp_path / "mine.zip", data_dir=tmp_path / "data", quiet=True)
 

@@ -125,7 +125,7 @@ def test_own_text_has_marks_apart_and_an_unknown_that_is_trained(own):
     assert {split: record["unknown"] for split, record in corpus.info()["splits"].items()} == {
         "train": 2, "valid": 0, "test": 1,
     }  # fmt: skip
-    (note,) = corpus.notes("test")
+    (note,) = corpus.notes("test", corpus.unknown_share("train"))
     assert note.startswith("1 of 3 words of the test split (33.3%) are <unk> (in training 10.5%): they count as one")
     assert corpus.notes("valid") == []
 
@@ -134,10 +134,10 @@ def test_own_text_can_be_read_as_before(own):
     corpus = open_words(own, word_rule="whitespace", min_count=1, normalise=False)
     assert words_of(corpus).words == ["<eos>", "the", "mill", "mill,", "rare,", "once", "<unk>"]
     assert words_of(corpus).to_json() == {"format": 1, "kind": "word", "words": words_of(corpus).words}
-    (note,) = corpus.notes("test")
+    (note,) = corpus.notes("test", corpus.unknown_share("train"))
     assert "which training never saw" in note
     assert "noise" in note
-    assert "--data.min-count 2" in note
+    assert "data.min_count 2" in note
 
 
 def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.models.test_contract_of_all import MODELS, TRANSFORMER, VANILLA, V, b
 from torch import nn
 
 import txl
+from txl.data.prepared import Tokens
 from txl.evaluation.dynamic import adapted_parameters
 from txl.evaluation.perplexity import Lanes
 
@@ -372,6 +374,9 @@ def test_lanes_of_unequal_length_and_what_is_described():
         "statistics_batch_size": 2,
     }
     assert txl.evaluate(model, STREAM).dynamic is None
+    tokens = Tokens(STREAM.astype(np.uint8), "test", None, unk_id=int(STREAM[3]))
+    result = txl.evaluate_dynamically(model, tokens, adaptation, statistics, segment=9)
+    assert result.unknown == txl.evaluate(model, tokens).unknown == (STREAM[3] == STREAM).sum()
 
 
 def test_tuning_finds_the_best_of_the_grid():
@@ -411,6 +416,14 @@ def test_tuning_finds_the_best_of_the_grid():
         )
 
 
+def test_damaged_weights_are_not_tuned():
+    model = small()
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    with pytest.raises(txl.UserError, match="losses of the fixed weights are not numbers"):
+        txl.tune_dynamic(model, STREAM, txl.Adaptation("sgd", 0), learning_rates=[1e-3], segment=SEGMENT)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -437,6 +450,10 @@ def test_statistics_that_are_missing_or_of_other_weights():
     for weights in ("all", "biases"):
         with pytest.raises(txl.UserError, match=f"are of feed-forward weights; {weights} are to adapt"):
             txl.AdaptingModel(model, txl.Adaptation("rms", 0.1, weights=weights), statistics)
+    with pytest.raises(txl.UserError, match="are of a model of another shape"):
+        other = {name: torch.zeros(3, 3) for name in statistics.squares}
+        wrong = dataclasses.replace(statistics, squares=other)
+        txl.AdaptingModel(model, txl.Adaptation("rms", 0.1, weights="feed-forward"), wrong)
     with pytest.raises(txl.UserError, match="segments for gradient statistics are 0"):
         txl.gradient_statistics(model, TRAIN, segments=0)
     with pytest.raises(txl.UserError, match="hold id 99"):

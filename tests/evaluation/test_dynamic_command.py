@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shlex
 import shutil
 from typing import Any
@@ -71,6 +73,36 @@ def test_the_printed_command_gives_the_reported_number(options, run, data_dir, c
     printed = capsys.readouterr().out.partition("to measure this again: txl ")[2]
     assert main([*shlex.split(printed), "--json"]) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["nll"] == found["dynamic"]["nll"]
+
+
+def test_a_run_whose_attention_cannot_train_here_adapts_by_another(run, data_dir, capsys):
+    words = ["eval", str(run), "--dynamic", "sgd", "--dynamic-learning-rate", "0.1", "--max-tokens", "300", "--json"]
+    words += ["--data-dir", str(data_dir), "--device", "cpu"]
+    assert main(words) == 0
+    wanted = json.loads(capsys.readouterr().out)["nll"]
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["attention"] = "triton"
+    (run / "config.json").write_text(json.dumps(config))
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["nll"] == wanted
+    assert "note: model.attention triton cannot train on cpu, only on cuda; the attention of auto" in told.err
+
+
+def test_a_tuning_that_diverges_on_the_test_split_is_recorded(run, data_dir, capsys, monkeypatch):
+    from txl.evaluation import dynamic_tuning
+
+    real = dynamic_tuning.evaluate_dynamically
+
+    def diverges_there(model, tokens, *given, **settings):
+        result = real(model, tokens, *given, **settings)
+        return dataclasses.replace(result, nll=math.nan) if settings.get("max_tokens") == 600 else result
+
+    monkeypatch.setattr(dynamic_tuning, "evaluate_dynamically", diverges_there)
+    words = ["dynamic", str(run), "--tune-tokens", "400", *QUICK, "--data-dir", str(data_dir)]
+    assert main([*words, "--learning-rates", "1e-4", "--decays", "0"]) == 2
+    assert "use a smaller --learning-rates" in capsys.readouterr().err
+    assert RunDirectory(run).events()[-1]["event"] == "dynamic"
 
 
 def test_published_settings(run, data_dir, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,24 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
     ]
     assert message in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
+
+
+def test_a_configuration_that_was_changed_is_not_exported(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    config = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(config.replace('"pre_norm": false', '"pre_norm": true'))
+    with pytest.raises(UserError, match="model.pre_norm is True, but .* was written with False; set it back"):
+        export_run(copy, tmp_path / "out", "safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_into_the_folder_that_one_is_in(run, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.partial-0123").mkdir()  # of another export
+    monkeypatch.chdir(tmp_path / "out")
+    export_run(run, Path("."), "safetensors")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert (tmp_path / ".out.partial-0123").is_dir()
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "safetensors"])

@@ -91,6 +91,9 @@ def test_same_length_counts_the_query_in_addition_there(tmp_path, monkeypatch):
         ({"attn_type": 2}, r"encoding type 2 \(Vaswani"),
         ({"ext_len": 3}, "an extended context of 3"),
         ({"sample_softmax": 9}, "a sampled softmax"),
+        ({"dropout": None}, "dropout is None; expected a number"),
+        ({"cutoffs": 5}, "cutoffs is 5; expected a list of whole numbers"),
+        ({"tgt_len": "8"}, "tgt_len is '8'; expected a whole number"),
         ({"n_layer": 5}, "model.n_layer is 5, but the checkpoint's tensors say 2"),
     ],
 )

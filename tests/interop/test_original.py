@@ -17,6 +17,7 @@ from txl.cli import main
 from txl.errors import UserError
 from txl.interop.conversion import converted
 from txl.interop.import_run import import_run, read_source
+from txl.interop.torch_files import read_torch_file
 from txl.runs.directory import RunDirectory
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -200,6 +201,42 @@ def test_without_a_vocabulary_only_text_is_refused(tmp_path, capsys):
     assert vocabulary is None
     assert txl.evaluate(model, torch.randint(VOCABULARY, (200,))).tokens == 190
     assert len(list(txl.generate_tokens(model, [1, 2, 3], max_tokens=4))) == 4
+
+
+def test_the_corpus_of_an_import_is_what_eval_reads(tmp_path, capsys):
+    out, text = str(tmp_path / "run"), tmp_path / "my.txt"
+    text.write_text("w1 w2 w3 strange\n" * 400)
+    (tmp_path / "vocab.txt").write_text("\n".join(["<unk>", "<eos>", *(f"w{n}" for n in range(VOCABULARY - 2))]))
+    words = ["import", str(GOLDEN / "plain.pt"), "--out", out, "--vocabulary", str(tmp_path / "vocab.txt")]
+    assert main([*words, "--corpus", str(text)]) == 0
+    assert main(["eval", out, "--data-dir", str(tmp_path / "data")]) == 0
+    told = capsys.readouterr()
+    assert str(text) in told.out
+    assert "in training" not in told.err, "nobody knows what the model was trained on"
+
+
+def test_an_import_that_fails_removes_only_its_own(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        (tmp_path / "runs" / "other").mkdir()
+        raise UserError("no room")
+
+    monkeypatch.setattr("txl.interop.import_run.write_checkpoint", fails)
+    with pytest.raises(UserError, match="no room"):
+        import_run(GOLDEN / "plain.pt", tmp_path / "runs" / "ours")
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["other"]
+
+
+def test_a_device_in_the_file_is_no_damage(tmp_path):
+    torch.save({"device": torch.device("cuda", 0), "cpu": torch.device("cpu")}, tmp_path / "a.pt")
+    assert read_torch_file(tmp_path / "a.pt") == {"device": ("cuda", 0), "cpu": ("cpu",)}
+
+
+def test_clusters_that_grow_wider_are_refused():
+    source = read_source(GOLDEN / "plain.pt")
+    width = source.tensors["word_emb.emb_layers.0.weight"].shape[1]
+    source.tensors["word_emb.emb_layers.1.weight"] = torch.zeros(5, 2 * width)
+    with pytest.raises(UserError, match="which no div_val gives"):
+        converted(source, {})
 
 
 def test_without_a_corpus_eval_asks_for_one(tmp_path, capsys):

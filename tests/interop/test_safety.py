@@ -23,11 +23,15 @@ from txl.cli import main
 from txl.errors import UserError
 from txl.interop import import_run as import_module
 from txl.interop.import_run import import_run
-from txl.interop.safe_pickle import UnsafePickle, loads
+from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 from txl.interop.vocabularies import read_vocabulary
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def loads(data: bytes) -> object:
+    return SafeUnpickler(io.BytesIO(data)).load()
 
 
 class Calls:

@@ -177,6 +177,8 @@ def test_parts_that_are_missing_name_the_command_that_adds_them(tmp_path):
     assert f"Not tested yet: txl eval '{run.path}' --mem-lens 0,256 adds it." in text
     assert f"Not measured yet: txl eval '{run.path}' --mem-lens 0,128,256 adds it." in text
     assert f"None in this run’s log; txl generate '{run.path}' --prompt TEXT adds one." in text
+    without = {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
+    assert "Not measured yet" not in shown(begun(tmp_path / "no memory", **without)).text
     run.log("eval", 100, **evaluation(1.5, 256, bytes_per_token=None, bits_per_byte=None))
     text = shown(run).text
     assert f"Not measured without memory: txl eval '{run.path}' --mem-lens 0,256 adds it." in text

@@ -55,6 +55,14 @@ def test_a_result_at_another_temperature_says_so(tmp_path):
     assert summary_lines(run.directory.events())[0].endswith("1.443 bits per byte with memory 256, temperature 1.5")
 
 
+def test_a_model_without_memory_says_so(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.train()
+    run.log("eval", 4000, **evaluation(1.0, 0))
+    assert summary_lines(run.directory.events())[0].endswith("1.443 bits per byte, without memory")
+
+
 def test_what_is_missing_is_said(tmp_path):
     run = FakeRun(tmp_path / "run")
     assert summary_lines(run.directory.events()) == ["nothing has been trained here yet: run txl train"]

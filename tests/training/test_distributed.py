@@ -17,7 +17,7 @@ from tests.training.test_trainer import _given, stop_after
 
 import txl
 from txl.errors import RunInterrupted, UserError
-from txl.processes import Processes
+from txl.processes import Processes, processes_of
 from txl.runs.directory import RunDirectory
 from txl.training.loop import _emptied
 from txl.training.trainer import Trainer, _check_processes
@@ -75,6 +75,16 @@ def alone(story, data_dir, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
     Trainer(small_run(str(story), **EXACT), out, data_dir=data_dir, quiet=True).fit()
     return out
+
+
+def test_one_gpu_for_several_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(UserError, match="--device cuda:1 is one GPU, and these are 2 processes"),
+        processes_of("cuda:1"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

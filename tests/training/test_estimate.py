@@ -65,6 +65,13 @@ SHAPE = {
 }
 CASES = {
     "dropout everywhere": {"model.d_inner": "512", "model.dropatt": "0.1", "train.batch_size": "8"},
+    "compiled attention": {
+        "model.d_inner": "128",
+        "model.attention": "compiled",
+        "model.dropout": "0",
+        "model.mem_len": "600",
+        "train.batch_size": "8",
+    },
     "two parts": {"model.d_inner": "512", "train.batch_size": "24", "train.micro_batches": "2"},
     "pre-norm, long memory": {
         "model.d_inner": "256",

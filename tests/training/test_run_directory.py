@@ -12,6 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import portalocker
 import pytest
 import safetensors.torch
 import torch
@@ -87,6 +88,15 @@ def test_a_log_that_cannot_be_written_is_the_user_s_to_mend(tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"log.jsonl: the log cannot be written \(No space left on device\)"):
         RunDirectory(tmp_path).append(EventName.TRAIN, 1)
+
+
+def test_a_log_is_written_where_a_file_system_has_no_locks(tmp_path, monkeypatch):
+    def without(*_: object) -> None:
+        raise portalocker.LockException(OSError(37, "No locks available"))
+
+    monkeypatch.setattr(portalocker, "lock", without)
+    RunDirectory(tmp_path).append(EventName.STOP, 3, reason="no locks")
+    assert [event["step"] for event in RunDirectory(tmp_path).events()] == [3]
 
 
 def test_small_files_are_the_old_or_the_new_one(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 The texts' n-grams are kept as hashes, sorted, one table for each n. The training tokens are read block by block. Where
 a 1-gram is found there its 2-gram is looked for, and so on: few positions survive the first lengths, so a pass costs a
-few look-ups a training token, and memory is a block's.
+few look-ups a training token. Memory is a block's, and 12 T**2 bytes for a text of T tokens that is copied whole.
 
 Shapes: Q tokens of all texts together, P positions of a block that have survived.
 """

@@ -132,14 +132,14 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     """Time training steps on random tokens, and compare their rate with the machine's."""
     train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model, step = training_workload(run, vocab_size, device)
-    rate = matmul_rate(getattr(torch, dtype), device)
-    seconds = timed(step, steps, device)
-    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     memory = model.init_state(1).filled_with_noise().length
     # Each part of the lanes projects R for itself.
     part = (train.batch_size // train.micro_batches, train.segment)
     passes = 3 * train.micro_batches * train.backprop_segments
     operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
+    rate = matmul_rate(getattr(torch, dtype), device)
+    seconds = timed(step, steps, device)
+    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     tokens_per_second = train.tokens_per_step / seconds
     name, shape = model.attention_name, (train.batch_size, train.segment)
     return Speed(
@@ -169,12 +169,12 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     settings, model_shape = run.eval, transformer_xl_of(run)
     model, state, step = reading_workload(run, vocab_size, device)
     shape, memory = (settings.batch_size, settings.segment), state.length or 0
+    operations = forward_operations(model_shape, vocab_size, *shape, memory, settings.window, frozen=True)
     rate = matmul_rate(getattr(torch, dtype), device)
     # Entered once for all steps, as an evaluation does it: autocast converts the weights once.
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
-    operations = forward_operations(model_shape, vocab_size, *shape, memory, settings.window, frozen=True)
     tokens_per_second = settings.batch_size * settings.segment / seconds
     return Speed(
         "evaluation", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name

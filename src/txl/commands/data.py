@@ -76,7 +76,7 @@ def run_open(arguments: argparse.Namespace) -> None:
     for split, counts in info["splits"].items():
         unknown = f", {counts['unknown']:,} unknown" if counts.get("unknown") else ""
         print(f"  {split:6} {counts['tokens']:>13,} tokens  {counts['bytes']:>13,} bytes{unknown}")
-    for note in corpus.notes("test"):
+    for note in corpus.notes("test", corpus.unknown_share("train")):
         print(f"  note: {note}")
     print(f"  prepared in {corpus.directory}")
     print(f"  identity {info['identity']}")

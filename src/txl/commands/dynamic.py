@@ -15,6 +15,7 @@ from txl.commands.evaluation_options import (
     eval_command,
     evaluation_settings,
     fractions,
+    load_to_adapt,
     refuse_statistics,
     refuse_tuned_split,
     with_cache,
@@ -26,7 +27,7 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.options import add_dtype, add_memory_options, add_run_options, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.config import AdaptationRule
 from txl.runs.events import Evaluation, EventName
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         BATCH if arguments.statistics_batch is None else arguments.statistics_batch,
     )
     keep_freed_memory()
-    model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+    model, vocabulary = load_to_adapt(directory, config, checkpoint, arguments)
     model = with_cache(model, arguments)
     corpus = run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
@@ -115,11 +116,11 @@ def run(arguments: argparse.Namespace) -> None:
             **settings,
         )
     refuse_not_a_number([found.tuning.static_nll, found.static.nll], checkpoint)
-    refuse_divergence(found.adapted)
     described = measured_on(corpus, arguments.split, checkpoint)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (found.static, found.adapted)]
     tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)
+    refuse_divergence(found.adapted, "--learning-rates")
     for row in rows:
         record(directory, EventName.EVAL, checkpoint, **row)
     if arguments.json:

@@ -13,6 +13,7 @@ from txl.commands.evaluation_options import (
     add_dynamic_options,
     dynamic_request,
     evaluation_settings,
+    load_to_adapt,
     refuse_with_sliding,
     with_cache,
     with_preset,
@@ -91,7 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.data.sources import WHOLE
 
     keep_freed_memory()
-    model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+    if dynamic is None:
+        model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+    else:
+        model, vocabulary = load_to_adapt(directory, config, checkpoint, arguments)
     model = with_cache(model, arguments)
     corpus = run_corpus(directory, vocabulary, arguments, whole=arguments.split == WHOLE)
     tokens = corpus.tokens(arguments.split)

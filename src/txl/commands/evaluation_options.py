@@ -6,17 +6,21 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from txl.commands.options import config_options, named, number_or_all, tested_lengths
+from txl.commands.options import config_options, named, number_or_all, pick_device, tested_lengths
+from txl.commands.output import say
 from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
 from txl.errors import UserError
 
 if TYPE_CHECKING:
+    from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import Adaptation
     from txl.evaluation.perplexity import Settings
     from txl.models.cache import ContinuousCache
     from txl.models.family import FamilyModel
+    from txl.runs.directory import RunDirectory
 
 SEGMENTS, BATCH = 500, 1
 """Segments of the training split that are read for gradient statistics, and their lanes, where nothing is said."""
@@ -123,6 +127,26 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
         given.get("dynamic_statistics_segments", SEGMENTS),
         given.get("dynamic_statistics_batch", BATCH),
     )
+
+
+def load_to_adapt(
+    directory: RunDirectory, config: RunConfig, checkpoint: Path, arguments: argparse.Namespace
+) -> tuple[FamilyModel, Vocabulary | None]:
+    """Load a model whose weights follow what it reads: it takes gradients, by another attention where its own cannot
+    train on this device."""
+    import torch
+
+    from txl.models import FAMILIES
+
+    device, attention = pick_device(arguments.device), None
+    try:
+        FAMILIES[type(config.model)].check_training(config.model, device, getattr(torch, arguments.dtype))
+    except UserError as error:
+        attention = "auto"
+        say(f"note: {str(error).partition(', or use')[0]}; the attention of auto, the same function, is used")
+    if device != "cpu" and getattr(config.model, "attention", None) == "fastest":
+        attention = "auto"  # what is fastest is chosen for a CPU where the device is not known
+    return directory.load(checkpoint, device, attention)
 
 
 def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:

@@ -57,10 +57,10 @@ def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
     }
 
 
-def refuse_divergence(result: EvaluationResult) -> EvaluationResult:
-    """Return the result, unless the adapted weights diverged."""
+def refuse_divergence(result: EvaluationResult, option: str = "--dynamic-learning-rate") -> EvaluationResult:
+    """Return the result, unless the adapted weights diverged; `option` sets their learning rate."""
     if math.isnan(result.nll):
-        raise UserError("the weights diverged while adapting; use a smaller --dynamic-learning-rate")
+        raise UserError(f"the weights diverged while adapting; use a smaller {option}")
     return result
 
 

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = config_options(arguments)
     base = RunConfig()
-    base.data.corpus = ""
+    base.data.corpus = arguments.corpus
     stated = with_options(base, options)
     if not isinstance(stated.model, TransformerXLConfig):
         raise UserError(f"{stated.model.chosen_by}, but only checkpoints of Transformer-XL are imported")

@@ -349,7 +349,7 @@ def pick_device(name: str | None) -> str:
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=chosen).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too

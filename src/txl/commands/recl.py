@@ -130,16 +130,17 @@ def run(arguments: argparse.Namespace) -> None:
             )
     result = {"split": arguments.split, **group_record(models, losses, arguments.r, arguments.threshold)}
     result["corpus"] = corpus.name
+    # What took hours is printed before anything can fail.
+    if arguments.json:
+        print_json(result)
+    else:
+        _print(result)
     if folder is not None:
         from txl.reporting.recl_page import write_recl
 
         folder.mkdir(parents=True, exist_ok=True)
         *_, page = write_recl(folder, result, ["txl", *sys.argv[1:]])
         say(f"page: {page}")
-    if arguments.json:
-        print_json(result)
-    else:
-        _print(result)
 
 
 def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None) -> list[int | Literal["none"]]:

@@ -69,12 +69,14 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
+    from txl.runs.corpus import training_tokens
 
     keep_freed_memory()
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     tokenised_as = convention(arguments.detokenise, vocabulary)
     corpus = run_corpus(directory, vocabulary, arguments)
-    tokens, training = corpus.tokens(arguments.split), corpus.tokens("train")
+    tokens = corpus.tokens(arguments.split)
+    training = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json)
     assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(lengths, arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling)

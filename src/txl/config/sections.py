@@ -118,7 +118,7 @@ class DataConfig:
     corpus: str = setting("stdlib", "name of a corpus, or a file, folder or glob of the user's")
     unit: Unit = setting("byte", "what one token is")
     source: str | None = setting(None, "folder or archive to take a named corpus from instead of downloading it")
-    vocab_size: int = setting(8192, "number of tokens of a bpe vocabulary", at_least=1)
+    vocab_size: int = setting(8192, "number of tokens of a bpe vocabulary", at_least=1, at_most=2**24)
     min_count: int | None = setting(
         None,
         "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus",

@@ -246,7 +246,7 @@ def _open(
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
         say(
             f"note: <unk> or @-@ stands alone in {name}, so it was cut into words before: white space alone cuts it, "
-            f"and with <unk> no more words are left out (unless --data.word-rule and --data.min-count say so)",
+            f"and with <unk> no more words are left out (unless data.word_rule and data.min_count say so)",
             quiet,
         )
     return corpus

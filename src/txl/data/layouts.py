@@ -51,7 +51,9 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with content() as source, open(target, "wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
+    except RuntimeError as error:  # encrypted, or compressed in an unknown way (NotImplementedError)
+        raise UserError(f"{archive}: cannot be read ({error})") from None
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive}: damaged ({error or type(error).__name__})") from None
 
 

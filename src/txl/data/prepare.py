@@ -273,7 +273,7 @@ def _number_words(
 ) -> tuple[Vocabulary, dict[str, JsonObject]]:
     """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
     counter, splits = WordCounter(), {}
-    rule, min_count = _how_words_are_cut(recipe, readers["train"].pieces)
+    rule, min_count = _how_words_are_cut(recipe, [piece for split in recipe.counted for piece in readers[split].pieces])
     for split in recipe.counted:
         reader = readers[split]
         encoded = (

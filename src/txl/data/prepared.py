@@ -206,20 +206,23 @@ class Corpus:
         """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
+    def unknown_share(self, split: str) -> float | None:
+        """Return the share of a split's tokens that is `<unk>`; None if there is no such split."""
+        record = self._meta["splits"].get(split)
+        return None if record is None else record["unknown"] / record["tokens"]
+
     def notes(self, split: str, trained: float | None = None) -> list[str]:
         """Return remarks for a reader of a split's numbers on how its text was read.
 
         Args:
             split: whose `<unk>` are told.
-            trained: share of a model's training text that is `<unk>`; None: that of this corpus's.
+            trained: share of a model's training text that is `<unk>`; None: not known.
         """
-        record, train = self._record(split), self._meta["splits"].get("train")
-        if trained is None and train is not None:
-            trained = train["unknown"] / train["tokens"]
+        record = self._record(split)
         counts = self._meta.get("normalised", {})
         read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
         unknown = unknown_note(self.unit, record["unknown"], record["tokens"], f"the {split} split", trained)
-        kept = f"{read} (--data.normalise false keeps them)" if read else None
+        kept = f"{read} (data.normalise false keeps them)" if read else None
         return [note for note in (kept, unknown) if note is not None]
 
     def verify(self) -> None:
@@ -261,7 +264,7 @@ def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: floa
     symbol = {"char": "character"}.get(unit, unit)
     found = f"{unknown:,} of {tokens:,} {symbol}s of {where} ({_percent(unknown / tokens)}) are <unk>"
     if trained == 0:
-        remedy = "--data.min-count 2 would train it" if unit == "word" else "the units byte and bpe lack nothing"
+        remedy = "data.min_count 2 would train it" if unit == "word" else "the units byte and bpe lack nothing"
         return f"{found}, which training never saw: what the model says of them is noise, in all averages too; {remedy}"
     seen = "" if trained is None else f" (in training {_percent(trained)})"
     return (

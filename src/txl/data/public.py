@@ -18,7 +18,7 @@ from txl.data.progress import preparing, say
 from txl.data.sources import SPLITS, open_file
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import JsonObject
+from txl.files import JsonObject, reason_of
 
 
 class _NotTheCorpus(UserError):
@@ -103,8 +103,8 @@ class PublicCorpus:
             return self._prepare_from(self.source, directory)
         if Path(self.benchmark.name).exists():
             say(
-                f"note: {self.benchmark.name} is downloaded; to take it from ./{self.benchmark.name} give that as "
-                f"--source",
+                f"note: {self.benchmark.name} is downloaded; to take it from ./{self.benchmark.name} set "
+                f"data.source to it",
                 self.quiet,
             )
         try:
@@ -122,6 +122,8 @@ class PublicCorpus:
         with ExitStack() as stack:
             try:
                 parts = stack.enter_context(opened(benchmark, source, self.folder))
+            except PermissionError as error:
+                raise UserError(f"{error.filename or source}: cannot be read ({reason_of(error)})") from None
             except OSError as error:
                 raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
             except UserError as error:
@@ -193,7 +195,7 @@ class PublicCorpus:
         where = self.source if self.source is not None else "the download"
         text = "; ".join(differences)
         if self.verify:
-            hint = "; a text of your own that is only laid out like it needs --data.verify false" if self.source else ""
+            hint = "; a text of your own that is only laid out like it needs data.verify false" if self.source else ""
             raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{hint}")
         say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
 

@@ -261,28 +261,34 @@ def content_size(path: Path) -> int:
 def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
     """Return the files that are named after splits, if there is one for each.
 
+    A plain name, say train.txt, in the folder itself comes before others, say train.log.
+
     Raises:
-        UserError: if the folder itself holds a plain train file, say train.txt, and another split, but not all three:
-            to mix them and cut them anew would train on what was meant for testing.
+        UserError: if the folder itself holds a plain train file and another split, but not one for each: to mix them
+            and cut them anew would train on what was meant for testing.
     """
     patterns = {"train": r"train", "valid": r"valid|validation|val|dev", "test": r"test"}
-    chosen, plain = {}, {}
-    for split, pattern in patterns.items():
-        matching = [path for path in paths if re.fullmatch(rf"(.*[._-])?({pattern})([._-].*)?", path.name)]
-        if len(matching) == 1:
-            chosen[split] = matching[0]
-        here = [path for path in matching if path.parent == folder.absolute()]
-        plain[split] = [path.name for path in here if re.fullmatch(rf"({pattern})\.(txt|text|tokens|raw).*", path.name)]
-    if len(chosen) == len(patterns):
-        return chosen
-    missing = [split for split in SPLITS if not plain[split]]
-    if plain["train"] and len(missing) == 1:
-        held = ", ".join(name for names in plain.values() for name in names)
-        raise UserError(
-            f"{folder}: holds {held}, but no {missing[0]} split; expected {missing[0]}.txt too (or give the files "
-            f"themselves, as a glob, to cut them anew)"
-        )
-    return None
+    matching = {
+        split: [path for path in paths if re.fullmatch(rf"(.*[._-])?({pattern})([._-].*)?", path.name)]
+        for split, pattern in patterns.items()
+    }
+    plain = {
+        split: [
+            path
+            for path in matching[split]
+            if path.parent == folder.absolute() and re.fullmatch(rf"({pattern})\.(txt|text|tokens|raw).*", path.name)
+        ]
+        for split, pattern in patterns.items()
+    }
+    for found in (plain, matching):
+        if all(len(each) == 1 for each in found.values()):
+            return {split: each[0] for split, each in found.items()}
+    if not plain["train"] or not (plain["valid"] or plain["test"]):
+        return None
+    held = ", ".join(path.name for each in plain.values() for path in each)
+    missing = next((split for split in SPLITS if not plain[split]), None)
+    wrong = f"but no {missing} split; expected {missing}.txt too" if missing else "more than one for a split"
+    raise UserError(f"{folder}: holds {held}, {wrong} (or give the files themselves, as a glob, to cut them anew)")
 
 
 def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:

@@ -39,9 +39,9 @@ from txl.evaluation.perplexity import (
     Lanes,
     Progress,
     TokenIds,
-    bytes_per_token,
     checked_ids,
     checked_segments,
+    counted_over,
 )
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
@@ -155,6 +155,8 @@ class AdaptingModel:
                     f"the statistics are of {statistics.weights} weights; {adaptation.weights} are to adapt"
                 )
             trained = {name: each for name, each in trained.items() if name in statistics.squares}
+            if any(each.shape != statistics.squares[name].shape for name, each in trained.items()):
+                raise UserError("the gradient statistics are of a model of another shape; take them of this one")
         self.model = _copied(model, trained)
         current = dict(self.model.own_model.named_parameters())
         self._current = [current[name] for name in trained]
@@ -367,7 +369,6 @@ def evaluate_dynamically(
         nll=total.item() / done,
         tokens=done,
         dropped=len(ids) - 1 - done,
-        bytes_per_token=bytes_per_token(tokens, len(ids)),
         seconds=time.perf_counter() - start,
         segment=segment,
         batch_size=batch_size,
@@ -375,6 +376,7 @@ def evaluate_dynamically(
         dtype=dtype,
         temperature=temperature,
         dynamic=described(adaptation, statistics),
+        **counted_over(tokens, ids),
         **asdict(lengths),
         **model.cache_settings,
     )

@@ -151,6 +151,8 @@ def tune_dynamic(
             replace(adaptation, learning_rate=rate, decay=decay)  # refuses one out of its range before hours of work
     same: Settings = {"batch_size": 1} | settings
     static = evaluate(model, tokens, progress=progress, **same)
+    if math.isnan(static.nll):
+        raise UserError("the losses of the fixed weights are not numbers: training diverged, or they are damaged")
     found: dict[tuple[int, int], float] = {}
 
     def loss(place: tuple[int, int]) -> float:

@@ -271,6 +271,8 @@ def checked_ids(
     ids = np.asarray(tokens)
     if ids.ndim != 1:
         raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
+    if ids.dtype.kind not in "iu" and len(ids):
+        raise UserError(f"tokens are {ids.dtype}; expected whole numbers, as the vocabulary encodes them")
     return ids[:max_tokens]
 
 

@@ -70,7 +70,8 @@ class DecodeEngine:
 
     The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. If it
     has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line says
-    so. The engine refuses to go on when weights, modules or hooks have changed since it was made.
+    so. The engine refuses to go on when weights, modules or hooks have changed since it was made; with
+    another `dtype` it goes on with the weights that it has copied.
 
     Args:
         model: a Transformer-XL.

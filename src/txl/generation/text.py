@@ -168,7 +168,7 @@ def generate(
     Args:
         model: any language model.
         vocabulary: the one it was trained with.
-        prompt: text; characters that the vocabulary lacks are refused by name.
+        prompt: text; what the vocabulary lacks is `<unk>`, or refused by name where it has none.
         max_tokens: tokens to make.
         top_k, top_p, temperature: see `Sampling`.
         seed: the same seed gives the same text.

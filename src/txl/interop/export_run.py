@@ -35,11 +35,11 @@ from txl.data.vocabulary import (
 )
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
-from txl.files import JsonObject, follow_umask, reason_of
+from txl.files import JsonObject, follow_umask, make_scratch, reason_of
 from txl.interop.conversion import FREE
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.native.sources import cpp_sources
-from txl.runs.checkpoints import MODEL_FILE, read_tensors
+from txl.runs.checkpoints import MODEL_FILE, read_tensors, verify_belongs
 from txl.runs.directory import RunDirectory
 
 FORMATS = ("huggingface", "safetensors")
@@ -72,6 +72,7 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     if run.model.score_terms != "abcd":
         raise UserError(f"{path}: {run.model.chosen_by}; only Transformer-XL itself is exported")
     chosen = directory.checkpoint(checkpoint)
+    verify_belongs(chosen, asdict(run.model), path / "vocabulary.json")
     weights, vocabulary = read_tensors(chosen, MODEL_FILE), directory.vocabulary()
     fill = _fill_huggingface if kind == "huggingface" else _fill_safetensors
     return _written(out, lambda folder: fill(folder, run, weights, vocabulary))
@@ -79,10 +80,11 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
 
 def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
     """Fill a directory beside `out`, then let it take that name."""
-    temporary = out.with_name(f".{out.name}.partial")
-    made = [each for each in (out.parent, *out.parent.parents) if not each.exists()]
+    out = Path(os.path.abspath(out))
+    temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
     try:
-        temporary.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = make_scratch(out.parent, out.name)
         notes = fill(temporary)
         if out.is_dir():
             out.rmdir()
@@ -93,8 +95,9 @@ def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
             f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
         ) from None
     finally:
-        if temporary.is_dir():
+        if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+        if not out.exists():
             for each in made:
                 with suppress(OSError):
                     each.rmdir()

@@ -12,12 +12,11 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl.config import FieldValues
 from txl.errors import UserError
 from txl.files import JsonObject, read_json
 from txl.interop.conversion import restore_shared
-from txl.interop.original import refuse_encoding, refuse_extended_context
-from txl.interop.source import Source, length_or_none, window_of
+from txl.interop.original import stated_settings
+from txl.interop.source import Source
 from txl.interop.torch_files import read_torch_file
 from txl.interop.vocabularies import read_vocabulary
 
@@ -47,25 +46,15 @@ def read_huggingface(folder: Path) -> Source:
     config = stated_config(folder)
     if config is None:
         raise UserError(f"{folder}: config.json is missing or no JSON; expected a directory of Hugging Face's")
-    refuse_encoding(config.get("attn_type"), str(folder))
-    refuse_extended_context(config.get("ext_len"), str(folder))
-    if config.get("sample_softmax", -1) is not None and (config.get("sample_softmax", -1) or 0) > 0:
-        raise UserError(f"{folder}: trained with a sampled softmax (sample_softmax), which cannot be imported")
-    tensors = {_authors_name(name): tensor for name, tensor in read_weights(folder).items()}
+    settings = stated_settings(config, str(folder), itself_extra=False)
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in read_weights(folder).items()}
     untied = bool(config.get("untie_r", True))
     if not untied:
         tensors = {name: each for name, each in tensors.items() if not (".dec_attn.r_" in name and "_bias" in name)}
     all_but_first = bool(config.get("proj_share_all_but_first", True))
     restore_shared(tensors, all_but_first)
 
-    numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
-    settings: FieldValues = {name: config[name] for name in numbers if isinstance(config.get(name), int)}
-    settings |= {name: float(config[name]) for name in ("dropout", "dropatt") if name in config}
-    settings["cutoffs"] = tuple(config.get("cutoffs") or ())
     settings["untie_r"] = untied
-    settings["pre_norm"] = bool(config.get("pre_lnorm"))
-    settings["clamp_len"] = length_or_none(config.get("clamp_len"))
-    settings["window"] = window_of(config.get("same_length"), config.get("mem_len"), itself_extra=False)
     size = config.get("vocab_size")
     n_token = sum(len(each) for name, each in tensors.items() if name.startswith("crit.out_layers.") and "bias" in name)
     if isinstance(size, int) and size != n_token:
@@ -78,10 +67,6 @@ def read_huggingface(folder: Path) -> Source:
         settings,
         vocabulary=None if found is None else read_vocabulary(found),
     )
-
-
-def _authors_name(name: str) -> str:
-    return name.removeprefix("transformer.")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -144,7 +144,10 @@ def _write(
         directory.write_config(run)
     except BaseException:
         if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
+            shutil.rmtree(directory.path, ignore_errors=True)
+            for each in missing[1:]:  # those in which nobody else has put anything
+                with suppress(OSError):
+                    each.rmdir()
         else:
             for each in directory.path.iterdir():
                 with suppress(OSError):

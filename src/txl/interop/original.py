@@ -6,6 +6,9 @@ weights; NVIDIA's kept that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from txl.config import FieldValues
@@ -31,10 +34,9 @@ def source_of(value: object, path: str) -> Source:
     if isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values()):
         names = {_bare(str(name)): tensor for name, tensor in value.items()}
         return _from_weights(names, path)
-    found = value.origin if isinstance(value, StandIn) else type(value).__name__
     raise UserError(
-        f"{path}: holds a {found}; expected the authors' pickled model, a dictionary of its weights, or NVIDIA's "
-        f"checkpoint"
+        f"{path}: holds a {type(value).__name__}; expected the authors' pickled model, a dictionary of its weights, or "
+        f"NVIDIA's checkpoint"
     )
 
 
@@ -51,6 +53,41 @@ def refuse_extended_context(ext_len: object, path: str) -> None:
         raise UserError(
             f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
         )
+
+
+_NUMBERS = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
+_RATES = ("dropout", "dropatt", "layer_norm_epsilon")
+
+
+def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool) -> FieldValues:
+    """Return the fields that the configuration of an earlier implementation states.
+
+    Args:
+        stated: names to values, as Hugging Face's config.json and NVIDIA's `model_config` have them.
+        path: for messages.
+        itself_extra: as in `window_of`.
+
+    Raises:
+        UserError: if it is of a model that cannot be imported, or a value is of the wrong type.
+    """
+    refuse_encoding(stated.get("attn_type"), path)
+    refuse_extended_context(stated.get("ext_len"), path)
+    for name in _RATES:
+        if name in stated and type(stated[name]) not in (int, float):
+            raise UserError(f"{path}: {name} is {stated[name]!r}; expected a number")
+    cutoffs, sampled = stated.get("cutoffs") or (), stated.get("sample_softmax")
+    if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
+        raise UserError(f"{path}: cutoffs is {cutoffs!r}; expected a list of whole numbers")
+    if type(sampled) is int and sampled > 0:
+        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    settings: FieldValues = {name: stated[name] for name in _NUMBERS if isinstance(stated.get(name), int)}
+    settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
+    return settings | {
+        "cutoffs": tuple(cutoffs),
+        "pre_norm": bool(stated.get("pre_lnorm")),
+        "clamp_len": length_or_none(stated.get("clamp_len")),
+        "window": window_of(stated.get("same_length"), stated.get("mem_len"), itself_extra=itself_extra),
+    }
 
 
 def _unwrapped(module: StandIn) -> StandIn:
@@ -137,10 +174,10 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
     weights, stated = value["model_state"], value.get("model_config")
     if not isinstance(weights, dict) or not isinstance(stated, dict):
         raise UserError(f"{path}: has a model_state, but no model_config; expected NVIDIA's checkpoint")
-    refuse_encoding(stated.get("attn_type"), path)
-    refuse_extended_context(stated.get("ext_len"), path)
-    if (stated.get("sample_softmax") or 0) > 0:
-        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    settings = stated_settings(stated, path, itself_extra=True)
+    segment = stated.get("tgt_len")
+    if segment is not None and type(segment) is not int:
+        raise UserError(f"{path}: tgt_len is {segment!r}; expected a whole number")
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor):
@@ -152,20 +189,13 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
             elif name.startswith("crit.out_layers_weights."):
                 name = f"crit.out_layers.{name.rpartition('.')[2]}.weight"
             tensors[name] = tensor
-    numbers = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
-    settings: FieldValues = {name: stated[name] for name in numbers if isinstance(stated.get(name), int)}
-    settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
-    settings["cutoffs"] = tuple(stated.get("cutoffs") or ())
-    settings["pre_norm"] = bool(stated.get("pre_lnorm"))
-    settings["clamp_len"] = length_or_none(stated.get("clamp_len"))
-    settings["window"] = window_of(stated.get("same_length"), stated.get("mem_len"), itself_extra=True)
     flip_clusters(tensors)
     vocabulary = value.get("vocab")
     return Source(
         "NVIDIA's checkpoint",
         tensors,
         settings,
-        segment=stated.get("tgt_len"),
+        segment=segment,
         vocabulary=None if vocabulary is None else vocabulary_from(vocabulary, f"{path}: vocab"),
     )
 

@@ -10,7 +10,6 @@ no index in the file can blow up.
 
 from __future__ import annotations
 
-import io
 import mmap
 import pickle
 from collections.abc import Callable, Mapping
@@ -52,7 +51,7 @@ class StandIn:
     """Module and name of the class it stands for."""
 
     def __init__(self, *args: object, **kwargs: object):
-        self.arguments = args
+        pass
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the pickled object."""
@@ -169,8 +168,3 @@ class SafeUnpickler(_PurePython):
             raise
         except Exception as error:  # whatever a damaged or hostile program of opcodes leads to
             raise UnsafePickle(f"damaged pickle ({type(error).__name__}: {str(error)[:100]})") from None
-
-
-def loads(data: bytes, names: Mapping[tuple[str, str], object] | None = None) -> object:
-    """Read one pickle from memory; see `SafeUnpickler`."""
-    return SafeUnpickler(io.BytesIO(data), names).load()

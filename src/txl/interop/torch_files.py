@@ -108,6 +108,10 @@ def _tuple(*args: Iterable[object]) -> tuple[object, ...]:
     return tuple(*args)
 
 
+def _device(*args: object) -> tuple[object, ...]:
+    return args
+
+
 _NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
@@ -115,7 +119,7 @@ _NAMES: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch.nn.parameter", "Parameter"): _rebuild_parameter,
     ("torch", "Size"): _tuple,
-    ("torch", "device"): _tuple,
+    ("torch", "device"): _device,
     **{(module, name): _StorageKind(dtype) for name, dtype in _DTYPES.items() for module in ("torch", "torch.cuda")},
     **{("torch", str(dtype).rpartition(".")[2]): dtype for dtype in _DTYPES.values()},
 }

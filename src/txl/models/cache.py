@@ -211,8 +211,6 @@ class ContinuousCache(LanguageModel[CacheState]):
         self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: CacheState, temperature: float = 1.0
     ) -> Float[Tensor, " B"]:
         """Return the last loss of each lane; see `LanguageModel.last_nll`."""
-        if temperature == 1:
-            return super().last_nll(tokens, target, state)
         targets = torch.cat([tokens[:, 1:], target[:, None]], dim=1)
         return self.nll_at(tokens, targets, state, temperature)[0][:, -1]
 

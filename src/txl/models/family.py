@@ -119,7 +119,7 @@ class FamilyModel(LanguageModel[StateT]):
                 parameter.zero_()
             elif name.endswith("norm.weight"):
                 parameter.fill_(1.0)
-            elif "tables." in name or "positions" in name:
+            elif "tables." in name or "positions" in name or name.endswith("distances"):
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
             else:
                 in_attention = name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj"))

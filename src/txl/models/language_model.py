@@ -192,7 +192,7 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     ) -> Float[Tensor, " B"]:
         """Return the negative log-likelihood of what follows each lane's last token, in nats.
 
-        Cheaper than `nll` where no other position matters. `temperature` as in `nll_at`.
+        `temperature` as in `nll_at`.
         """
         log_probs, _ = self.log_probs(tokens, state)
         if temperature != 1:

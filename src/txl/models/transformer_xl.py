@@ -229,8 +229,14 @@ class TransformerXL(FamilyModel[Memory]):
         if self.config.qk_norm:  # of each number that goes in: PyTorch keeps it and its normalised value, in float32
             compiled = 2 if train.dtype == "bfloat16" else 4
             norm_bytes = compiled if self.attention_name == "compiled" else 2 * 4
+        whole = self.attention_name not in ("compiled", "triton")  # these keep no scores, and add u and v by themselves
         return transformer_costs(
-            self.config, train, n_memory=n_memory, queries=3, keeps_scores=True, norm_bytes=norm_bytes
+            self.config,
+            train,
+            n_memory=n_memory,
+            queries=3 if whole else 2,
+            keeps_scores=whole,
+            norm_bytes=norm_bytes,
         )
 
     @staticmethod

@@ -199,8 +199,10 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         self._finish()
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the bytes of `transformer_costs`; without `dropatt` the fused attention keeps no probabilities."""
-        return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=self.config.dropatt > 0)
+        """Return the bytes of `transformer_costs`; the fused attention keeps no probabilities without `dropatt`, the
+        compiled one never."""
+        keeps_scores = self.config.dropatt > 0 and self.attention_name != "compiled"
+        return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=keeps_scores)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> NoMemory:
         """Return a state of `batch_size` lanes, which holds nothing."""

@@ -16,7 +16,7 @@ from txl.reporting.comparison import LZMA_AFTER, measure_compression
 from txl.reporting.findings import Findings, findings
 from txl.reporting.page import escape, figure, note, page, pairs, section, table, visible
 from txl.reporting.plots import POINTS, loss_figure, loss_limits, memory_figure, schedule_figure
-from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, result_section
+from txl.reporting.result import evaluation_cells, evaluation_headings, is_recurrent, memory_name, result_section
 from txl.reporting.wording import (
     arithmetic_words,
     change_text,
@@ -160,9 +160,12 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
     heading, curve = "Quality against memory length", found.curve
     if not curve and is_recurrent(found):
         return ""  # there is no length to measure against
+    lengths = sorted({0, config.model.mem_len, config.eval.mem_len})
+    if not curve and len(lengths) == 1:
+        return ""  # a model without memory
     if not curve:
-        lengths = ",".join(str(length) for length in sorted({0, config.model.mem_len, config.eval.mem_len}))
-        return section(heading, note(f"Not measured yet: `txl eval {shlex.quote(name)} --mem-lens {lengths}` adds it."))
+        listed = ",".join(map(str, lengths))
+        return section(heading, note(f"Not measured yet: `txl eval {shlex.quote(name)} --mem-lens {listed}` adds it."))
     windows = {row["window"] == row["mem_len"] for row in curve if row["mem_len"]}
     text = settings_text(curve[0], found.split_of(curve[0]), memory=False)
     caption = f"{text[0].upper()}{text[1:]}."
@@ -375,7 +378,8 @@ def _result_line(found: Findings) -> str:
 
     measure = "bits per byte" if in_bytes else measure_name(result["unit"])
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
-    line += ", ".join([f"{figure(result)} {measure} with memory {result['mem_len']:,}", *manner_words(result)])
+    how = memory_name(found, result)
+    line += f"{figure(result)} {measure}{' with ' if how.startswith('memory') else ', '}{how}"
     if without is not None:
         line += f", {figure(without)} without (memory: {change_text(result['nll'], without['nll'])})"
     return line

@@ -35,7 +35,7 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
         table(
             f"Loss on the {result['split']} split of {result['corpus']}",
             ("", *evaluation_headings(result["unit"])),
-            [[_memory_name(found, row), *evaluation_cells(row)] for row in rows],
+            [[memory_name(found, row), *evaluation_cells(row)] for row in rows],
             numbers=range(1, 7),
             strong=[0],
         )
@@ -76,7 +76,7 @@ def evaluation_cells(row: EvaluationFigures) -> list[str]:
 def _figures(found: Findings, result: Evaluation, without: Evaluation | None) -> str:
     unit = result["unit"]
     label = quality_label(unit)
-    figures = [(quality_text(result["nll"], unit), f"{label}, {_memory_name(found, result)}")]
+    figures = [(quality_text(result["nll"], unit), f"{label}, {memory_name(found, result)}")]
     if without is not None:
         figures.append((quality_text(without["nll"], unit), f"{label}, without memory"))
         amount, words = change_text(result["nll"], without["nll"]).split(" ", 1)
@@ -85,7 +85,7 @@ def _figures(found: Findings, result: Evaluation, without: Evaluation | None) ->
     return f'<div class="result">{boxes}</div>'
 
 
-def _memory_name(found: Findings, row: Evaluation) -> str:
+def memory_name(found: Findings, row: Evaluation) -> str:
     """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
     if row["sliding"]:
         return ", ".join(manner_words(row))
@@ -98,7 +98,7 @@ def _compressors(found: Findings, rows: list[Evaluation]) -> str:
         return ""
     text, result = found.compression["text"], found.result
     lines = [
-        (f"this model, {_memory_name(found, row)}", row["bits_per_byte"] or 0.0, at == 0) for at, row in enumerate(rows)
+        (f"this model, {memory_name(found, row)}", row["bits_per_byte"] or 0.0, at == 0) for at, row in enumerate(rows)
     ]
     names = {"lzma": "lzma (xz -9e)", "bz2": "bzip2 (level 9)", "zlib": "zlib (level 9)"}
     names = ({LZMA_AFTER: "lzma, training text seen"} if LZMA_AFTER in found.compression else {}) | names

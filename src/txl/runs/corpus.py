@@ -36,6 +36,8 @@ def open_run_corpus(
     options = options or {}
     own, started = with_absolute_paths(run.config().data), run.started()
     data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)
+    if data.corpus != own.corpus and "data.source" not in options:
+        data.source = None  # the run's is that of its own corpus
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
     # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.

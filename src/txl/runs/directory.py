@@ -15,14 +15,14 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import portalocker
 from portalocker import LockFlags
 
-from txl.config import RunConfig
+from txl.config import RunConfig, model_from_dict
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject, read_json, write_whole
@@ -89,7 +89,9 @@ class RunDirectory:
         path = self.path / "log.jsonl"
         try:
             with open(path, "ab+") as file:
-                portalocker.lock(file, LockFlags.EXCLUSIVE)  # `txl eval` may write while the run trains
+                # `txl eval` may write while the run trains; some network file systems have no locks.
+                with suppress(portalocker.LockException):
+                    portalocker.lock(file, LockFlags.EXCLUSIVE)
                 # A crash may have torn the last line: the next event begins on a line of its own.
                 if file.tell() > 0:
                     file.seek(-1, os.SEEK_END)
@@ -178,8 +180,15 @@ class RunDirectory:
             raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
         return found
 
-    def load(self, checkpoint: Path | None = None, device: str = "cpu") -> tuple[FamilyModel, Vocabulary | None]:
+    def load(
+        self, checkpoint: Path | None = None, device: str = "cpu", attention: str | None = None
+    ) -> tuple[FamilyModel, Vocabulary | None]:
         """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
+
+        Args:
+            checkpoint: its directory; None: best, else latest.
+            device: where the model goes.
+            attention: `model.attention` to compute gradients with; None: the run's.
 
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
@@ -201,7 +210,10 @@ class RunDirectory:
                 f"they do not belong together"
             )
         with torch.device("meta"):  # no time and no random numbers spent on weights that are replaced
-            model = build_model(config.model, len(bias))
+            shape = config.model
+            if attention is not None:
+                shape = model_from_dict(dataclasses.asdict(shape) | {"attention": attention})
+            model = build_model(shape, len(bias))
         # Copies lie aligned in memory: a product's last bit must not depend on where in its file a tensor was.
         load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
         return model.to(device).eval(), vocabulary

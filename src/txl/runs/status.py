@@ -53,7 +53,7 @@ class RunStatus:
 
     def lines(self) -> list[str]:
         """Return the lines that a person reads."""
-        share = f"{self.step:,} of {self.steps:,} ({100 * self.step / self.steps:.1f}%)"
+        share = f"{self.step:,} of {self.steps:,} ({100 * self.step / max(1, self.steps):.1f}%)"
         lines = [f"{self.directory}: {self.state}", f"step             {share}"]
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
             if nll is not None:
@@ -63,7 +63,8 @@ class RunStatus:
             lines.append(f"speed            {self.tokens_per_second:,.0f} tokens/s")
         if self.seconds_since_last_event is not None:
             lines.append(f"last event       {duration(self.seconds_since_last_event)} ago")
-        lines.append(f"last checkpoint  {self.last_good_checkpoint or 'none'}, verified now")
+        good = self.last_good_checkpoint
+        lines.append(f"last checkpoint  {'none' if good is None else f'{good}, verified now'}")
         lines.append(f"best checkpoint  {self.best_checkpoint or 'none'}")
         lines.append(f"restarts         {self.restarts}")
         counts = (

@@ -342,7 +342,7 @@ class Trainer:
         )
         if event == EventName.RESUME:
             return
-        for note in corpus.notes("test") if "test" in corpus.splits else ():
+        for note in corpus.notes("test", corpus.unknown_share("train")) if "test" in corpus.splits else ():
             display.message(f"note: {note}")
         hint = softmax_hint(run, len(corpus.vocabulary), parameters, self.device)
         if hint is not None:
