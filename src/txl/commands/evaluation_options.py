@@ -87,6 +87,11 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
         known = ", ".join(PUBLISHED)
         raise UserError(f"--dynamic-preset is {arguments.dynamic_preset!r}; expected one of {known}")
     preset = PUBLISHED[arguments.dynamic_preset]
+    if arguments.dynamic not in (None, preset.adaptation.rule):
+        raise UserError(
+            f"--dynamic {arguments.dynamic} and --dynamic-preset {arguments.dynamic_preset} were both given, but that is "
+            f"one of {preset.adaptation.rule}; leave --dynamic out"
+        )
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
     if arguments.mem_len is not None:  # which may set the window too
         values["window"] = same_length(arguments.mem_len, arguments.window)
