@@ -89,8 +89,8 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     preset = PUBLISHED[arguments.dynamic_preset]
     if arguments.dynamic not in (None, preset.adaptation.rule):
         raise UserError(
-            f"--dynamic {arguments.dynamic} and --dynamic-preset {arguments.dynamic_preset} were both given, but that is "
-            f"one of {preset.adaptation.rule}; leave --dynamic out"
+            f"--dynamic {arguments.dynamic} and --dynamic-preset {arguments.dynamic_preset} were both given, but "
+            f"that is one of {preset.adaptation.rule}; leave --dynamic out"
         )
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
     if arguments.mem_len is not None:  # which may set the window too
