@@ -316,6 +316,22 @@ def test_time_that_went_by_in_the_choice_is_counted(
     assert "0:00 are left for training" in capsys.readouterr().err
 
 
+def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--train.average-from", "9", "--train.min-learning-rate", "0.004") == 0
+    run = RunDirectory(tmp_path / "run").config()
+    assert run.train.average_from == 9
+    late = {"train.average_from": "5000", "train.min_learning_rate": "0.005"}
+    measuring._check_options(base_run(60, bfloat16=True), late)
+
+
+def test_several_processes_do_not_choose(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train("--minutes", "1") == 2
+    assert "--minutes measures one process" in capsys.readouterr().err
+
+
 def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
     first = RunDirectory(tmp_path / "run").config()

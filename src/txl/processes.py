@@ -126,14 +126,15 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
 
     Raises:
-        UserError: for several processes and one GPU by number.
+        UserError: for several processes of a machine with several GPUs, and one GPU by number.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ:
         yield Processes(), device
         return
-    if device.startswith("cuda:"):
-        raise UserError(f"--device {device} is one GPU, and these are {count} processes; use --device cuda")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.startswith("cuda:") and here > 1 and torch.cuda.device_count() > 1:
+        raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)

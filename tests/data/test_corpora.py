@@ -387,6 +387,8 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
     assert "holds train.txt, dev.txt, valid.txt, test.txt, more than one for a split" in refusal(
         str(tmp_path), tmp_path / "data"
     )
+    (tmp_path / "train.txt").rename(tmp_path / "my.train.txt")
+    assert "but no train split; expected train.txt too" in refusal(str(tmp_path), tmp_path / "data")
     code = tmp_path / "package"
     code.mkdir()
     for name in ("train.py", "test.py"):  # source code whose files happen to be called so

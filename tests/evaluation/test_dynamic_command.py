@@ -154,7 +154,10 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
         (["eval", "--dynamic-decay", "0.1"], "--dynamic-decay was given without --dynamic"),
         (["eval", "--dynamic-statistics-segments", "all"], "--dynamic-statistics-segments was given without --dynamic"),
         (["eval", "--dynamic-preset", "no"], "expected one of enwik8-24L"),
-        (["eval", "--dynamic", "sgd", "--dynamic-preset", "enwik8-24L"], "that is one of rms; leave --dynamic out"),
+        (
+            ["eval", "--dynamic", "sgd", "--dynamic-preset", "enwik8-24L"],
+            "the preset's rule is rms; leave --dynamic out",
+        ),
         ([*RMS, "--sliding", "8"], "--dynamic and --sliding were both given"),
         ([*RMS, "--mem-lens", "8,16"], "--dynamic and --mem-lens were both given"),
         ([*RMS, "--dynamic-statistics-segments", "0"], "segments for gradient statistics are 0"),

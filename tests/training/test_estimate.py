@@ -13,6 +13,7 @@ import torch
 
 from txl.config import RunConfig, with_options
 from txl.models import build_model
+from txl.native import build
 from txl.presets import presets
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import build_optimizer, optimizer_tensors
@@ -143,6 +144,14 @@ def test_memory_is_what_a_run_takes(case):
     )  # fmt: skip
     estimated = estimate(with_options(RunConfig(), options), vocab_size).total_bytes
     assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
+
+
+def test_the_attention_of_the_device_is_counted():
+    run = with_options(RunConfig(), SHAPE | {"model.attention": "fastest"})
+    shifted = estimate(with_options(run, {"model.attention": "shifted"}), 256).total_bytes
+    assert estimate(run, 256, "cuda").total_bytes == shifted
+    if build.why_not() is None:
+        assert estimate(run, 256, "cpu").total_bytes < shifted
 
 
 @pytest.mark.parametrize(

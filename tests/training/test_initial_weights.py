@@ -31,6 +31,9 @@ def test_a_run_that_came_to_no_checkpoint_does_not_keep_the_weights_out(trained,
     (tmp_path / "run").mkdir()
     RunDirectory(tmp_path / "run").write_config(Trainer(run, tmp_path / "run").run)
     (tmp_path / "run" / ".lock").touch()
+    with pytest.raises(UserError, match="no-such"):
+        train(run, tmp_path / "run", data_dir, init_from=tmp_path / "no-such")
+    assert RunDirectory(tmp_path / "run").config_path.is_file(), "nothing is removed for weights that are not there"
     train(run, tmp_path / "run", data_dir, init_from=trained)
     ours, theirs = txl.load(tmp_path / "run", checkpoint="latest")[0], txl.load(trained)[0]
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)

@@ -247,8 +247,8 @@ BACKENDS = {
     )
 }
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
-"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and recorded results were
-trained with it; only what has been measured to be faster may stand before it."""
+"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and most recorded models
+were trained with it; only what has been measured to be faster may stand before it."""
 FASTEST_ON: dict[str, str] = {}
 """By the name that CUDA gives a GPU, the backend that trained fastest there in a recorded measurement. None yet."""
 

@@ -80,7 +80,7 @@ def run_in_minutes(
     """
     base = base_run(minutes, multiplies_bfloat16(device))
     data = with_absolute_paths(with_options(base, given).data)
-    validate(configured(base, *SHAPES[0], BATCHES[0], given))
+    _check_options(base, given)
     facts = text_facts(data.corpus)
     if facts.bytes < SMALLEST:
         raise UserError(
@@ -109,6 +109,13 @@ def run_in_minutes(
     return MinutesRun(choice.run, reasons(choice, text, minutes, prepared))
 
 
+def _check_options(base: RunConfig, given: dict[str, str]) -> None:
+    """Refuse options that no choice of steps and rate would make right."""
+    run = configured(base, *SHAPES[0], BATCHES[0], {})
+    run.train.steps, run.train.learning_rate = 10**9, 1.0
+    validate(with_options(run, given))
+
+
 def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> Speed:
     """Measure a configuration's training steps, on random tokens, and its evaluation.
 
@@ -119,7 +126,7 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         longest: seconds; a step that takes longer is measured once.
     """
     vocab_size = len(corpus.vocabulary)
-    if estimate(run, vocab_size).total_bytes > _MOST_MEMORY * memory_bytes(device):
+    if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
         return Speed(math.inf, math.inf)
     model, step = training_workload(run, vocab_size, device)
     steps = [seconds_of(step, device)]

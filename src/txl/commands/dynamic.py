@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
             progress=partial(progress, f"{arguments.split} split"),
             **settings,
         )
-    refuse_not_a_number([found.tuning.static_nll, found.static.nll], checkpoint)
+    refuse_not_a_number([found.static.nll], checkpoint)
     described = measured_on(corpus, arguments.split, checkpoint)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (found.static, found.adapted)]
     tuning = found.tuning.to_dict() | {"split": arguments.tune_on}

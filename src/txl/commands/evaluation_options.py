@@ -90,7 +90,7 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     if arguments.dynamic not in (None, preset.adaptation.rule):
         raise UserError(
             f"--dynamic {arguments.dynamic} and --dynamic-preset {arguments.dynamic_preset} were both given, but "
-            f"that is one of {preset.adaptation.rule}; leave --dynamic out"
+            f"the preset's rule is {preset.adaptation.rule}; leave --dynamic out"
         )
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
     if arguments.mem_len is not None:  # which may set the window too

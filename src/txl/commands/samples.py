@@ -76,7 +76,10 @@ def run(arguments: argparse.Namespace) -> None:
     tokenised_as = convention(arguments.detokenise, vocabulary)
     corpus = run_corpus(directory, vocabulary, arguments)
     tokens = corpus.tokens(arguments.split)
-    training = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json)
+    try:
+        training = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json)
+    except UserError as error:
+        raise UserError(f"copies are looked for in the text that the run was trained on: {error}") from None
     assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(lengths, arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling)

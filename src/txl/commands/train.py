@@ -192,14 +192,14 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
         raise UserError(f"{what}: --minutes knows byte, char and bpe in a {_FAMILY} alone; choose a preset")
     if "data.corpus" not in given:
         raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not (Path(arguments.out or "") / "config.json").is_file():
-        raise UserError("--minutes measures one process; start the run without torchrun, then go on with it in several")
 
 
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     """Look at the text and the machine, say what was chosen, and return it."""
     from txl.data.catalogue import BENCHMARKS
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--minutes measures one process; start the run without torchrun, then go on with it in several")
     given = config_options(arguments)
     corpus = given["data.corpus"]
     if corpus in BENCHMARKS:
@@ -220,13 +220,14 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
 def _check_source(arguments: argparse.Namespace) -> None:
     """Refuse weights to start from that are not there, before PyTorch is imported."""
     from txl.runs.directory import RunDirectory
+    from txl.training.starting import has_checkpoint
 
     out = RunDirectory(arguments.out)
     if arguments.fork and arguments.init_from is not None:
         raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
     if arguments.fork and not out.config_path.exists():
         raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
-    if arguments.init_from is not None and not out.config_path.exists():
+    if arguments.init_from is not None and not has_checkpoint(out):
         RunDirectory(arguments.init_from).config()
 
 
@@ -236,7 +237,8 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     from txl.training.estimate import estimate, softmax_hint
 
     vocab_size = vocabulary_size(config.data, arguments.data_dir)
-    costs = estimate(config, vocab_size)
+    device = pick_device(arguments.device)
+    costs = estimate(config, vocab_size, device)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
         return
@@ -253,6 +255,6 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_bytes:>14,}")
-    hint = softmax_hint(config, vocab_size, costs.parameters, pick_device(arguments.device))
+    hint = softmax_hint(config, vocab_size, costs.parameters, device)
     if hint is not None:
         print(f"\nnote: {hint}")

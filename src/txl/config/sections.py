@@ -216,7 +216,7 @@ class TrainConfig:
     )
     average_patience: int | None = setting(
         None,
-        "begin to average when an evaluation is worse than the best of those more than so many before it; none: never",
+        "begin to average when a validation loss is above the best of more than this many evaluations ago; none: never",
         at_least=1,
         expected="1 or more evaluations",
     )

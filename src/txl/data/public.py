@@ -122,9 +122,9 @@ class PublicCorpus:
         with ExitStack() as stack:
             try:
                 parts = stack.enter_context(opened(benchmark, source, self.folder))
-            except PermissionError as error:
-                raise UserError(f"{error.filename or source}: cannot be read ({reason_of(error)})") from None
             except OSError as error:
+                if isinstance(error, PermissionError) and self.folder not in Path(error.filename or "").parents:
+                    raise UserError(f"{error.filename or source}: cannot be read ({reason_of(error)})") from None
                 raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
             except UserError as error:
                 raise _NotTheCorpus(str(error)) from None

@@ -264,7 +264,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
     A plain name, say train.txt, in the folder itself comes before others, say train.log.
 
     Raises:
-        UserError: if the folder itself holds a plain train file and another split, but not one for each: to mix them
+        UserError: if the folder itself holds plain files of two splits, but not one for each of the three: to mix them
             and cut them anew would train on what was meant for testing.
     """
     patterns = {"train": r"train", "valid": r"valid|validation|val|dev", "test": r"test"}
@@ -283,7 +283,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
     for found in (plain, matching):
         if all(len(each) == 1 for each in found.values()):
             return {split: each[0] for split, each in found.items()}
-    if not plain["train"] or not (plain["valid"] or plain["test"]):
+    if sum(bool(each) for each in plain.values()) < 2:
         return None
     held = ", ".join(path.name for each in plain.values() for path in each)
     missing = next((split for split in SPLITS if not plain[split]), None)

@@ -152,7 +152,7 @@ def tune_dynamic(
     same: Settings = {"batch_size": 1} | settings
     static = evaluate(model, tokens, progress=progress, **same)
     if math.isnan(static.nll):
-        raise UserError("the losses of the fixed weights are not numbers: training diverged, or they are damaged")
+        raise UserError("losses of the fixed weights are not numbers: training diverged, or the weights are damaged")
     found: dict[tuple[int, int], float] = {}
 
     def loss(place: tuple[int, int]) -> float:

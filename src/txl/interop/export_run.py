@@ -79,16 +79,18 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
 
 
 def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
-    """Fill a directory beside `out`, then let it take that name."""
+    """Fill a directory beside `out`, then let it take that name, or an empty `out` its files."""
     out = Path(os.path.abspath(out))
     temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = make_scratch(out.parent, out.name)
         notes = fill(temporary)
-        if out.is_dir():
-            out.rmdir()
-        os.rename(temporary, out)
+        if out.is_dir():  # it stays: somebody may work in it
+            for each in sorted(temporary.iterdir()):
+                os.rename(each, out / each.name)
+        else:
+            os.rename(temporary, out)
         return notes
     except (OSError, SafetensorError) as error:
         raise UserError(

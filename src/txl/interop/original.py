@@ -78,7 +78,7 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     cutoffs, sampled = stated.get("cutoffs") or (), stated.get("sample_softmax")
     if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
         raise UserError(f"{path}: cutoffs is {cutoffs!r}; expected a list of whole numbers")
-    if type(sampled) is int and sampled > 0:
+    if isinstance(sampled, (int, float)) and sampled > 0:
         raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
     settings: FieldValues = {name: stated[name] for name in _NUMBERS if isinstance(stated.get(name), int)}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
@@ -100,7 +100,9 @@ def _unwrapped(module: StandIn) -> StandIn:
 
 def _modules(module: StandIn) -> dict[str, StandIn]:
     modules = module.attribute("_modules", {})
-    return {str(name): each for name, each in modules.items() if isinstance(each, StandIn)} if modules else {}
+    if not isinstance(modules, dict):
+        return {}
+    return {str(name): each for name, each in modules.items() if isinstance(each, StandIn)}
 
 
 def _from_module(module: StandIn, path: str) -> Source:
@@ -110,7 +112,8 @@ def _from_module(module: StandIn, path: str) -> Source:
         if depth > 16:
             raise UserError(f"{path}: modules are nested too deeply; expected the authors' pickled model")
         for kind in ("_parameters", "_buffers"):
-            for name, tensor in (each.attribute(kind) or {}).items():
+            found = each.attribute(kind)
+            for name, tensor in found.items() if isinstance(found, dict) else ():
                 if isinstance(tensor, Tensor):
                     tensors[f"{prefix}{name}"] = tensor
         for name, child in _modules(each).items():
@@ -122,7 +125,8 @@ def _from_module(module: StandIn, path: str) -> Source:
     read = module.attribute
     refuse_encoding(read("attn_type"), path)
     refuse_extended_context(read("ext_len"), path)
-    if (read("sample_softmax") or 0) > 0:
+    sampled = read("sample_softmax")
+    if isinstance(sampled, (int, float)) and sampled > 0:
         raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
     settings: FieldValues = {}
     for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):

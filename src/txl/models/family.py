@@ -110,7 +110,8 @@ class FamilyModel(LanguageModel[StateT]):
                 parameter.normal_(0.0, std)
 
     def _init_xavier(self) -> None:
-        """Draw weights as Baevski and Auli's code: Xavier-uniform matrices, embeddings N(0, 1/d_i), LayerNorm 1.
+        """Draw weights as Baevski and Auli's code: Xavier-uniform matrices, LayerNorm 1, and N(0, 1/d) for embeddings
+        and learned vectors of positions or distances.
 
         Matrices of queries, keys and values have a gain of 1/sqrt(2), nearly that of one matrix for all three.
         """

@@ -53,12 +53,14 @@ def open_run_corpus(
 def is_trained_on(run: RunDirectory, corpus: Corpus) -> bool:
     """Return whether a corpus is the text that a run was trained on.
 
-    An imported model is taken to be trained on the corpus that its configuration names. A text that was opened as a
-    whole has other tokens than in training, and is recognised by its path.
+    An imported model is taken to be trained on the public corpus that its configuration names. A text that was
+    opened as a whole has other tokens than in training, and is recognised by its path.
     """
-    identity = run.trained_on().get("identity")
+    identity, own = run.trained_on().get("identity"), run.config().data.corpus
+    if run.started() is None and not is_named(own):
+        return False
     if identity is None or "train" not in corpus.splits:
-        return corpus.name == absolute_path(run.config().data.corpus)
+        return corpus.name == absolute_path(own)
     return identity == corpus.info()["identity"]
 
 

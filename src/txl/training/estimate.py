@@ -74,7 +74,7 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
     return {part: count for part, count in parts.items() if count}
 
 
-def estimate(run: RunConfig, vocab_size: int) -> Costs:
+def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Costs:
     """Estimate parameters, tokens a step, and bytes of all tensors that live at once while training.
 
     With P parameters:
@@ -84,14 +84,15 @@ def estimate(run: RunConfig, vocab_size: int) -> Costs:
     - memory or state, activations and scratch of the layers: the model's `layer_costs`,
     - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
-    A step of several segments keeps the activations of all of them.
+    A step of several segments keeps the activations of all of them. Which attention `auto` and `fastest` are depends on
+    the device.
 
     Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
     allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
     total has been seen).
     """
     with torch.device("meta"):
-        model = build_model(run.model, vocab_size)
+        model = build_model(run.model, vocab_size, device)
     parameters = parameters_by_part(model)
     total, train = sum(parameters.values()), run.train
     ends, logits = _states_at_ends(run), _logits(run, vocab_size, model.attention_name == "compiled")

@@ -37,7 +37,7 @@ def make_directory(path: Path) -> list[Path]:
 
 
 def begins_here(
-    directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False, has_weights: bool = False
+    directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False, init_from: str | Path | None = None
 ) -> bool:
     """Return whether a run begins here, rather than goes on; remnants of a start that failed are then removed.
 
@@ -46,7 +46,7 @@ def begins_here(
         run: the configuration to train.
         was_ours: whether a trainer has been in this directory before.
         extend: whether the run may have more steps than the one that is there.
-        has_weights: whether the run starts from another run's weights.
+        init_from: the run whose weights it starts from, if it begins here.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -60,9 +60,11 @@ def begins_here(
         return True
     there_now = directory.config()
     if not has_checkpoint(directory):
-        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one. It did not
-        # start from weights, which are its first checkpoint.
-        if has_weights or differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
+        if init_from is not None:
+            RunDirectory(init_from).config()  # refused before anything is removed
+        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one. Had it
+        # started from weights, these would be its first checkpoint.
+        if init_from is not None or differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
             directory.config_path.unlink()
             remove_begun(path)
             return True

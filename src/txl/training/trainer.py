@@ -117,7 +117,7 @@ class Trainer:
             with self.directory.locked():
                 is_new = self.processes.first_does(
                     "directory",
-                    lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from is not None),
+                    lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from),
                 )
                 try:
                     return self._fit(is_new)
