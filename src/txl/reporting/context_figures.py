@@ -103,6 +103,11 @@ def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
     return _sized(draw, name, title, f"From the shortest context to the longest: {ends}.", len(points))
 
 
+def _largest(gains: Mapping[tuple[int, int], float]) -> str:
+    most = max(gains.values())
+    return f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
+
+
 def gains_plot(gains: Gains, name: str, title: str) -> Plot:
     """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
 
@@ -124,7 +129,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
             # Not imshow: the page's policy lets no image in.
             axes.grid(visible=False)
             axes.pcolormesh(np.array(matrix), cmap=_WASH, vmin=0, vmax=highest or 1)
-            axes.set_title(f"{plain(model)}\nup to {max(pairs.values()):.3g}", fontsize=8.5, parse_math=False)
+            axes.set_title(f"{plain(model)}\nup to {_largest(pairs)}", fontsize=8.5, parse_math=False)
             marks = sorted({0, (len(lengths) - 2) // 2, len(lengths) - 2})
             middles = [mark + 0.5 for mark in marks]
             axes.set_xticks(middles, [f"{lengths[mark + 1]:,}" for mark in marks])
@@ -133,7 +138,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
         figure.supxlabel("long context c′", fontsize=9, color=SOFT)
         figure.supylabel("short context c", fontsize=9, color=SOFT)
 
-    most = "; ".join(f"{model} up to {max(pairs.values()):.3g}" for model, pairs in gains.items())
+    most = "; ".join(f"{model} up to {_largest(pairs)}" for model, pairs in gains.items())
     wide, narrow = math.ceil(len(gains) / 4), math.ceil(len(gains) / 2)
     return Plot(draw, name, title, f"Gains: {most}.", (7.6, 0.7 + 2.0 * wide), (4.2, 0.7 + 1.9 * narrow))
 
