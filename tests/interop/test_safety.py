@@ -10,7 +10,9 @@ import random
 import struct
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from txl.interop import import_run as import_module
 from txl.interop.import_run import import_run
 from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle
 from txl.interop.torch_files import read_torch_file
-from txl.interop.vocabularies import read_vocabulary
+from txl.interop.vocabularies import read_vocabulary, vocabulary_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -240,11 +242,18 @@ def test_archives_without_one_pickle_are_refused(count, tmp_path):
 SMALL = ("plain.pt", "clamp-and-window.legacy.pt")
 
 
-def attempt(content: bytes, path: Path) -> None:
-    """Import must work or refuse; whatever else it raises is a mistake of ours."""
+def error_of(action: Callable[[], object]) -> Exception | None:
+    """What an action raises, if it raises anything."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def imported(content: bytes, path: Path) -> object:
     path.write_bytes(content)
-    with suppress(UserError):
-        import_module.converted(import_module.read_source(path), {})
+    return import_module.converted(import_module.read_source(path), {})
 
 
 @pytest.mark.parametrize("file", SMALL)
@@ -260,30 +269,39 @@ def test_truncated_files_are_refused_at_every_hundredth(file, tmp_path):
 
 @pytest.mark.parametrize("file", SMALL)
 def test_flipped_bytes_lead_to_our_own_errors_only(file, tmp_path):
-    content, generator = (GOLDEN / file).read_bytes(), random.Random(0)
+    """Import works or refuses; whatever else it raises is a mistake of ours."""
+    content, generator, refused = (GOLDEN / file).read_bytes(), random.Random(0), 0
     for _ in range(300):
         changed = bytearray(content)
         for _ in range(generator.choice((1, 1, 3, 20))):
             # Mostly where the pickle lies: flipped weights are other weights.
             place = generator.randrange(len(content) if generator.random() < 0.3 else len(content) // 2)
             changed[place] ^= 1 << generator.randrange(8)
-        attempt(bytes(changed), tmp_path / "x.pt")
+        error = error_of(partial(imported, bytes(changed), tmp_path / "x.pt"))
+        assert isinstance(error, UserError | None), repr(error)
+        refused += error is not None
+    assert refused > 30, "most of the file is no weights"
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_lead_to_our_own_errors_only(tail):
     for head in (b"", b"\x80\x02", b"\x80\x04", b"PK\x03\x04"):
-        with suppress(UnsafePickle):
-            loads(head + tail)
+        error = error_of(partial(loads, head + tail))
+        assert isinstance(error, UnsafePickle | None), repr(error)
 
 
 @given(st.lists(st.sampled_from(pickletools.opcodes), max_size=30), st.binary(max_size=60))
 @settings(max_examples=500, deadline=None)
 def test_random_programs_lead_to_our_own_errors_only(opcodes, tail):
     program = b"\x80\x02" + b"".join(op.code.encode("latin1") + tail[: n % 7] for n, op in enumerate(opcodes)) + b"."
-    with suppress(UnsafePickle):
-        loads(program)
+    error = error_of(partial(loads, program))
+    assert isinstance(error, UnsafePickle | None), repr(error)
+
+
+def test_symbols_that_utf_8_cannot_write_are_refused():
+    with pytest.raises(UserError, match=r"a symbol holds '.ud800', which UTF-8 cannot write"):
+        vocabulary_of(["<eos>", "<unk>", "\ud800x"], "vocab.pkl")
 
 
 @pytest.mark.parametrize("number", range(20))

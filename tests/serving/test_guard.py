@@ -133,7 +133,8 @@ def test_origins(locked):
 def test_post_takes_json_alone(server, kind):
     headers = {"content-type": kind} if kind else {}
     for path in ("/v1/completions", "/v1/streams", "/tokenize"):
-        server.refused(415, path, content=b'{"prompt": "a"}', headers=headers)
+        error = server.refused(415, path, content=b'{"prompt": "a"}', headers=headers)
+        assert f"Content-Type is {kind or 'missing'}; expected application/json" in error["message"]
     server.refused(415, "/v1/completions", content=b"{}", headers={"content-type": "application/octet-stream"})
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines where nothing is a terminal, a live panel on one."""
+"""What a person sees: plain lines where nothing is a terminal, a live panel on one, TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+from tests.conftest import small_run
+from tests.training.test_guards import events
+from tests.training.test_trainer import train
+
+from txl.errors import UserError
 from txl.training.display import Display, Reading
 
 READING = Reading(
@@ -69,3 +75,22 @@ def test_a_terminal_gets_a_live_panel():
         "0.250", "1:01",
     ):  # fmt: skip
         assert text in shown
+
+
+def test_figures_for_tensorboard(story, data_dir, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(small_run(str(story), **{"train.tensorboard": "true"}), tmp_path / "run", data_dir)
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    logged = {event["step"]: event["loss"] for event in events(tmp_path / "run", "train")}
+    shown = {point.step: point.value for point in read.Scalars("train/loss")}
+    assert shown == pytest.approx(logged)
+    assert [point.step for point in read.Scalars("valid/bpc")] == [6, 12]
+
+
+def test_without_tensorboard_one_line_says_what_to_install(story, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="tensorboard needs the package tensorboard"):
+        train(small_run(str(story), **{"train.tensorboard": "true"}), tmp_path / "run", data_dir)
+    assert not (tmp_path / "run").exists()

@@ -68,22 +68,15 @@ def vocabulary_from(value: object, where: str) -> Vocabulary:
     raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
 
 
-def _is_text(symbol: str) -> bool:
-    try:
-        symbol.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
     """Return the vocabulary of symbols in the order of their ids: of bytes (enwik8), characters (text8) or words."""
     words = [symbol for symbol in symbols if isinstance(symbol, str)]
     if not words or len(words) < len(symbols):
         raise UserError(f"{where}: expected symbols, in the order of their ids")
-    broken = next((word for word in words if not word.isprintable() and not _is_text(word)), None)
-    if broken is not None:
-        raise UserError(f"{where}: the symbol {broken!r} is no text that UTF-8 can write")
+    try:
+        "".join(words).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: a symbol holds {error.object[error.start]!r}, which UTF-8 cannot write") from None
     if all(word.isascii() and word.isdecimal() and int(word) < 256 for word in words):
         return ByteVocabulary([int(word) for word in words])
     if all(len(word) == 1 for word in words):
