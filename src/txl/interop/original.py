@@ -55,6 +55,12 @@ def refuse_extended_context(ext_len: object, path: str) -> None:
         )
 
 
+def refuse_sampled_softmax(n_sample: object, path: str) -> None:
+    """Refuse a softmax over a sample of the vocabulary; -1 or 0 is none."""
+    if isinstance(n_sample, (int, float)) and n_sample > 0:
+        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+
+
 _NUMBERS = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
 _RATES = ("dropout", "dropatt", "layer_norm_epsilon")
 
@@ -72,14 +78,13 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     """
     refuse_encoding(stated.get("attn_type"), path)
     refuse_extended_context(stated.get("ext_len"), path)
+    refuse_sampled_softmax(stated.get("sample_softmax"), path)
     for name in _RATES:
         if name in stated and type(stated[name]) not in (int, float):
             raise UserError(f"{path}: {name} is {stated[name]!r}; expected a number")
-    cutoffs, sampled = stated.get("cutoffs") or (), stated.get("sample_softmax")
+    cutoffs = stated.get("cutoffs") or ()
     if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
         raise UserError(f"{path}: cutoffs is {cutoffs!r}; expected a list of whole numbers")
-    if isinstance(sampled, (int, float)) and sampled > 0:
-        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
     settings: FieldValues = {name: stated[name] for name in _NUMBERS if isinstance(stated.get(name), int)}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
     return settings | {
@@ -125,9 +130,7 @@ def _from_module(module: StandIn, path: str) -> Source:
     read = module.attribute
     refuse_encoding(read("attn_type"), path)
     refuse_extended_context(read("ext_len"), path)
-    sampled = read("sample_softmax")
-    if isinstance(sampled, (int, float)) and sampled > 0:
-        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
+    refuse_sampled_softmax(read("sample_softmax"), path)
     settings: FieldValues = {}
     for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):
         if isinstance(read(name), int):
