@@ -10,7 +10,8 @@ import torch
 import txl
 from txl.config import TransformerXLConfig, VanillaConfig, model_from_dict
 from txl.errors import UserError
-from txl.evaluation.effective_context import perplexity_gains, relative_gains
+from txl.evaluation.effective_context import perplexity_gains, relative_gains, spread_targets
+from txl.models.cache import ContinuousCache
 from txl.models.language_model import LanguageModel
 
 
@@ -141,25 +142,76 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
     assert difference.nonzero().flatten().add(9).tolist() == [20, 21, 22, 23, 24, 25]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"family": "transformer-xl", "mem_len": 6, "n_head": 2, "d_head": 4, "d_inner": 9, "cutoffs": (4,)},
+        {"kind": "lstm", "d_hidden": 9},
+        {"kind": "qrnn", "d_hidden": 9},
+    ],
+)
+@pytest.mark.parametrize("targets", [range(21, 60, 3), [21, 59, 22, 40, 22, 33]])
+def test_contexts_that_begin_alike_share_a_window(shape, targets):
+    torch.manual_seed(0)
+    model = txl.build_model(model_from_dict({"n_layer": 2, "d_model": 8} | shape), 13).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    tokens, read = torch.randint(13, (60,)), []
+    found = txl.losses_at_contexts(
+        model,
+        tokens,
+        contexts=[6, 21, 9, 3],
+        targets=targets,
+        batch_size=4,
+        progress=lambda done, total: read.append((done, total)),
+    )
+    assert list(found) == [6, 21, 9, 3]
+    longest = {}
+    for context, losses in found.items():
+        assert losses.shape == (len(targets),)
+        for number, target in enumerate(targets):
+            longest[target - context] = max(longest.get(target - context, 0), context)
+            log_probs, _ = model.eval().log_probs(tokens[target - context : target][None], model.init_state(1))
+            assert losses[number].item() == pytest.approx(-log_probs[0, -1, tokens[target]].item(), abs=1e-10)
+    assert {total for _, total in read} == {sum(longest.values())}
+    assert read[-1][0] == sum(longest.values())
+    assert sum(longest.values()) < len(targets) * sum(found)
+
+
+def test_spread_targets_share_windows():
+    for n_token, count, distance in (
+        (82_430, 2000, 25),
+        (245_569, 2000, 100),
+        (1000, 100, 1),
+        (950, 20, 2),
+        (902, 9, 1),
+    ):
+        targets = spread_targets(n_token, 900, count, 50)
+        assert targets == range(900, n_token, distance)
+        assert 50 % distance == 0 or distance % 50 == 0
+        assert len(targets) >= min(count, n_token - 900)
+    assert spread_targets(60, 5, 7, 5) == range(5, 60, 5)  # 7 a target
+
+
 def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
     torch.manual_seed(0)
     shape = VanillaConfig(encoding="learned", n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=7)
-    model, tokens, told, read = txl.build_model(shape, 13), torch.randint(13, (40,)), [], []
+    model, tokens, told = txl.build_model(shape, 13), torch.randint(13, (40,)), []
     found = txl.losses_at_contexts(
         model,
         tokens,
         contexts=range(5, 16, 5),
         targets=range(15, 40),
-        begins=read.append,
         progress=lambda done, total: told.append((done, total)),
     )
     assert list(found) == [5, 10, 15]
-    assert read == [5, 7]
     for context, seen in ((5, 5), (10, 7), (15, 7)):
         expected = txl.losses_at_context(model, tokens, context=seen, targets=range(15, 40))
-        assert torch.equal(found[context], expected)
-    assert not torch.equal(found[5], found[10])
-    assert told == [(5 * 16, 12 * 25), (5 * 25, 12 * 25), (5 * 25 + 7 * 16, 12 * 25), (12 * 25, 12 * 25)]
+        torch.testing.assert_close(found[context], expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(found[5], found[10])
+    assert torch.equal(found[10], found[15])
+    # Those of 5 tokens share the windows of 7 tokens but for the last two targets' alone.
+    assert told == [(5 * 2, 5 * 2 + 7 * 25), (10 + 7 * 16, 10 + 7 * 25), (10 + 7 * 25, 10 + 7 * 25)]
 
 
 def test_exact_contexts_under_a_clamp():
@@ -185,15 +237,17 @@ def test_exact_contexts_under_a_clamp():
     assert (own.clamp_len, own.nll) == (2, clamped.nll)
 
 
-def test_the_last_loss_is_nll_s_last():
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chosen_losses_are_those_of_all(temperature):
     torch.manual_seed(0)
     model = txl.build_model(TransformerXLConfig(n_layer=1, d_model=8, cutoffs=(4,), mem_len=3), 13).double().eval()
-    tokens, targets = torch.randint(13, (2, 5)), torch.randint(13, (2, 5))
-    nll, _ = model.nll(tokens, targets, model.init_state(2))
-    for last_nll in (model.last_nll, lambda *arguments: LanguageModel.last_nll(model, *arguments)):
-        torch.testing.assert_close(
-            last_nll(tokens, targets[:, -1], model.init_state(2)), nll[:, -1], rtol=0, atol=1e-12
-        )
+    tokens, targets, at = torch.randint(13, (2, 5)), torch.randint(13, (2, 5)), torch.tensor([9, 0, 4])
+    cached = ContinuousCache(model, size=4, theta=0.5, weight=0.3)
+    for each in (model, cached):
+        nll, _ = each.nll_at(tokens, targets, each.init_state(2), temperature)
+        for chosen_nll in (each.chosen_nll, lambda *arguments, each=each: LanguageModel.chosen_nll(each, *arguments)):
+            found = chosen_nll(tokens, at, targets.flatten()[at], each.init_state(2), temperature)
+            torch.testing.assert_close(found, nll.flatten()[at], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

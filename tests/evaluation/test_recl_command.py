@@ -12,6 +12,7 @@ from tests.conftest import small_run
 import txl
 from txl.cli import main
 from txl.config import Limit
+from txl.evaluation.effective_context import spread_targets
 
 VANILLA = {
     "model.encoding": "learned", "model.max_segment": "24", "model.mem_len": "0", "model.window": "none",
@@ -34,7 +35,7 @@ def unscored(monkeypatch):
     def scored(*_, **__):
         raise AssertionError("scored before it was refused")
 
-    monkeypatch.setattr("txl.evaluation.sliding.window_losses", scored)
+    monkeypatch.setattr("txl.evaluation.sliding.losses_at_contexts", scored)
 
 
 def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, capsys):
@@ -43,11 +44,11 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
     words += ["--data-dir", str(data_dir)]
     assert main([*words, "--json"]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
-    assert (found["context_lengths"], found["targets"]) == ([8, 16, 24], 50)
-    assert [each["name"] for each in found["models"]] == ["recurrent", "vanilla"]
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
-    step = (len(tokens) - 24) // 50
-    targets = range(24, 24 + 50 * step, step)
+    targets = spread_targets(len(tokens), 24, 50, 8)
+    assert len(targets) >= 50
+    assert (found["context_lengths"], found["targets"]) == ([8, 16, 24], len(targets))
+    assert [each["name"] for each in found["models"]] == ["recurrent", "vanilla"]
     losses = {}
     for each, path in zip(found["models"], runs, strict=True):
         model, _ = txl.load(path)
@@ -102,8 +103,7 @@ def test_a_model_is_held_at_the_most_that_it_reads(group, data_dir, story, tmp_p
     assert (recurrent["longest_context"], vanilla["longest_context"]) == (None, 24)
     model, _ = txl.load(runs[1])
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
-    step = (len(tokens) - 60) // 30
-    held = txl.losses_at_context(model, tokens, context=24, targets=range(60, 60 + 30 * step, step))
+    held = txl.losses_at_context(model, tokens, context=24, targets=spread_targets(len(tokens), 60, 30, 20))
     assert vanilla["ppl"]["40"] == vanilla["ppl"]["60"] == pytest.approx(held.mean().exp().item())
     assert vanilla["ppl"]["20"] != vanilla["ppl"]["40"]
     assert all(length in (20, 24) for length in vanilla["recl"].values())
@@ -121,8 +121,7 @@ def test_distances_are_clamped_as_in_the_run_s_test(group, story, data_dir, tmp_
     words = [*recl(str(clamped), str(group / "vanilla")), "--data-dir", str(data_dir), "--json"]
     model, _ = txl.load(clamped)
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
-    step = (len(tokens) - 24) // 30
-    settings = {"context": 24, "targets": range(24, 24 + 30 * step, step)}
+    settings = {"context": 24, "targets": spread_targets(len(tokens), 24, 30, 8)}
     ppl = {}
     cases: tuple[tuple[list[str], Limit], ...] = (
         ([], 3), (["--clamp-len", "5"], 5), (["--clamp-len", "none"], "none")

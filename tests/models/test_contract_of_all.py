@@ -146,8 +146,9 @@ def test_nll_is_the_target_s_entry_of_log_probs_which_sum_to_one(model):
     assert (log_probs.shape, nll.shape) == ((B, LENGTH, V), (B, LENGTH))
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(B, LENGTH, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(-log_probs.gather(-1, targets[..., None]).squeeze(-1), nll, rtol=0, atol=1e-10)
-    last = model.last_nll(tokens, targets[:, -1], model.init_state(B))
-    torch.testing.assert_close(last, nll[:, -1], rtol=0, atol=1e-12)
+    at = torch.tensor([B * LENGTH - 1, 0, LENGTH])
+    chosen = model.chosen_nll(tokens, at, targets.flatten()[at], model.init_state(B))
+    torch.testing.assert_close(chosen, nll.flatten()[at], rtol=0, atol=1e-12)
 
 
 def test_training_loss_is_the_mean_and_what_regularises_and_every_weight_has_a_gradient(model):

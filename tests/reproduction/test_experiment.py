@@ -16,6 +16,7 @@ import txl
 import txl.reproduction.experiment as experiment_module
 from txl.config import DataConfig, RunConfig
 from txl.errors import RunInterrupted, UserError
+from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
 from txl.reproduction.catalogue import definitions
@@ -109,8 +110,7 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     outcome = gathered(it, rows)
     by_key = {result.row.key: result for result in rows}
     tokens = txl.open_corpus(words.corpus, "word", data_dir=data_dir).tokens("test")
-    step = (len(tokens) - 12) // 20
-    targets = range(12, 12 + 20 * step, step)
+    targets = spread_targets(len(tokens), 12, 20, 4)
     for key, longest in (("xl-128M", 12), ("transformer", 8)):
         model, _ = txl.load(tmp_path / "out" / "runs" / f"{key}-seed2")
         losses = by_key[key].by_seed[2]["losses"]

@@ -89,9 +89,11 @@ def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: s
     without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
     model = VanillaTransformer(without, vocab_size).to(device).eval()
 
+    last = torch.tensor([length - 1], device=device)
+
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)
-        model.last_nll(tokens, tokens[:, -1], model.init_state(1))
+        model.chosen_nll(tokens, last, tokens[0, -1:], model.init_state(1))
 
     return read_window
 

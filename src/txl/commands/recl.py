@@ -54,7 +54,7 @@ def add_parser(commands: Subparsers) -> None:
         type=int,
         default=1000,
         metavar="N",
-        help="tokens to predict, spread over the split (default: 1000)",
+        help="least number of tokens to predict, spread over the split (default: 1000)",
     )
     parser.add_argument(
         "--r",
@@ -194,7 +194,7 @@ def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range
             f"{arguments.targets} targets behind {longest} tokens do not fit into the {n_token:,} tokens of the "
             f"{arguments.split} split; lower --targets or --longest"
         )
-    return spread_targets(n_token, longest, arguments.targets)
+    return spread_targets(n_token, longest, arguments.targets, arguments.step)
 
 
 def _print(result: JsonObject) -> None:

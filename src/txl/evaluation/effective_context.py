@@ -122,13 +122,25 @@ def group_record(
     }
 
 
-def spread_targets(n_token: int, longest: int, count: int) -> range:
-    """Return `count` targets at equal distances over a stream, each with `longest` tokens before it.
+def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
+    """Return `count` targets or more at equal distances over a stream, each with `longest` tokens before it.
 
-    A stream of fewer tokens gives fewer targets.
+    Their distance is a multiple or a divisor of the contexts' step, so that targets share windows
+    (`txl.losses_at_contexts`): distances of 40 at a step of 50 read 2.6 times as many tokens as distances of 25, for
+    fewer targets. A stream of fewer tokens gives fewer targets.
+
+    Args:
+        n_token: tokens of the stream.
+        longest: the longest context.
+        count: least number of targets.
+        step: tokens between neighbouring contexts.
     """
-    step = max(1, (n_token - longest) // count)
-    return range(longest, min(n_token, longest + step * count), step)
+    distance = max(1, (n_token - longest) // count)
+    if distance >= step:
+        distance -= distance % step
+    while step % distance and distance % step:
+        distance -= 1
+    return range(longest, n_token, distance)
 
 
 def check_fractions(r: float, threshold: float) -> None:

@@ -9,11 +9,12 @@ Shapes: B windows, L tokens of a window.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from txl.config import Limit, validate_temperature
@@ -104,7 +105,7 @@ def losses_at_context(
 
     Each target is predicted from exactly `context` tokens that the model reads from empty memory, so a model with
     memory sees no more than one without: through memory filled before, tokens beyond the context would have an
-    influence, layer by layer. Targets share nothing, so each costs reading `context` tokens.
+    influence, layer by layer. Each target costs reading `context` tokens.
 
     Args:
         model: any language model; those with memory are used without it.
@@ -114,20 +115,9 @@ def losses_at_context(
         batch_size: windows computed at once.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
-        progress: called with the targets scored so far and their number.
+        progress: called with the tokens read so far and their number.
     """
-    ids = _checked_ids(model, tokens, None, context, batch_size, dtype)
-    chosen = np.asarray(targets, dtype=np.int64)
-    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < context or chosen.max() >= len(ids):
-        raise UserError(
-            f"targets do not all have {context} tokens before them among {len(ids)} tokens; expected one or more "
-            f"indices from {context} to {len(ids) - 1}"
-        )
-    device = next(model.parameters()).device
-    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        state = without_memory(model, clamp_len)
-        windows = window_losses(model, ids, context, chosen, batch_size, state, progress)
-        return torch.cat([losses.cpu() for losses in windows])
+    return _losses_at(model, tokens, [context], targets, batch_size, clamp_len, dtype, progress)[:, 0]
 
 
 def losses_at_contexts(
@@ -139,7 +129,6 @@ def losses_at_contexts(
     batch_size: int = 16,
     clamp_len: Limit = None,
     dtype: str = "float32",
-    begins: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[int, Float64[Tensor, " targets"]]:
     """Return `losses_at_context` at several lengths, also for models that read at most `model.context` tokens at once.
@@ -147,41 +136,90 @@ def losses_at_contexts(
     At longer contexts such a model's losses are those at its longest one, as the paper's row for its Transformer
     (128 throughout, Table 8) suggests.
 
+    A window serves every target whose context begins where it does: the loss behind c of its tokens does not depend on
+    the tokens after them. Therefore targets whose distances are multiples of the contexts' cost less together
+    (`spread_targets`).
+
     Args:
         contexts: the lengths c.
-        begins: called with each length before its windows are read; a length is read once.
-        progress: called with the tokens read of all lengths' windows, and their number.
-        model, tokens, targets, batch_size, clamp_len, dtype: as for `losses_at_context`.
+        model, tokens, targets, batch_size, clamp_len, dtype, progress: as for `losses_at_context`.
 
     Returns:
         losses in nats by length, [targets] each.
     """
     held = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(held.values()))
-    found: dict[int, Tensor] = {}
-    for context in read:
-        if begins is not None:
-            begins(context)
-        found[context] = losses_at_context(
-            model,
-            tokens,
-            context=context,
-            targets=targets,
-            batch_size=batch_size,
-            clamp_len=clamp_len,
-            dtype=dtype,
-            progress=None if progress is None else _weighted(progress, context, sum(found), sum(read)),
+    losses = _losses_at(model, tokens, read, targets, batch_size, clamp_len, dtype, progress)
+    return {context: losses[:, read.index(seen)].clone() for context, seen in held.items()}
+
+
+def _losses_at(
+    model: LanguageModel,
+    tokens: TokenIds,
+    contexts: list[int],
+    targets: Sequence[int] | range,
+    batch_size: int,
+    clamp_len: Limit,
+    dtype: str,
+    progress: Progress | None,
+) -> Float64[Tensor, "targets contexts"]:
+    """Return the losses of `losses_at_context` at lengths in increasing order that the model can read, on the CPU."""
+    ids = _checked_ids(model, tokens, None, contexts[0], batch_size, dtype)
+    chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
+    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
+        raise UserError(
+            f"targets do not all have {longest} tokens before them among {len(ids)} tokens; expected one or more "
+            f"indices from {longest} to {len(ids) - 1}"
         )
-    return {context: found[seen] for context, seen in held.items()}
+    device = next(model.parameters()).device
+    found = torch.empty(len(chosen) * len(contexts), dtype=torch.float64)
+    batches = _shared_windows(chosen, np.array(contexts), batch_size)
+    done, total = 0, sum(len(batch.begins) * batch.length for batch in batches)
+    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        empty = without_memory(model, clamp_len)
+        for batch in batches:
+            windows = torch.from_numpy(ids[batch.begins[:, None] + np.arange(batch.length)]).to(device)
+            target, context = chosen[batch.losses // len(contexts)], np.take(contexts, batch.losses % len(contexts))
+            at = torch.from_numpy(batch.lanes * batch.length + context - 1)
+            state = empty.select(torch.zeros(len(windows), dtype=torch.int64))
+            losses = model.chosen_nll(windows, at.to(device), torch.from_numpy(ids[target]).to(device), state)
+            found[batch.losses] = losses.double().cpu()
+            done += windows.numel()
+            if progress is not None:
+                progress(done, total)
+    return found.view(len(chosen), len(contexts))
 
 
-def _weighted(progress: Progress, context: int, before: int, whole: int) -> Progress:
-    """Turn counts of windows of `context` tokens into counts of tokens, after lengths that add up to `before`."""
+@dataclass(frozen=True)
+class _Windows:
+    """B windows of one length, read at once, and P losses to be found in them."""
 
-    def told(done: int, total: int) -> None:
-        progress(before * total + context * done, whole * total)
+    begins: Int64[np.ndarray, " B"]
+    length: int
+    lanes: Int64[np.ndarray, " P"]
+    """The window of each loss, 0 to B - 1."""
+    losses: Int64[np.ndarray, " P"]
+    """Its number: that of its target times the number of contexts, plus that of its context."""
 
-    return told
+
+def _shared_windows(
+    targets: Int64[np.ndarray, " targets"], contexts: Int64[np.ndarray, " contexts"], batch_size: int
+) -> list[_Windows]:
+    """Return the windows in which every target has every context; contexts that begin alike share the longest one's."""
+    begins, window = np.unique((targets[:, None] - contexts).ravel(), return_inverse=True)
+    lengths = np.zeros_like(begins)
+    np.maximum.at(lengths, window, np.tile(contexts, len(targets)))
+    by_length = np.argsort(lengths, kind="stable")
+    begins, lengths, window = begins[by_length], lengths[by_length], np.argsort(by_length)[window]
+    losses = np.argsort(window, kind="stable")
+    window = window[losses]
+    batches, first = [], 0
+    while first < len(begins):
+        after = min(first + batch_size, np.searchsorted(lengths, lengths[first], side="right").item())
+        held = slice(*np.searchsorted(window, [first, after]))
+        batches.append(_Windows(begins[first:after], lengths[first].item(), window[held] - first, losses[held]))
+        first = after
+    return batches
 
 
 def _checked_ids(
@@ -229,6 +267,7 @@ def window_losses(
         chosen = targets[start : start + batch_size]
         windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
         state = empty.select(torch.zeros(len(chosen), dtype=torch.int64))
-        yield model.last_nll(windows[:, :-1], windows[:, -1], state, temperature).double()
+        last = torch.arange(1, len(chosen) + 1, device=device) * context - 1
+        yield model.chosen_nll(windows[:, :-1], last, windows[:, -1], state, temperature).double()
         if progress is not None:
             progress(start + len(chosen), len(targets))

@@ -207,13 +207,6 @@ class ContinuousCache(LanguageModel[CacheState]):
             log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
         return log_probs, after
 
-    def last_nll(
-        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: CacheState, temperature: float = 1.0
-    ) -> Float[Tensor, " B"]:
-        """Return the last loss of each lane; see `LanguageModel.last_nll`."""
-        targets = torch.cat([tokens[:, 1:], target[:, None]], dim=1)
-        return self.nll_at(tokens, targets, state, temperature)[0][:, -1]
-
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
     ) -> NoReturn:

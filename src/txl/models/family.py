@@ -160,14 +160,19 @@ class FamilyModel(LanguageModel[StateT]):
         hidden, state = self.hidden_states(tokens, state)
         return self.nll_of(hidden, targets), state
 
-    def last_nll(
-        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: StateT, temperature: float = 1.0
-    ) -> Float[Tensor, " B"]:
-        """Compute `LanguageModel.last_nll` with the softmax of the last position alone."""
-        hidden, _ = self.hidden_states(tokens, state)
+    def chosen_nll(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        at: Int64[Tensor, " P"],
+        targets: Int64[Tensor, " P"],
+        state: StateT,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, " P"]:
+        """Compute `LanguageModel.chosen_nll` with the softmax of the chosen positions alone."""
+        hidden = self.hidden_states(tokens, state)[0].flatten(0, 1)[None, at]
         if temperature != 1:
-            return nll_at_temperature(self.log_probs_of(hidden[:, -1:]), target[:, None], temperature).squeeze(1)
-        return self.nll_of(hidden[:, -1:], target[:, None]).squeeze(1)
+            return nll_at_temperature(self.log_probs_of(hidden), targets[None], temperature)[0]
+        return self.nll_of(hidden, targets[None])[0]
 
     def training_terms(
         self,

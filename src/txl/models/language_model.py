@@ -187,17 +187,25 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         nll, state = self.nll_at(tokens, targets, state, temperature)
         return nll, nll, state
 
-    def last_nll(
-        self, tokens: Int64[Tensor, "B T"], target: Int64[Tensor, " B"], state: StateT, temperature: float = 1.0
-    ) -> Float[Tensor, " B"]:
-        """Return the negative log-likelihood of what follows each lane's last token, in nats.
+    def chosen_nll(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        at: Int64[Tensor, " P"],
+        targets: Int64[Tensor, " P"],
+        state: StateT,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, " P"]:
+        """Return the negative log-likelihood of what follows some of the tokens, in nats.
 
-        `temperature` as in `nll_at`.
+        Args:
+            tokens: what is read.
+            at: indices among the B*T tokens, lane after lane, each once.
+            targets: the tokens that follow them.
+            state: memory before the tokens.
+            temperature: as in `nll_at`.
         """
-        log_probs, _ = self.log_probs(tokens, state)
-        if temperature != 1:
-            return nll_at_temperature(log_probs[:, -1:], target[:, None], temperature).squeeze(1)
-        return -log_probs[:, -1].gather(-1, target[:, None]).squeeze(-1)
+        following = tokens.new_zeros(tokens.numel()).index_copy(0, at, targets).view_as(tokens)
+        return self.nll_at(tokens, following, state, temperature)[0].flatten()[at]
 
     def training_terms(
         self,

@@ -92,7 +92,8 @@ def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
     """Return the losses of the same test targets at every context length (Appendix C)."""
     tokens = corpus.tokens("test")
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
-    targets = spread_targets(len(tokens), lengths[-1], scale.targets)
+    targets = spread_targets(len(tokens), lengths[-1], scale.targets, scale.context_step)
+    say(f"test split, {len(targets):,} targets behind {lengths[0]} to {lengths[-1]} tokens of context")
     losses = losses_at_contexts(
         model,
         tokens,
@@ -100,7 +101,6 @@ def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
         targets=targets,
         batch_size=WINDOWS,
         clamp_len=run.eval.lengths.options()["clamp_len"],
-        begins=lambda context: say(f"test split, {context} tokens of context"),
     )
     return {
         "losses": {str(length): values.tolist() for length, values in losses.items()},
