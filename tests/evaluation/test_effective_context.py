@@ -11,6 +11,7 @@ import txl
 from txl.config import TransformerXLConfig, VanillaConfig, model_from_dict
 from txl.errors import UserError
 from txl.evaluation.effective_context import perplexity_gains, relative_gains, spread_targets
+from txl.evaluation.sliding import sliding_losses
 from txl.models.cache import ContinuousCache
 from txl.models.language_model import LanguageModel
 
@@ -146,6 +147,9 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
     "shape",
     [
         {"family": "transformer-xl", "mem_len": 6, "n_head": 2, "d_head": 4, "d_inner": 9, "cutoffs": (4,)},
+        {"encoding": "sinusoid", "n_head": 2, "d_head": 4, "d_inner": 9, "max_segment": 21},
+        {"encoding": "learned", "n_head": 2, "d_head": 4, "d_inner": 9, "max_segment": 21, "layer_losses": True},
+        {"encoding": "shaw", "n_head": 2, "d_head": 4, "d_inner": 9, "mem_len": 6},
         {"kind": "lstm", "d_hidden": 9},
         {"kind": "qrnn", "d_hidden": 9},
     ],
@@ -176,6 +180,17 @@ def test_contexts_that_begin_alike_share_a_window(shape, targets):
     assert {total for _, total in read} == {sum(longest.values())}
     assert read[-1][0] == sum(longest.values())
     assert sum(longest.values()) < len(targets) * sum(found)
+
+
+def test_sliding_over_several_lengths_at_once():
+    torch.manual_seed(0)
+    shape = VanillaConfig(encoding="sinusoid", n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, max_segment=9)
+    model, tokens = txl.build_model(shape, 13).double(), torch.randint(13, (40,))
+    found = sliding_losses(model, tokens, contexts=[3, 9, 4], batch_size=5, max_tokens=31)
+    assert list(found) == [3, 9, 4]
+    for context, loss in found.items():
+        assert loss == pytest.approx(txl.evaluate_sliding(model, tokens, context=context, max_tokens=31).nll, abs=1e-10)
+    assert len({round(loss, 6) for loss in found.values()}) == 3
 
 
 def test_spread_targets_share_windows():

@@ -50,10 +50,11 @@ def test_the_rate_with_the_lowest_loss_is_chosen(loss, asked, chosen, at_edge, t
     assert (again, same) == ([], found)
 
 
-def test_recurrent_networks_of_each_kind_and_families_choose_apart():
-    models = RecurrentConfig(kind="lstm"), RecurrentConfig(kind="qrnn"), micro_run().model
+def test_families_kinds_of_recurrent_networks_and_first_weights_choose_apart():
+    begun = dataclasses.replace(micro_run().model, init="xavier")
+    models = RecurrentConfig(kind="lstm"), RecurrentConfig(kind="qrnn"), micro_run().model, begun
     names = [recipe_of(dataclasses.replace(micro_run(), model=model)) for model in models]
-    assert names == ["lstm-adam-0.01", "qrnn-adam-0.01", "transformer-xl-adam-0.01"]
+    assert names == ["lstm-adam-0.01", "qrnn-adam-0.01", "transformer-xl-adam-0.01", "transformer-xl-xavier-adam-0.01"]
 
 
 def test_rates_at_which_all_diverges_are_refused(tmp_path):

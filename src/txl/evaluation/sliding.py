@@ -117,7 +117,7 @@ def losses_at_context(
         dtype: "float32", or "bfloat16" for autocast.
         progress: called with the tokens read so far and their number.
     """
-    return _losses_at(model, tokens, [context], targets, batch_size, clamp_len, dtype, progress)[:, 0]
+    return _exact_losses(model, tokens, [context], targets, batch_size, clamp_len, dtype, progress)[:, 0]
 
 
 def losses_at_contexts(
@@ -149,11 +149,32 @@ def losses_at_contexts(
     """
     held = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(held.values()))
-    losses = _losses_at(model, tokens, read, targets, batch_size, clamp_len, dtype, progress)
+    losses = _exact_losses(model, tokens, read, targets, batch_size, clamp_len, dtype, progress)
     return {context: losses[:, read.index(seen)].clone() for context, seen in held.items()}
 
 
-def _losses_at(
+def sliding_losses(
+    model: LanguageModel,
+    tokens: TokenIds,
+    *,
+    contexts: Sequence[int],
+    batch_size: int = 16,
+    max_tokens: int | None = None,
+) -> dict[int, float]:
+    """Return the mean loss of `evaluate_sliding` in nats for several contexts, for little more than the longest's cost.
+
+    Args:
+        model, tokens, batch_size, max_tokens: as for `evaluate_sliding`.
+        contexts: tokens L of the windows.
+    """
+    ids = _checked_ids(model, tokens, max_tokens, min(contexts), batch_size, "float32")
+    targets = np.arange(1, len(ids))
+    seen = np.minimum(np.asarray(contexts), targets[:, None])
+    means = _losses_behind(model, ids, targets, seen, batch_size).mean(dim=0)
+    return dict(zip(contexts, means.tolist(), strict=True))
+
+
+def _exact_losses(
     model: LanguageModel,
     tokens: TokenIds,
     contexts: list[int],
@@ -171,23 +192,38 @@ def _losses_at(
             f"targets do not all have {longest} tokens before them among {len(ids)} tokens; expected one or more "
             f"indices from {longest} to {len(ids) - 1}"
         )
+    seen = np.tile(contexts, (len(chosen), 1))
+    return _losses_behind(model, ids, chosen, seen, batch_size, clamp_len, dtype, progress)
+
+
+def _losses_behind(
+    model: LanguageModel,
+    ids: Int64[np.ndarray, " tokens"],
+    targets: Int64[np.ndarray, " targets"],
+    contexts: Int64[np.ndarray, "targets C"],
+    batch_size: int,
+    clamp_len: Limit = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> Float64[Tensor, "targets C"]:
+    """Return the loss of each target behind each of its contexts, in nats, on the CPU."""
     device = next(model.parameters()).device
-    found = torch.empty(len(chosen) * len(contexts), dtype=torch.float64)
-    batches = _shared_windows(chosen, np.array(contexts), batch_size)
+    found = torch.empty(contexts.size, dtype=torch.float64)
+    batches = _shared_windows(targets, contexts, batch_size)
     done, total = 0, sum(len(batch.begins) * batch.length for batch in batches)
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         empty = without_memory(model, clamp_len)
         for batch in batches:
             windows = torch.from_numpy(ids[batch.begins[:, None] + np.arange(batch.length)]).to(device)
-            target, context = chosen[batch.losses // len(contexts)], np.take(contexts, batch.losses % len(contexts))
-            at = torch.from_numpy(batch.lanes * batch.length + context - 1)
+            following = torch.from_numpy(ids[targets[batch.losses // contexts.shape[1]]])
+            at = torch.from_numpy(batch.lanes * batch.length + contexts.ravel()[batch.losses] - 1)
             state = empty.select(torch.zeros(len(windows), dtype=torch.int64))
-            losses = model.chosen_nll(windows, at.to(device), torch.from_numpy(ids[target]).to(device), state)
+            losses = model.chosen_nll(windows, at.to(device), following.to(device), state)
             found[batch.losses] = losses.double().cpu()
             done += windows.numel()
             if progress is not None:
                 progress(done, total)
-    return found.view(len(chosen), len(contexts))
+    return found.view(contexts.shape)
 
 
 @dataclass(frozen=True)
@@ -199,16 +235,16 @@ class _Windows:
     lanes: Int64[np.ndarray, " P"]
     """The window of each loss, 0 to B - 1."""
     losses: Int64[np.ndarray, " P"]
-    """Its number: that of its target times the number of contexts, plus that of its context."""
+    """Its number: that of its target times the contexts of a target, plus that of its context."""
 
 
 def _shared_windows(
-    targets: Int64[np.ndarray, " targets"], contexts: Int64[np.ndarray, " contexts"], batch_size: int
+    targets: Int64[np.ndarray, " targets"], contexts: Int64[np.ndarray, "targets C"], batch_size: int
 ) -> list[_Windows]:
-    """Return the windows in which every target has every context; contexts that begin alike share the longest one's."""
+    """Return the windows that hold each target behind each of its contexts; contexts that begin alike share one."""
     begins, window = np.unique((targets[:, None] - contexts).ravel(), return_inverse=True)
     lengths = np.zeros_like(begins)
-    np.maximum.at(lengths, window, np.tile(contexts, len(targets)))
+    np.maximum.at(lengths, window, contexts.ravel())
     by_length = np.argsort(lengths, kind="stable")
     begins, lengths, window = begins[by_length], lengths[by_length], np.argsort(by_length)[window]
     losses = np.argsort(window, kind="stable")

@@ -1,7 +1,7 @@
 """Training until validation no longer improves, at the best of a few learning rates.
 
-Rows of one recipe share their choice of a rate: the same family of models, optimiser and learning rate, and of
-recurrent networks the same kind. The row of a recipe that comes first is trained for a part of the steps at each
+Rows of one recipe share their choice of a rate: the same family of models, first weights, optimiser and learning rate,
+and of recurrent networks the same kind. The row of a recipe that comes first is trained for a part of the steps at each
 rate, with seed 1, and the rate with the lowest validation loss is the recipe's. `rates/RECIPE.json` keeps it;
 `rates/RECIPE/RATE` holds the runs, which go on after a stop.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from txl.config import RunConfig, TrainConfig, TransformerXLConfig
+from txl.config import RunConfig, TrainConfig, TransformerConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.reproduction.folder import stored_json
@@ -67,9 +67,12 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of what rows have to share to share a learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing.
-    models = getattr(run.model, run.model.choice) if run.model.constant_state else run.model.family
-    return f"{models}-{run.train.optimizer}-{run.train.learning_rate:g}"
+    # A QRNN learns best at rates at which an LSTM learns nothing, and on the first weights it depends as much.
+    model = run.model
+    names = [getattr(model, model.choice) if model.constant_state else model.family]
+    if isinstance(model, TransformerConfig) and model.init != "normal":
+        names.append(model.init)
+    return "-".join([*names, run.train.optimizer, f"{run.train.learning_rate:g}"])
 
 
 def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:

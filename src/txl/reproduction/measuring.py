@@ -15,7 +15,7 @@ from txl.data.corpora import Corpus
 from txl.data.prepared import Tokens
 from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import EvaluationResult, Settings, evaluate
-from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts
+from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts, sliding_losses
 from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.presets import find_preset
@@ -66,11 +66,15 @@ def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale:
     """
     longest = model.context
     lengths = [length for length in attention_lengths(run, scale) if longest is None or length <= longest]
-    curve = []
-    for length in lengths:
-        say(f"validation split, {_described(run, length)}")
-        nll = loss_at(model, run, corpus.tokens("valid"), length, scale.eval_tokens).nll
-        curve.append({"length": length, "nll": nll, "quality": quality(nll, corpus.unit)})
+    losses, tokens = {}, corpus.tokens("valid")
+    if run.model.carries_state:
+        for length in lengths:
+            say(f"validation split, {_described(run, length)}")
+            losses[length] = loss_at(model, run, tokens, length, scale.eval_tokens).nll
+    else:
+        say(f"validation split, windows of {lengths[0]} to {lengths[-1]} tokens")
+        losses = sliding_losses(model, tokens, contexts=lengths, batch_size=WINDOWS, max_tokens=scale.eval_tokens)
+    curve = [{"length": length, "nll": nll, "quality": quality(nll, corpus.unit)} for length, nll in losses.items()]
     digits = 3 if is_character_unit(corpus.unit) else 2
     lowest = min(round(point["quality"], digits) for point in curve)
     best = next(point["length"] for point in curve if round(point["quality"], digits) == lowest)
