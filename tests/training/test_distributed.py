@@ -153,6 +153,19 @@ def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(stor
     assert_same_numbers(tmp_path / "run", tmp_path / "one", 1e-9)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_process_whose_lanes_are_all_emptied_saves_with_the_others(parallel, story, data_dir, tmp_path):
+    steps = {"train.steps": "6", "train.eval_every": "3", "train.reset_memory": "0.3", "train.checkpoint_every": "1"}
+    options = EXACT | steps | {"train.batch_size": "2", "model.mem_len": "32"}
+    run = small_run(str(story), **options)
+    drawn = torch.stack([_emptied(run.train, step) for step in range(1, 6)])
+    assert (drawn[:, 0] != drawn[:, 1]).any()
+    Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    done = launch(tmp_path / "two", story, data_dir, 2, options | {"train.parallel": parallel})
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
+
+
 def test_with_muon_two_processes_compute_what_one_does(story, data_dir, tmp_path):
     options = {"train.optimizer": "muon", "train.schedule": "linear", "train.average_from": "8"}
     options |= EXACT | {"train.steps": "10", "train.eval_every": "5", "train.learning_rate": "0.01"}

@@ -54,8 +54,12 @@ def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{"train.dtype": "bfloat16"}, {"train.micro_batches": "2", "train.backprop_segments": "2", "train.steps": "8"}],
-    ids=["bfloat16", "parts of several segments"],
+    [
+        {"train.dtype": "bfloat16"},
+        {"train.micro_batches": "2", "train.backprop_segments": "2", "train.steps": "8"},
+        {"train.micro_batches": "4", "model.mem_len": "32"},  # parts hold memories of different lengths
+    ],
+    ids=["bfloat16", "parts of several segments", "parts of a lane"],
 )
 def test_a_stopped_run_draws_the_same_lanes(options, story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **options, **{"train.reset_memory": "0.4"})

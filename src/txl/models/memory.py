@@ -270,7 +270,7 @@ class Memory:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory:
-        """Return the memory that `to_tensors` described.
+        """Return the memory that `to_tensors` described, without positions that no lane fills.
 
         Raises:
             ValueError: if the tensors do not fit one another.
@@ -284,7 +284,7 @@ class Memory:
         if not all(0 <= count <= n_position for count in filled) or n_position > mem_len:
             raise ValueError(f"{filled} of {n_position} positions, of at most {mem_len}")
         lengths = Lengths(mem_len, None if window < 0 else window, None if clamp_len < 0 else clamp_len)
-        return cls(hidden, _none_if_full(tuple(filled), n_position), lengths)
+        return cls(hidden, _none_if_full(tuple(filled), n_position), lengths)._trimmed()
 
 
 def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:

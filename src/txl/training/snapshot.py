@@ -6,17 +6,20 @@ can read, and memory is kept by the lane of the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from txl.data.streams import StreamPosition
 from txl.errors import UserError
 from txl.files import JsonObject
+from txl.models.language_model import State
+from txl.processes import Processes
 from txl.runs.checkpoints import (
     MODEL_FILE,
     STATE_SHARDS,
@@ -43,7 +46,7 @@ def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
     trained = setup.trained
     processes, copied = trained.processes, _Copies()
     weights = {name: copied(full_tensor(tensor)) for name, tensor in state.best_model.state_dict().items()}
-    memory, sharded = _joined(state.memory), {}
+    memory, sharded = _joined(state.memory, processes), {}
     tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(state.optimizer, state.model).items()}
     if state.average is not None:  # the weights that train, beside those that are used
         tensors |= {f"weights.{name}": tensor for name, tensor in state.model.state_dict().items()}
@@ -204,9 +207,20 @@ def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}  # pyright: ignore
 
 
-def _joined(states: Iterable[Any]) -> dict[str, Tensor]:
-    """Join the memory of all parts along the lanes."""
-    parts = [state.to_tensors() for state in states]
+def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
+    """Join the memory of all parts along the lanes.
+
+    Where a part's lanes were all emptied (`train.reset_memory`) it holds fewer positions than others. It gets unfilled
+    ones up to the most that any part of any process holds.
+    """
+    length = processes.most(max(state.length or 0 for state in states))
+    parts = []
+    for state in states:
+        tensors = state.to_tensors()
+        if state.length is not None and state.length < length:
+            missing = (0, 0, length - state.length, 0)
+            tensors = {name: pad(each, missing) if each.ndim == 3 else each for name, each in tensors.items()}
+        parts.append(tensors)
     return {
         name: first if name == SHARED else torch.cat([part[name] for part in parts]) for name, first in parts[0].items()
     }
