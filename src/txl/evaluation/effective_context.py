@@ -123,23 +123,23 @@ def group_record(
 
 
 def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
-    """Return `count` targets or more at equal distances over a stream, each with `longest` tokens before it.
+    """Return targets at equal distances over a stream, each with `longest` tokens before it.
 
-    Their distance is a multiple or a divisor of the contexts' step, so that targets share windows
-    (`txl.losses_at_contexts`): distances of 40 at a step of 50 read 2.6 times as many tokens as distances of 25, for
-    fewer targets. A stream of fewer tokens gives fewer targets.
+    Their distance is a multiple or a divisor of the step between contexts, so that contexts of several targets begin
+    alike and are read once (`txl.losses_at_contexts`). Where that would make four times as many targets as asked for,
+    it is neither.
 
     Args:
         n_token: tokens of the stream.
         longest: the longest context.
-        count: least number of targets.
+        count: least number of targets; a stream of fewer tokens gives fewer.
         step: tokens between neighbouring contexts.
     """
-    distance = max(1, (n_token - longest) // count)
-    if distance >= step:
-        distance -= distance % step
+    distance = widest = max(1, (n_token - longest) // count)
     while step % distance and distance % step:
         distance -= 1
+    if 4 * distance <= widest:
+        distance = widest
     return range(longest, n_token, distance)
 
 

@@ -3,14 +3,13 @@
 The paper tests the vanilla Transformer in this way: every target is predicted from exactly the `context` tokens before
 it, without memory. It costs `context` times as much as reading the text once.
 
-Shapes: B windows, L tokens of a window.
+Shapes: B windows, L tokens of a window, C contexts of each target.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -136,17 +135,19 @@ def losses_at_contexts(
     At longer contexts such a model's losses are those at its longest one, as the paper's row for its Transformer
     (128 throughout, Table 8) suggests.
 
-    A window serves every target whose context begins where it does: the loss behind c of its tokens does not depend on
-    the tokens after them. Therefore targets whose distances are multiples of the contexts' cost less together
-    (`spread_targets`).
+    Contexts that begin at the same token are read as one window, because the loss behind c tokens does not depend on
+    those after them. So targets cost less if they are nearer than the longest context, at a distance that is a multiple
+    or a divisor of the step between contexts.
 
     Args:
-        contexts: the lengths c.
+        contexts: the lengths c, one or more.
         model, tokens, targets, batch_size, clamp_len, dtype, progress: as for `losses_at_context`.
 
     Returns:
         losses in nats by length, [targets] each.
     """
+    if len(contexts) == 0:
+        raise UserError("no contexts were given; expected one or more lengths")
     held = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(held.values()))
     losses = _exact_losses(model, tokens, read, targets, batch_size, clamp_len, dtype, progress)
@@ -161,17 +162,15 @@ def sliding_losses(
     batch_size: int = 16,
     max_tokens: int | None = None,
 ) -> dict[int, float]:
-    """Return the mean loss of `evaluate_sliding` in nats for several contexts, for little more than the longest's cost.
+    """Return the mean loss of `evaluate_sliding` in nats for several contexts; only the longest is read.
 
     Args:
         model, tokens, batch_size, max_tokens: as for `evaluate_sliding`.
-        contexts: tokens L of the windows.
+        contexts: tokens L of the windows, one or more.
     """
     ids = _checked_ids(model, tokens, max_tokens, min(contexts), batch_size, "float32")
-    targets = np.arange(1, len(ids))
-    seen = np.minimum(np.asarray(contexts), targets[:, None])
-    means = _losses_behind(model, ids, targets, seen, batch_size).mean(dim=0)
-    return dict(zip(contexts, means.tolist(), strict=True))
+    losses = _losses_behind(model, ids, np.arange(1, len(ids)), contexts, batch_size)
+    return dict(zip(contexts, losses.mean(dim=0).tolist(), strict=True))
 
 
 def _exact_losses(
@@ -183,8 +182,8 @@ def _exact_losses(
     clamp_len: Limit,
     dtype: str,
     progress: Progress | None,
-) -> Float64[Tensor, "targets contexts"]:
-    """Return the losses of `losses_at_context` at lengths in increasing order that the model can read, on the CPU."""
+) -> Float64[Tensor, "targets C"]:
+    """Return the losses of `losses_at_context` at C lengths in increasing order that the model can read, on the CPU."""
     ids = _checked_ids(model, tokens, None, contexts[0], batch_size, dtype)
     chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
     if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
@@ -192,70 +191,47 @@ def _exact_losses(
             f"targets do not all have {longest} tokens before them among {len(ids)} tokens; expected one or more "
             f"indices from {longest} to {len(ids) - 1}"
         )
-    seen = np.tile(contexts, (len(chosen), 1))
-    return _losses_behind(model, ids, chosen, seen, batch_size, clamp_len, dtype, progress)
+    return _losses_behind(model, ids, chosen, contexts, batch_size, clamp_len, dtype, progress)
 
 
 def _losses_behind(
     model: LanguageModel,
     ids: Int64[np.ndarray, " tokens"],
     targets: Int64[np.ndarray, " targets"],
-    contexts: Int64[np.ndarray, "targets C"],
+    contexts: Sequence[int],
     batch_size: int,
     clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Float64[Tensor, "targets C"]:
-    """Return the loss of each target behind each of its contexts, in nats, on the CPU."""
+    """Return the loss of each target behind each of C contexts, as far as they reach into the stream, on the CPU.
+
+    Contexts that begin at the same token are read as one window, the longest of them.
+    """
+    seen = np.minimum(contexts, targets[:, None])
+    begins, window = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
+    shape, seen, following = seen.shape, seen.ravel(), np.repeat(ids[targets], len(contexts))
+    lengths = np.zeros_like(begins)
+    np.maximum.at(lengths, window, seen)
+    losses_of = np.split(np.argsort(window, kind="stable"), np.bincount(window).cumsum()[:-1])
+    found, done, total = torch.empty(len(seen), dtype=torch.float64), 0, lengths.sum().item()
     device = next(model.parameters()).device
-    found = torch.empty(contexts.size, dtype=torch.float64)
-    batches = _shared_windows(targets, contexts, batch_size)
-    done, total = 0, sum(len(batch.begins) * batch.length for batch in batches)
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         empty = without_memory(model, clamp_len)
-        for batch in batches:
-            windows = torch.from_numpy(ids[batch.begins[:, None] + np.arange(batch.length)]).to(device)
-            following = torch.from_numpy(ids[targets[batch.losses // contexts.shape[1]]])
-            at = torch.from_numpy(batch.lanes * batch.length + contexts.ravel()[batch.losses] - 1)
-            state = empty.select(torch.zeros(len(windows), dtype=torch.int64))
-            losses = model.chosen_nll(windows, at.to(device), following.to(device), state)
-            found[batch.losses] = losses.double().cpu()
-            done += windows.numel()
-            if progress is not None:
-                progress(done, total)
-    return found.view(contexts.shape)
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """B windows of one length, read at once, and P losses to be found in them."""
-
-    begins: Int64[np.ndarray, " B"]
-    length: int
-    lanes: Int64[np.ndarray, " P"]
-    """The window of each loss, 0 to B - 1."""
-    losses: Int64[np.ndarray, " P"]
-    """Its number: that of its target times the contexts of a target, plus that of its context."""
-
-
-def _shared_windows(
-    targets: Int64[np.ndarray, " targets"], contexts: Int64[np.ndarray, "targets C"], batch_size: int
-) -> list[_Windows]:
-    """Return the windows that hold each target behind each of its contexts; contexts that begin alike share one."""
-    begins, window = np.unique((targets[:, None] - contexts).ravel(), return_inverse=True)
-    lengths = np.zeros_like(begins)
-    np.maximum.at(lengths, window, contexts.ravel())
-    by_length = np.argsort(lengths, kind="stable")
-    begins, lengths, window = begins[by_length], lengths[by_length], np.argsort(by_length)[window]
-    losses = np.argsort(window, kind="stable")
-    window = window[losses]
-    batches, first = [], 0
-    while first < len(begins):
-        after = min(first + batch_size, np.searchsorted(lengths, lengths[first], side="right").item())
-        held = slice(*np.searchsorted(window, [first, after]))
-        batches.append(_Windows(begins[first:after], lengths[first].item(), window[held] - first, losses[held]))
-        first = after
-    return batches
+        for length in np.unique(lengths).tolist():
+            of_length = np.flatnonzero(lengths == length)
+            for first in range(0, len(of_length), batch_size):
+                lanes = of_length[first : first + batch_size]
+                losses = np.concatenate([losses_of[lane] for lane in lanes])
+                read = ids[begins[lanes, None] + np.arange(length)]
+                at = np.searchsorted(lanes, window[losses]) * length + seen[losses] - 1
+                read, at, wanted = (torch.from_numpy(each).to(device) for each in (read, at, following[losses]))
+                state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
+                found[losses] = model.chosen_nll(read, at, wanted, state).double().cpu()
+                done += read.numel()
+                if progress is not None:
+                    progress(done, total)
+    return found.view(shape)
 
 
 def _checked_ids(

@@ -199,7 +199,7 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
 
         Args:
             tokens: what is read.
-            at: indices among the B*T tokens, lane after lane, each once.
+            at: P indices among the B*T tokens, lane after lane; one may repeat, with the same target.
             targets: the tokens that follow them.
             state: memory before the tokens.
             temperature: as in `nll_at`.

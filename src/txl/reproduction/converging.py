@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from txl.config import RunConfig, TrainConfig, TransformerConfig, TransformerXLConfig
+from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.reproduction.folder import stored_json
@@ -67,11 +67,11 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of what rows have to share to share a learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing, and on the first weights it depends as much.
+    # A QRNN learns best at rates at which an LSTM learns nothing. First weights decide the same of deep models.
     model = run.model
     names = [getattr(model, model.choice) if model.constant_state else model.family]
-    if isinstance(model, TransformerConfig) and model.init != "normal":
-        names.append(model.init)
+    if model.first_weights != "normal":
+        names.append(model.first_weights)
     return "-".join([*names, run.train.optimizer, f"{run.train.learning_rate:g}"])
 
 

@@ -35,7 +35,14 @@ from txl.reporting.wording import short_name
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
 from txl.reproduction.folder import Busy, Folder, changes, stored_json
-from txl.reproduction.measuring import is_finite, least_tokens, measure, measure_cost, measure_speed
+from txl.reproduction.measuring import (
+    context_targets,
+    is_finite,
+    least_tokens,
+    measure,
+    measure_cost,
+    measure_speed,
+)
 from txl.reproduction.products import least_tokens_of, make_product
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
@@ -136,17 +143,27 @@ class Experiment:
                 )
         for result in rows:
             for seed in range(1, self.seeds + 1):
-                self._check_result(result, seed)
+                self._check_result(result, seed, corpus)
 
-    def _check_result(self, result: RowResult, seed: int) -> None:
+    def _check_result(self, result: RowResult, seed: int, corpus: Corpus) -> None:
         path = self._result_path(result.row, seed)
         stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
+        if "losses" in stored and stored["targets"] != (count := len(context_targets(corpus, self.scale))):
+            raise UserError(
+                f"{path} has losses of {stored['targets']:,} targets, where {count:,} are measured now; delete it, and "
+                f"its trained model is measured again"
+            )
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
         before = RunConfig.from_dict(of_today(stored["config"]))
         if "rates" in stored:  # the configuration has the recipe's own rate, the run the one that was chosen
+            if stored["rates"]["recipe"] != recipe_of(configured):
+                raise UserError(
+                    f"{path} has the learning rate of {stored['rates']['recipe']}, but {recipe_of(configured)} is "
+                    f"tuned apart now; give another --out, or delete it and its run to train anew"
+                )
             configured = at_rate(configured, stored["rates"]["factor"])
         before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
         changed = changes(before.to_dict(), configured.to_dict())

@@ -92,11 +92,16 @@ def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale:
     }
 
 
+def context_targets(corpus: Corpus, scale: Scale) -> range:
+    """Return the test targets whose losses `measure_context` finds."""
+    return spread_targets(len(corpus.tokens("test")), scale.longest_context, scale.targets, scale.context_step)
+
+
 def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return the losses of the same test targets at every context length (Appendix C)."""
     tokens = corpus.tokens("test")
     lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
-    targets = spread_targets(len(tokens), lengths[-1], scale.targets, scale.context_step)
+    targets = context_targets(corpus, scale)
     say(f"test split, {len(targets):,} targets behind {lengths[0]} to {lengths[-1]} tokens of context")
     losses = losses_at_contexts(
         model,

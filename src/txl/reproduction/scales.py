@@ -47,7 +47,7 @@ class Scale:
     """Distance of two context lengths (Table 8, Figure 4), and the longest."""
     longest_context: int
     targets: int
-    """Targets of Table 8."""
+    """Least number of targets of Table 8 (`spread_targets`)."""
     speed_lengths: float
     """Factor of the attention lengths of Table 9."""
     speed_steps: int = 5
@@ -78,7 +78,7 @@ class Scale:
         return replace(self, until_converged=rules, about=f"{self.about}; until validation no longer improves")
 
     def with_eval_tokens(self, tokens: int | None) -> Scale:
-        """Return the scale with so many tokens of each split evaluated, and at most as many targets of Table 8."""
+        """Return the scale with so many tokens of each split evaluated, and no more asked for in Table 8."""
         if tokens is None:
             return self
         if tokens < 2:
