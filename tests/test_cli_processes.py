@@ -124,6 +124,29 @@ def test_ctrl_c_while_a_command_waits(trained):
         assert process.stderr.read() == "txl: interrupted\n"
 
 
+def test_a_prompt_of_standard_input_is_read_as_a_file_is(trained, tmp_path):
+    prompt = "é\r\nb\rc\n".encode()
+    (tmp_path / "prompt").write_bytes(prompt)
+    command = [
+        sys.executable,
+        "-m",
+        "txl",
+        "generate",
+        str(trained),
+        "--max-tokens",
+        "30",
+        "--seed",
+        "1",
+        "--prompt-file",
+    ]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = [
+        subprocess.run([*command, name], input=prompt, capture_output=True, env=environment, check=True).stdout
+        for name in ("-", str(tmp_path / "prompt"))
+    ]
+    assert done[0] == done[1] != b""
+
+
 def test_a_reader_that_leaves_early_is_no_error(trained):
     command = f"{sys.executable} -m txl generate {trained} --prompt The --max-tokens 3000 --seed 1 | head -c 20"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)

@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import stat
@@ -94,6 +95,15 @@ def read_json(path: Path, remedy: str = "") -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
+
+
+def with_null(value: object) -> Any:
+    """Return a JSON value with null for numbers that JSON has no name for: infinite ones, and those that are none."""
+    if isinstance(value, dict):
+        return {key: with_null(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_null(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync(path: Path) -> None:

@@ -121,6 +121,12 @@ def test_with_an_exact_window_segments_do_not_matter():
     np.testing.assert_allclose(first.terms["b"], second.terms["b"], atol=1e-12)
 
 
+def test_segments_that_let_no_token_see_so_many_keys():
+    model, ids = make_model(), tokens()[:11]
+    with pytest.raises(UserError, match="no token of a lane's 10 sees 9 keys, because of where segments begin"):
+        average_attention(model, ids, segment=4, mem_len=6, window="none", batch_size=1, min_keys=9)
+
+
 def test_the_vanilla_transformer_sees_its_segment_alone():
     model = make_model(encoding="learned", max_segment=6, mem_len=0)
     ids = tokens(13)

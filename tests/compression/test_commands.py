@@ -136,7 +136,10 @@ def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):
     assert not names["OUT"].exists()
 
 
-def test_a_text_that_does_not_come_back_is_not_written(tmp_path):
+def test_a_text_that_does_not_come_back_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("secrets", "queue", "txl"):  # of the user's, in the folder that the command runs in
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
     verifier = Verifier([], 1)
     try:
         verifier.send(b"no such file, and long enough to be one", b"text")

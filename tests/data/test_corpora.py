@@ -72,6 +72,13 @@ def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
     path.write_bytes(compressed[:-20])
     with pytest.raises(UserError, match="cannot be read .*is it whole"):
         txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
+    damaged = bytearray(compressed)
+    damaged[len(damaged) // 2] ^= 0xFF
+    path.write_bytes(damaged)
+    if ending == ".zst":  # has no sum over its content
+        return
+    with pytest.raises(UserError, match="cannot be read .*is it whole"):
+        txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
 
 
 @pytest.mark.parametrize("unit", ["byte", "char", "bpe"])

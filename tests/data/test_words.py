@@ -12,13 +12,25 @@ import txl
 from txl.config import DataConfig
 from txl.data.detokenise import convention_of, text_decoder
 from txl.data.vocabulary import WordVocabulary
-from txl.data.words import EOS, JOINER, UNK, word_spans, words_and_ends
+from txl.data.words import EOS, JOINER, UNK, holds_word, word_spans, words_and_ends
 from txl.errors import UserError
 from txl.interop.export_run import tokenizer_files
 
 RULES = ("whitespace", "punctuation")
 PIECES = [*"ab1é_ \t\n,.-'\"($“😀<>", " ", "हि", JOINER, EOS, UNK]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
+
+
+@given(
+    text=st.lists(st.sampled_from(["<u>", "<u", ">", "a", " ", "\n"]), max_size=8).map("".join), size=st.integers(1, 9)
+)
+@example(text="a<u> a", size=4)
+@example(text="a <u>a", size=5)
+@example(text="<u>", size=9)
+def test_a_word_that_stands_alone_is_found_wherever_blocks_end(text, size):
+    content = text.encode()
+    blocks = [content[start : start + size] for start in range(0, len(content), size)]
+    assert holds_word(blocks, "<u>") == ("<u>" in text.split())
 
 
 def cut(text: str) -> list[str]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import txl
 from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.evaluation.surprisal import surprisals
+from txl.serving import scheduler as scheduler_module
+from txl.serving.kept_stream import _digest
 from txl.serving.requests import Limits
 
 TEXT = "12. The river rose in the night — and by morning “the lower fields” were under water.\n"
@@ -199,11 +204,15 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
         server.refused(400, "/v1/streams", content=damaged, headers=OCTETS)
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    for name, value in (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1)):
+    forged_values = (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1), ("drawn", 2**62))
+    for name, value in forged_values:
         about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
+        del about["sha256"]  # anyone can compute it
+        about["sha256"] = _digest(about, safetensors.torch.load(data))
         forged = json.dumps(header | {"__metadata__": {"txl_stream": json.dumps(about)}}).encode()
         content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]
-        server.refused(400, "/v1/streams", content=content, headers=OCTETS)
+        message = server.refused(400, "/v1/streams", content=content, headers=OCTETS)["message"]
+        assert "not what its hash says" not in message
     server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
 
 
@@ -245,6 +254,21 @@ def test_forks(server):
     assert server.get(f"/v1/streams/{stream}")["tokens"] == about["tokens"] + 20
 
 
+def test_a_fork_at_the_oldest_token_knows_those_before_it(server):
+    stream = new(server, "é" * 600 + "a")
+    assert server.get(f"/v1/streams/{stream}")["tokens"] == 1201
+    restored = restore(server, snapshot(server, stream))
+    generate(server, restored["id"], 3)
+    for name in (stream, restored["id"]):
+        kept = server.kept.get(name)
+        at = server.get(f"/v1/streams/{name}")["fork_from"]
+        assert at > 8
+        twin = server.kept.get(server.post(f"/v1/streams/{name}/fork", {"at": at})["id"])
+        read = list(("é" * 600 + "a").encode())
+        assert twin.tail == tuple(read[at - 8 : at])
+        assert kept.state.n_token > twin.state.n_token == at
+
+
 def test_forks_at_every_token_of_a_short_stream(server):
     ids = list(TEXT[:20].encode())
     stream = new(server, TEXT[:20])
@@ -269,7 +293,7 @@ def test_memory_does_not_grow(server):
         server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 12})
         for n in (1, 7, 300 + number):
             generate(server, stream, n)
-        assert len(kept.recent) <= 2 * 512 + 700
+        assert len(kept.recent) <= 2 * 512 + 700 + 8
         assert len(kept.earlier) <= 2
         sizes.add(kept.nbytes)
         assert snapshot(server, stream)
@@ -279,6 +303,48 @@ def test_memory_does_not_grow(server):
     one = sum(each.nbytes for each in (*kept.state.keys, *kept.state.values))
     assert kept.nbytes <= 3 * one
     assert all(each.untyped_storage().nbytes() == each.nbytes for each in (*kept.state.keys, *kept.state.values))
+
+
+def test_memory_does_not_grow_within_a_request(server, monkeypatch):
+    """The states behind every 512 tokens of a long text are let go of while it is read, also by who waits for its end."""
+    states, most, real = weakref.WeakSet(), [], scheduler_module.SavedEvent
+
+    class Saved(real):
+        def __init__(self, state, drawn, last):
+            super().__init__(state, drawn, last)
+            time.sleep(0.01)  # as a larger model would take
+            states.add(state.keys[0])
+            most.append(len(states))
+
+    monkeypatch.setattr(scheduler_module, "SavedEvent", Saved)
+    stream = new(server, TEXT)
+    server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 300})
+    generate(server, stream, 12 * 512)
+    assert len(most) > 55
+    assert max(most) <= 8
+
+
+def test_a_state_that_no_memory_is_left_for_fails_its_own_request_alone(server, monkeypatch):
+    stream, other = new(server, TEXT), new(server, TEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.engine, "save", refuses_memory)
+        error = server.refused(500, f"/v1/streams/{stream}/generate", {"max_tokens": 5})
+        assert "failed here" in error["message"]
+        assert server.service.scheduler.is_alive()
+    assert generate(server, other, 5)["usage"]["completion_tokens"] == 5
+    assert generate(server, stream, 5)["usage"]["completion_tokens"] == 5
+
+
+def refuses_memory(stream):
+    raise torch.OutOfMemoryError("no memory for a copy")
+
+
+def test_numbers_of_an_idle_server(server):
+    stream = new(server, TEXT * 20)
+    generate(server, stream, 5)
+    metrics = server.service.metrics
+    wait_for(lambda: metrics.stream_bytes._value.get() == server.kept.get(stream).nbytes)
+    wait_for(lambda: (metrics.running._value.get(), metrics.queued._value.get()) == (0, 0))
 
 
 def test_empty_streams(server):
@@ -398,6 +464,27 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
     with running(Service(dataclasses.replace(served))) as third:
         assert generate(third, new(third, seed=4), 40)["text"].startswith(text + more)
     assert (folder / f"stream-{'0' * 32}.safetensors").read_bytes() == b"damaged"
+
+
+def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path, monkeypatch):
+    from tests.serving.conftest import running
+    from txl.commands.serve import _farewell
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    folder.mkdir()
+    (folder / f"stream-{'0' * 32}.safetensors.1.partial").write_bytes(b"left by a server that was killed")
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(Service(served), folder=folder) as server:
+        assert not list(folder.glob("*.partial"))
+        for seed in range(2):
+            new(server, seed=seed)
+        monkeypatch.setattr(Path, "write_bytes", full)
+    assert _farewell(server.kept, "streams") == "stopped; 2 streams could not be written"
+    assert [each.name for each in folder.iterdir()] == [".lock"]
 
 
 def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path, served, caplog):

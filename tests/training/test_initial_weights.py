@@ -26,6 +26,22 @@ def test_a_new_run_can_start_from_another_s_weights(trained, story, data_dir, tm
         torch.testing.assert_close(ours_tensor, theirs_tensor, rtol=0, atol=1e-12)
 
 
+def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_path):
+    run, out = small_run(str(story), **{"train.steps": "2"}), tmp_path / "run"
+    train(run, out, data_dir, init_from=trained)
+    train(run, out, data_dir, init_from=trained)  # the same again: nothing to do
+    train(run, out, data_dir)
+    resumed = [event for event in RunDirectory(out).events() if event["event"] == "resume"]
+    assert {event["init_from"] for event in resumed} == {str(trained)}
+    before = (out / "log.jsonl").read_bytes()
+    with pytest.raises(UserError, match=f"other: the run in .*run began with those of {trained} and goes on"):
+        train(run, out, data_dir, init_from=tmp_path / "other")
+    assert (out / "log.jsonl").read_bytes() == before
+    train(run, tmp_path / "random", data_dir)
+    with pytest.raises(UserError, match="began with random weights and goes on with its own; leave --init-from out"):
+        train(run, tmp_path / "random", data_dir, init_from=trained)
+
+
 def test_a_run_that_came_to_no_checkpoint_does_not_keep_the_weights_out(trained, story, data_dir, tmp_path):
     run = small_run(str(story), **{"train.learning_rate": "1e-30", "train.warmup_steps": "0"})
     (tmp_path / "run").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -55,6 +56,17 @@ def test_events_come_back_as_they_were_written(tmp_path):
     assert (first["event"], first["step"], first["temperature"]) == ("sample", 3, 0.1)
     assert second["time"] >= first["time"] > 1.7e9
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 2
+
+
+def test_numbers_that_json_has_no_name_for_are_null_in_the_log(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.append(EventName.SPIKE, 3, loss=math.inf, grad_norm=2.0, recent_mean=math.nan)
+    line = (tmp_path / "log.jsonl").read_text()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["loss"], found["grad_norm"], found["recent_mean"]) == (None, 2.0, None)
+    (event,) = directory.events()
+    assert math.isnan(event["loss"])
+    assert event["grad_norm"] == 2.0
 
 
 def test_a_torn_last_line_is_left_out_and_not_glued_to_the_next(tmp_path):

@@ -231,6 +231,13 @@ def test_passes_cannot_begin_later_by_a_segment():
         UserError, match=r"train.epoch_shift is 8; expected 0, or a number that is no multiple of train.segment, 8"
     ):
         validate(run)
+    for loss, shift, by_loss in (("half", "4", 4), ("last", "7", 1)):
+        run = small_run("my.txt", **{"train.segment": "8", "train.loss": loss, "train.epoch_shift": shift})
+        with pytest.raises(
+            UserError, match=rf"no multiple of .*, 8, also with the {by_loss} of train.loss {loss} added"
+        ):
+            validate(run)
+    validate(small_run("my.txt", **{"train.segment": "8", "train.loss": "half", "train.epoch_shift": "3"}))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -156,6 +156,11 @@ def average_attention(
             done += inputs.numel()
             if progress is not None:
                 progress(done, lanes.n_target)
+    if not sums.queries.any():
+        raise UserError(
+            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin; lower --min-keys, or "
+            f"read more tokens"
+        )
     settings = {**asdict(lengths), "segment": segment, "batch_size": batch_size, "tokens": len(ids)}
     return sums.result(settings)
 

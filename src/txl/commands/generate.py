@@ -165,7 +165,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return arguments.prompt
     try:
         if arguments.prompt_file == "-":
-            return sys.stdin.read()
+            return sys.stdin.buffer.read().decode("utf-8")
         with open(arguments.prompt_file, encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from txl.errors import UserError
-from txl.files import remove_partials, replacing
+from txl.files import remove_partials, replacing, with_null
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -28,15 +27,7 @@ if TYPE_CHECKING:
 
 def print_json(value: Mapping[str, object]) -> None:
     """Print one JSON object on standard output; numbers that JSON has no name for become null."""
-
-    def plain(item: object) -> object:
-        if isinstance(item, dict):
-            return {key: plain(each) for key, each in item.items()}
-        if isinstance(item, (list, tuple)):
-            return [plain(each) for each in item]
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    print(json.dumps(plain(value), ensure_ascii=False))
+    print(json.dumps(with_null(value), ensure_ascii=False))
 
 
 def say(text: str) -> None:

@@ -157,8 +157,10 @@ def _streams(count: int) -> str:
 def _farewell(kept: KeptStreams, folder: str | None) -> str:
     """Return the last line: where the streams are now, if there are any."""
     if folder is not None:
-        saved = sum(not stream.changed for stream in kept)
-        return f"stopped; {_streams(saved)} saved in {folder}" if saved else "stopped"
+        lost = sum(stream.changed for stream in kept)
+        parts = [f"{_streams(len(kept) - lost)} saved in {folder}"] if len(kept) > lost else []
+        parts += [f"{_streams(lost)} could not be written"] if lost else []
+        return "; ".join(["stopped", *parts])
     return f"stopped; {_streams(len(kept))} lost, --streams DIR saves them" if len(kept) else "stopped"
 
 

@@ -92,18 +92,14 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_options(_base(arguments, began), config_options(arguments))
     config.data = with_absolute_paths(config.data)
     validate(config)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+        check_corpus(config.data.corpus)
+    _check_source(arguments)
     if arguments.dry_run:
         dry_run(config, arguments)
         return
     if arguments.out is None:
         raise UserError("--out is missing; name the directory that the run is written to")
-    if os.environ.get("RANK", "0") == "0":  # of several processes one says it
-        check_corpus(config.data.corpus)
-    _check_source(arguments)
-    if arguments.fork and arguments.extend:
-        raise UserError(
-            "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
-        )
     out, init_from = Path(arguments.out), arguments.init_from
     if os.environ.get("RANK", "0") == "0" and not arguments.fork:
         from txl.training.starting import check_out
@@ -222,12 +218,16 @@ def _check_source(arguments: argparse.Namespace) -> None:
     from txl.runs.directory import RunDirectory
     from txl.training.starting import has_checkpoint
 
-    out = RunDirectory(arguments.out)
+    if arguments.fork and arguments.extend:
+        raise UserError(
+            "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
+        )
     if arguments.fork and arguments.init_from is not None:
         raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
-    if arguments.fork and not out.config_path.exists():
+    out = None if arguments.out is None else RunDirectory(arguments.out)
+    if arguments.fork and out is not None and not out.config_path.exists():
         raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
-    if arguments.init_from is not None and not has_checkpoint(out):
+    if arguments.init_from is not None and (out is None or not has_checkpoint(out)):
         RunDirectory(arguments.init_from).config()
 
 

@@ -25,7 +25,8 @@ class Verifier:
     def __init__(self, arguments: Sequence[str], n_threads: int):
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "txl", "decompress", "-", "-o", "-", *arguments],
+            # -P: not the working folder's files, which may have a module's name.
+            [sys.executable, "-P", "-m", "txl", "decompress", "-", "-o", "-", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

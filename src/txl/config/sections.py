@@ -324,13 +324,7 @@ class TrainConfig:
                 f"train.{other} needs steps that are alike, and train.reset_memory, {self.reset_memory}, empties other "
                 f"lanes in each; add --train.reset-memory 0"
             )
-        shifts = self.epoch_shift == 0 or self.epoch_shift % self.segment
-        require(
-            self.epoch_shift >= 0 and bool(shifts),
-            "train.epoch_shift",
-            self.epoch_shift,
-            f"0, or a number that is no multiple of train.segment, {self.segment}: whole segments shift nothing",
-        )
+        self._validate_epoch_shift()
         if self.on_spike == "rollback" and not self.checkpoint_every:
             raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
         self._validate_decay()
@@ -350,6 +344,18 @@ class TrainConfig:
                 f"train.micro_batches is {self.micro_batches}; expected a divisor of train.batch_size, "
                 f"{self.batch_size}"
             )
+
+    def _validate_epoch_shift(self) -> None:
+        """Check that passes over the text begin at different places where they are shifted."""
+        by_loss = {"full": 0, "half": self.segment - self.segment // 2, "last": 1}[self.loss]
+        moved = "" if by_loss == 0 else f", also with the {by_loss} of train.loss {self.loss} added"
+        shift = self.epoch_shift
+        require(
+            shift == 0 or (shift > 0 and shift % self.segment > 0 and (shift + by_loss) % self.segment > 0),
+            "train.epoch_shift",
+            shift,
+            f"0, or a number that is no multiple of train.segment, {self.segment}{moved}: whole segments shift nothing",
+        )
 
     def _validate_decay(self) -> None:
         """Check the rules of a learning rate that is divided at given steps; steps that training does not reach are

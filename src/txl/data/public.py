@@ -15,7 +15,7 @@ from txl.data.layouts import Parts, count_differences, file_differences, opened,
 from txl.data.prepare import Recipe, normalises, not_written, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
-from txl.data.sources import SPLITS, open_file
+from txl.data.sources import SPLITS, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, reason_of
@@ -202,13 +202,10 @@ class PublicCorpus:
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
     """Read One Billion Word's vocabulary file: a word a line (with its count, or without)."""
-    with open_file(path) as file:
-        try:
-            lines = file.read().decode("utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: not UTF-8 (at offset {error.start}); expected a vocabulary, a word a line"
-            ) from None
+    try:
+        lines = b"".join(Piece(path).blocks()).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (at offset {error.start}); expected a vocabulary, a word a line") from None
     words = list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
     try:
         return WordVocabulary(words, eos="<S>", unk="<UNK>", boundary=boundary)

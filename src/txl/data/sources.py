@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,7 +61,7 @@ class Piece:
                     if left is not None:
                         left -= len(block)
                     yield block
-            except (OSError, EOFError, lzma.LZMAError, zstandard.ZstdError) as error:
+            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
                 raise UserError(f"{self.path}: cannot be read ({error}); is it whole?") from None
 
     def _skip(self, file: IO[bytes]) -> None:

@@ -103,9 +103,13 @@ def is_mark(text: str) -> bool:
 
 def holds_word(blocks: Iterable[bytes], word: str) -> bool:
     """Return whether a word stands alone somewhere in a text."""
-    alone, before = re.compile(rb"(?<!\S)" + re.escape(word.encode()) + rb"(?!\S)"), b""
-    for block in blocks:
-        if alone.search(before + block):
+    sought = word.encode()
+    # White space is added at both ends of the text. At a block's end more of a longer word may be to come, so the word
+    # and the byte before it are kept until the next block tells.
+    alone, before = re.compile(rb"\s" + re.escape(sought) + rb"\s"), b"\n"
+    for block in chain(blocks, [b"\n"]):
+        read = before + block
+        if alone.search(read):
             return True
-        before = block[-len(word.encode()) - 1 :]
+        before = read[-len(sought) - 1 :]
     return False

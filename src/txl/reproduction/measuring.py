@@ -53,7 +53,11 @@ def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
     """Return the loss on the test split under the run's test settings."""
     length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
     say(f"test split, {_described(run, length)}")
-    result = loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens)
+    if run.model.carries_state:
+        lengths: Settings = {**run.eval.lengths.options()}
+        result = _loss_with(model, run, corpus.tokens("test"), lengths, scale.eval_tokens)
+    else:
+        result = loss_at(model, run, corpus.tokens("test"), length, scale.eval_tokens)
     return {"quality": quality(result.nll, corpus.unit), "test": result.to_dict()}
 
 
@@ -134,6 +138,13 @@ def loss_at(
     settings: Settings = {"mem_len": 0} if run.model.constant_state else {"mem_len": length, "window": length}
     if run.eval.clamp_len is not None:
         settings["clamp_len"] = run.eval.clamp_len
+    return _loss_with(model, run, tokens, settings, max_tokens)
+
+
+def _loss_with(
+    model: FamilyModel, run: RunConfig, tokens: Tokens, lengths: Settings, max_tokens: int | None
+) -> EvaluationResult:
+    """Return the loss of every token but the first under the run's test settings, but for the lengths."""
     return evaluate(
         model,
         tokens,
@@ -142,7 +153,7 @@ def loss_at(
         max_tokens=max_tokens,
         exhaustive=True,
         temperature=run.eval.temperature,
-        **settings,
+        **lengths,
     )
 
 

@@ -132,7 +132,7 @@ def _cut(train: TrainConfig, steps: int) -> None:
     long at what frequencies of words tell.
     """
     if train.average_from is not None:
-        train.average_from = round(train.average_from * steps / train.steps)
+        train.average_from = min(round(train.average_from * steps / train.steps), steps - 1)
     train.steps, train.warmup_steps = steps, min(train.warmup_steps, steps // 2)
     for interval in ("eval_every", "checkpoint_every", "log_every"):
         setattr(train, interval, min(getattr(train, interval), max(1, steps // 4)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -25,7 +26,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig, model_from_dict
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import JsonObject, read_json, write_whole
+from txl.files import JsonObject, read_json, with_null, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 from txl.runs.events import EventName, StartEvent, fields_of, select
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seco
     from txl.models.family import FamilyModel
 
 _LOCK_ATTEMPTS = 10
+_FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
+"""Of a logged event, those that are always numbers: null stands for one that is infinite or none."""
 
 
 class RunDirectory:
@@ -85,7 +88,8 @@ class RunDirectory:
     def append(self, event: EventName, step: int, **fields: object) -> None:
         """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
         assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
-        line = json.dumps({"event": event, "step": step, "time": time.time(), **fields}, ensure_ascii=False) + "\n"
+        values = {"event": event, "step": step, "time": time.time(), **fields}
+        line = json.dumps(with_null(values), ensure_ascii=False) + "\n"
         path = self.path / "log.jsonl"
         try:
             with open(path, "ab+") as file:
@@ -106,7 +110,7 @@ class RunDirectory:
         return self.events_and_torn()[0]
 
     def events_and_torn(self) -> tuple[list[JsonObject], int]:
-        """Read all events of the log in order, and count the torn lines."""
+        """Read all events of the log in order, and count the torn lines; figures that are null become NaN."""
         path = self.path / "log.jsonl"
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -122,7 +126,7 @@ class RunDirectory:
             except (ValueError, RecursionError):
                 event = {}
             if isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int:
-                found.append(event)
+                found.append(event | {name: math.nan for name in _FIGURES if event.get(name, 0) is None})
             else:
                 torn += line.strip() != ""
         return found, torn

@@ -69,7 +69,7 @@ class StartEvent(LogEvent):
     command: list[str]
     """The words of the command line."""
     init_from: str | None
-    """The directory that the first weights came from; None: drawn at random."""
+    """The directory that the first weights came from, as an absolute path; None: drawn at random."""
     init_note: str | None
     """Classifiers of auxiliary losses that were left out or begun anew."""
     processes: int
@@ -101,7 +101,7 @@ class TrainEvent(LogEvent):
     """Mean over the targets of these steps."""
     learning_rate: float
     grad_norm: float
-    """Norm of the last step's gradient, before clipping."""
+    """Norm of the last update's gradient, before clipping."""
     tokens_per_second: float
     tokens: int
     """Targets trained on since the run began."""

@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +17,7 @@ from portalocker import LockFlags
 
 from txl.errors import UserError
 from txl.files import reason_of, replacing
-from txl.serving.kept_stream import TAIL, Entry, KeptStream, Totals, new_id, restored, snapshot
+from txl.serving.kept_stream import Entry, KeptStream, Totals, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 
@@ -42,6 +43,7 @@ class KeptStreams:
         self._streams: dict[str, KeptStream] = {}
         self._lock: TextIO | None = None
         self._swept: asyncio.Task[None] | None = None
+        self._stops = asyncio.Event()
         if folder is not None:
             self._open(folder)
 
@@ -124,7 +126,6 @@ class KeptStreams:
                 Totals(stream.totals.scored, stream.totals.bits, stream.totals.characters),
                 deque(stream.earlier),
                 deque(stream.recent),
-                stream.tail,
             )
         )
 
@@ -148,15 +149,14 @@ class KeptStreams:
             return []
         state = max((each for each in stream.earlier if each.n_token <= n_token), key=lambda each: each.n_token)
         recent = list(stream.recent)
-        again = recent[state.n_token - stream.first : n_token - stream.first]
-        lost = (entry.drawn for entry in recent[n_token - stream.first :] if entry.drawn is not None)
+        kept, end = (len(recent) - (now - each) for each in (state.n_token, n_token))
+        lost = (entry.drawn for entry in recent[end:] if entry.drawn is not None)
         stream.seed, stream.drawn = next(lost, (stream.seed, stream.drawn))
-        while len(stream.recent) > state.n_token - stream.first:
+        while len(stream.recent) > kept:
             stream.totals.add(stream.recent.pop(), -1)
         stream.state = state
         stream.earlier = deque(each for each in stream.earlier if each.n_token <= state.n_token)
-        stream.tail = tuple(entry.id for entry in list(stream.recent)[-TAIL:])
-        return again
+        return recent[kept:end]
 
     def delete(self, stream: KeptStream) -> None:
         """Forget a stream; what is done with it ends."""
@@ -172,31 +172,37 @@ class KeptStreams:
 
     async def stop(self) -> None:
         """Write all streams, if they are kept in a folder."""
-        if self._swept is not None:
-            self._swept.cancel()
+        if self._swept is not None:  # of two that write, the later would have to wait for the other's file
+            self._stops.set()
+            await asyncio.wait([self._swept])
         for _ in range(100):  # the engine's thread has ended; what it sent last may still be on its way
             if all(stream.work is None for stream in self):
                 break
             await asyncio.sleep(0.01)
-        self._write_changed()
+        if self._folder is not None:
+            for stream in [each for each in self if each.changed]:
+                stream.changed = False
+                self._write(stream, stream)
         if self._lock is not None:
             self._lock.close()
 
     async def _sweep(self) -> None:
         written = time.monotonic()
-        while True:
-            await asyncio.sleep(min(1.0, self.service.limits.idle_seconds / 4))
+        while not self._stops.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stops.wait(), min(1.0, self.service.limits.idle_seconds / 4))
             now = time.monotonic()
             for stream in [each for each in self if each.work is None]:
                 if now - stream.used > self.service.limits.idle_seconds:
                     self.delete(stream)
             if self._folder is not None and now - written > _WRITE_EVERY:
                 for stream in [each for each in self if each.changed and each.work is None]:
-                    data, stream.changed = snapshot(stream, self.service), False
-                    await asyncio.to_thread(self._write, stream, data)
+                    stream.changed = False
+                    await asyncio.to_thread(self._write, stream, stream.copy())
                     if stream.id not in self._streams:
                         self._remove(stream)
                 written = time.monotonic()
+            self._count()
 
     def _count(self) -> None:
         self.service.metrics.streams.set(len(self._streams))
@@ -215,21 +221,15 @@ class KeptStreams:
         except OSError as error:
             _logger.error("%s: the file could not be removed (%s)", self._path(stream), error.strerror)
 
-    def _write_changed(self) -> None:
-        if self._folder is None:
-            return
-        for stream in self:
-            if stream.changed:
-                self._write(stream, snapshot(stream, self.service))
-                stream.changed = False
-
-    def _write(self, stream: KeptStream, data: bytes) -> None:
+    def _write(self, stream: KeptStream, as_it_was: KeptStream) -> None:
+        """Write a stream's file; if that fails, the stream counts as changed."""
         try:
+            data = snapshot(as_it_was, self.service)
             with replacing(self._path(stream)) as temporary:
                 temporary.write_bytes(data)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # a full disk; no memory for a copy
             stream.changed = True
-            _logger.error("%s: the stream could not be written (%s)", self._path(stream), error.strerror)
+            _logger.error("%s: the stream could not be written (%s)", self._path(stream), reason_of(error))
 
     def _open(self, folder: Path) -> None:
         try:
@@ -242,6 +242,9 @@ class KeptStreams:
             ) from None
         except (OSError, portalocker.LockException) as error:
             raise UserError(f"--streams {folder} cannot be used ({reason_of(error)}); give another folder") from None
+        for partial in list(folder.glob("stream-*.partial")):  # nobody else writes here while the lock is held
+            with suppress(OSError):
+                partial.unlink()
         for path in sorted(each for each in folder.iterdir() if _FILE.fullmatch(each.name)):
             if len(self) == self.service.limits.max_kept:
                 _logger.warning("%s was left alone: %d streams are kept at most (--max-kept)", path, len(self))

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import safetensors.torch
 import torch
@@ -33,6 +33,8 @@ TAIL = 8
 """Last tokens that a stream and its snapshot hold, from which a decoder knows where it is."""
 _STATES = 2
 """States from before that a stream keeps."""
+_MOST = 2**62
+"""Bound of the tokens that a snapshot has read and drawn, so that no count to come overflows."""
 _LN2 = math.log(2)
 
 
@@ -77,15 +79,18 @@ class KeptStream:
     earlier: deque[StreamState] = field(default_factory=deque)
     """States that a fork can go back to, the oldest first."""
     recent: deque[Entry] = field(default_factory=deque)
-    """Tokens behind the oldest of them."""
-    tail: tuple[int, ...] = ()
-    """The last few tokens."""
+    """Tokens behind the oldest of them, and up to `TAIL` before these."""
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     changed: bool = True
     """True if its file, where streams are kept in a folder, is not up to date."""
     work: Work | None = None
     """The work that is being done with it now."""
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The last few tokens."""
+        return tuple(entry.id for entry in list(self.recent)[-TAIL:])
 
     @property
     def first(self) -> int:
@@ -98,18 +103,21 @@ class KeptStream:
         states = {id(each): each for each in (*self.earlier, self.state)}
         return sum(each.nbytes for each in states.values())
 
+    def copy(self) -> KeptStream:
+        """Return the stream as it is now, for another thread to look at."""
+        return replace(self, totals=replace(self.totals), earlier=self.earlier.copy(), recent=self.recent.copy())
+
     def go_on(self, entries: list[Entry], state: StreamState) -> None:
         """Take in tokens, and the state behind them."""
         for entry in entries:
             self.recent.append(entry)
             self.totals.add(entry)
-        self.tail = (*self.tail, *(entry.id for entry in entries[-TAIL:]))[-TAIL:]
         self.state, self.changed, self.used = state, True, time.monotonic()
         if not self.earlier or state.n_token - self.earlier[-1].n_token >= CHECKPOINT_EVERY:
             self.earlier.append(state)
         while len(self.earlier) > _STATES:
             self.earlier.popleft()
-        while len(self.recent) > state.n_token - self.first:
+        while len(self.recent) > state.n_token - self.first + TAIL:
             self.recent.popleft()
 
 
@@ -161,8 +169,8 @@ class Operation:
             async for batch in self.work.outbox.batches():
                 for event in batch:
                     self._take_in(event, decoder)
-                if self._listens:
-                    self._queue.put_nowait(batch)
+                if self._listens:  # states stay with the stream: nobody else needs them
+                    self._queue.put_nowait([event for event in batch if not isinstance(event, SavedEvent)])
         finally:
             self.stream.work, self.stream.used = None, time.monotonic()
             self._queue.put_nowait(None)
@@ -253,12 +261,12 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
             int(about["drawn"]),
             Totals(int(about["scored"]), float.fromhex(about["bits"]), int(about["characters"])),
             deque([state]),
-            tail=tuple(int(each) for each in about["tail"])[-TAIL:],
+            deque(Entry(int(each), None, 0) for each in about["tail"][-TAIL:]),
             created=float(about["created"]),
         )
         if not all(0 <= each < len(service.texts.vocabulary) for each in (*stream.tail, state.waiting)):
             raise ValueError("a token is outside of the vocabulary")
-        if not (0 <= stream.seed < 2**63 and 0 <= stream.drawn < 2**63 and math.isfinite(stream.totals.bits)):
+        if not (0 <= stream.seed < 2**63 and 0 <= stream.drawn < _MOST and math.isfinite(stream.totals.bits)):
             raise ValueError("a number is out of range")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ApiError(400, f"the snapshot is damaged: {error}", code="bad_snapshot") from None
@@ -267,7 +275,7 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
 
 def _state_of(about: JsonObject, tensors: dict[str, Tensor], service: Service) -> StreamState:
     n_layer, n_token = len(service.empty.keys), int(about["n_token"])
-    if n_token < 0 or len(tensors) != 2 * n_layer:
+    if not 0 <= n_token < _MOST or len(tensors) != 2 * n_layer:
         raise ValueError("its tensors are not those of this model")
     held = min(max(n_token - 1, 0), service.memory)
     kinds = []

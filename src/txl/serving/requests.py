@@ -152,7 +152,10 @@ class Fields:
             )
         self._values = {name: value for name, value in values.items() if value is not None}
         for name, value in self._values.items():
-            _check_characters(name, value)
+            try:
+                _check_characters(name, value)
+            except RecursionError:
+                raise ApiError(400, f"{name} is nested too deeply", param=name) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

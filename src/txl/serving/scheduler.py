@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
-from txl.generation.reading import PROMPT_SEGMENT, TextReading
+from txl.generation.reading import PROMPT_SEGMENT, StreamState, TextReading
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
 from txl.serving.work import (
@@ -118,6 +119,7 @@ class Scheduler(threading.Thread):
                 self._read_some()
                 self._enter_lanes()
                 self._decode()
+                self._gauges()
         except BaseException:
             _logger.exception("the engine's thread has failed")
             raise
@@ -190,13 +192,12 @@ class Scheduler(threading.Thread):
             work = self._waiting.popleft()
             try:
                 self._begin(work)
-            except UserError as error:
+            except Exception as error:
                 self._leave_queue(work.size)
-                work.outbox.put(FailedEvent(str(error), 400))
+                work.outbox.put(FailedEvent(str(error), 400) if isinstance(error, UserError) else _failure(error))
                 continue
             if not work.lanes:
                 self._leave_queue(1)
-        self._gauges()
 
     def _begin(self, work: Work) -> None:
         work.waiting_lanes = deque(work.lanes)
@@ -245,7 +246,7 @@ class Scheduler(threading.Thread):
         work.outbox.put(ReadEvent(work.number, tokens, total - (reading.n_token - 1 - reading.read), total))
         if work.keep and not reading.done and reading.read + 1 - work.checkpoint >= CHECKPOINT_EVERY:
             work.checkpoint = reading.read + 1
-            work.outbox.put(SavedEvent(reading.state(), 0, last=False))
+            self._save(work, reading.state, 0, last=False)
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
@@ -347,7 +348,7 @@ class Scheduler(threading.Thread):
         token.text = lane.stop.push(token.piece)
         work.outbox.put(DrawnEvent(lane.number, token))
         if work.keep and lane.made % CHECKPOINT_EVERY == 0 and lane.stream is not None:
-            work.outbox.put(SavedEvent(self.engine.save(lane.stream), lane.stream.drawn, last=False))
+            self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn, last=False)
         if not lane.stop.found and lane.made < lane.max_tokens:
             return
         rest = ""
@@ -368,7 +369,7 @@ class Scheduler(threading.Thread):
         if stream is None or stream.ended is not None:
             return
         if work.keep:
-            work.outbox.put(SavedEvent(self.engine.save(stream), stream.drawn, last=True))
+            self._save(work, partial(self.engine.save, stream), stream.drawn, last=True)
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
@@ -376,9 +377,17 @@ class Scheduler(threading.Thread):
         lane = work.lanes[0] if work.lanes else None
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:
-                work.outbox.put(SavedEvent(self.engine.save(lane.stream), lane.stream.drawn, last=True))
+                self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn, last=True)
         elif isinstance(work.read, TextReading):
-            work.outbox.put(SavedEvent(work.read.state(), 0, last=True))
+            self._save(work, work.read.state, 0, last=True)
+
+    def _save(self, work: Work, state: Callable[[], StreamState], drawn: int, *, last: bool) -> None:
+        """Hand over the state of a kept stream; where there is no memory for it, this work alone fails."""
+        try:
+            work.outbox.put(SavedEvent(state(), drawn, last))
+        except Exception as error:
+            work.cancelled = True
+            work.outbox.put(_failure(error))
 
     def _finish(self, work: Work) -> None:
         if work.keep:

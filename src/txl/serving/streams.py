@@ -320,6 +320,6 @@ async def take_snapshot(request: Request) -> Response:
     """Answer `GET /v1/streams/ID/snapshot`."""
     kept: KeptStreams = request.app.state.kept
     stream = kept.free(request.path_params["id"])
-    data = await asyncio.to_thread(snapshot, stream, kept.service)
+    data = await asyncio.to_thread(snapshot, stream.copy(), kept.service)
     headers = {"Content-Disposition": f'attachment; filename="{stream.id}.safetensors"'}
     return Response(data, media_type=SNAPSHOT_TYPE, headers=headers)

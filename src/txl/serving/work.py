@@ -106,8 +106,8 @@ class Outbox:
     """Events on their way from the engine's thread to the event loop that is running now.
 
     Args:
-        progressive: pass events on as they come, at most once in `PACE` seconds; else only when nothing more comes
-            from a work.
+        progressive: pass events on as they come, at most once in `PACE` seconds; else only saved states, and the rest
+            when nothing more comes from a work.
         n_work: works that put events here.
     """
 
@@ -121,7 +121,9 @@ class Outbox:
         """Hand an event over; called by the engine's thread."""
         last = isinstance(event, FailedEvent | DoneEvent)
         self._events.append(event)
-        if last or (self._progressive and self._waits and not self._waking):
+        # Who takes a saved state lets go of the one before; if they waited for the end, memory would grow.
+        passes = self._progressive or isinstance(event, SavedEvent)
+        if last or (passes and self._waits and not self._waking):
             self._waking = True
             try:
                 self._loop.call_soon_threadsafe(self._wake, last)

@@ -279,11 +279,11 @@ class TrainingLoop:
         if launched is None:
             return True
         state, result, counters, train = self.state, launched.result, self.state.counters, self.setup.run.train
-        self._grad_norm = result.grad_norm
         if not result.updated:
             launched.forget_average(state)
             skip_update(state, self.setup, self.saver, result, launched.segment)
             return False
+        self._grad_norm = result.grad_norm
         counters.skipped_in_a_row = 0
         counters.last_loss = result.loss
         if counters.first_loss is None:

@@ -70,6 +70,7 @@ def begins_here(
             return True
         return False
     refuse_other_run(directory, run, extend)
+    _refuse_other_weights(directory, init_from)
     return False
 
 
@@ -101,6 +102,22 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
         raise UserError(
             f"--out {path} holds a different run: {', '.join(changed)}; {longer}give another --out, with "
             f"--init-from {path} to start from its weights, or --fork to do so beside it"
+        )
+
+
+def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
+    """Refuse weights to start from where a run goes on that did not start from them."""
+    started = directory.started()
+    if init_from is None or started is None:
+        return
+    first = started.get("init_from")
+    if first is not None and not os.path.isabs(first):
+        return  # of an older log: relative to a folder that it does not name
+    if first is None or first != os.path.abspath(init_from):
+        began = "random weights" if first is None else f"those of {first}"
+        raise UserError(
+            f"--init-from {init_from}: the run in {directory.path} began with {began} and goes on with its own; leave "
+            f"--init-from out, or give another --out"
         )
 
 

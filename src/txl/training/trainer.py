@@ -306,7 +306,9 @@ class Trainer:
         run, corpus, display = self.run, setup.corpus, setup.display
         parameters = parameters_by_part(model)
         total = sum(parameters.values())
-        init_from = None if self.init_from is None else str(self.init_from)
+        init_from = None if self.init_from is None else os.path.abspath(self.init_from)
+        if event == EventName.RESUME and (started := self.directory.started()) is not None:
+            init_from = started.get("init_from")
         self.directory.append(
             event,
             step,
