@@ -261,6 +261,28 @@ def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
     assert told == [(5 * 2, 5 * 2 + 7 * 25), (10 + 7 * 16, 10 + 7 * 25), (10 + 7 * 25, 10 + 7 * 25)]
 
 
+def test_contexts_that_are_read_through_a_window():
+    torch.manual_seed(0)
+    model = txl.build_model(
+        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13
+    ).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    tokens, found = torch.randint(13, (30,)), {}
+    for window in (1, 3, "none"):
+        found[window] = txl.losses_at_contexts(model, tokens, contexts=[9, 4], targets=range(9, 30, 5), window=window)
+        for number, target in enumerate(range(9, 30, 5)):
+            for context in (9, 4):
+                state = model.eval().init_state(1, mem_len=0 if window == "none" else window - 1, window=window)
+                log_probs, _ = model.log_probs(tokens[target - context : target][None], state)
+                expected = -log_probs[0, -1, tokens[target]].item()
+                assert found[window][context][number].item() == pytest.approx(expected, abs=1e-10)
+    # Two layers of a window of 3 reach 5 tokens: within 9 they are all the same ones, within 4 not.
+    assert not torch.allclose(found[3][9], found[3][4])
+    assert not torch.allclose(found[3][9], found["none"][9])
+    assert torch.equal(found[1][9], found[1][4])
+
+
 def test_exact_contexts_under_a_clamp():
     torch.manual_seed(0)
     model = txl.build_model(

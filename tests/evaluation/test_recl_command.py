@@ -76,6 +76,8 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
         (["--threshold", "nan"], "threshold is nan"),
         (["--threshold", "1"], "threshold is 1.0"),
         (["--clamp-len", "4"], "no model here tells distances"),
+        (["--window", "4"], "--window is 4, but no model here is a Transformer-XL"),
+        (["--window", "0"], "--window is 0; expected 1 key or more, or none"),
         (["--split", "dev"], "no split 'dev'"),
         (["--out", "FILE"], "expected a folder"),
         (["--out", "FILE/below/it"], "Not a directory"),
@@ -134,6 +136,19 @@ def test_distances_are_clamped_as_in_the_run_s_test(group, story, data_dir, tmp_
         assert ppl[clamp_len] == pytest.approx(expected.mean().exp().item())
         assert [each["clamp_len"] for each in found] == [None if clamp_len == "none" else clamp_len, None]
     assert len(set(ppl.values())) == 3
+
+
+def test_a_window_is_that_of_models_that_have_one(group, data_dir, story, capsys):
+    words = [*recl(str(group / "recurrent"), str(group / "vanilla")), "--data-dir", str(data_dir), "--json"]
+    tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
+    settings = {"context": 24, "targets": spread_targets(len(tokens), 24, 30, 8)}
+    for name, window in (("recurrent", 5), ("vanilla", "none")):
+        assert main([*words, "--window", "5"]) == 0, capsys.readouterr().err
+        (found,) = (each for each in json.loads(capsys.readouterr().out)["models"] if each["name"] == name)
+        model, _ = txl.load(group / name)
+        losses = txl.losses_at_context(model, tokens, window=window, **settings)
+        assert found["ppl"]["24"] == pytest.approx(losses.mean().exp().item())
+        assert found["window"] == (5 if window == 5 else None)
 
 
 def test_a_damaged_run_is_found_before_another_is_scored(group, data_dir, tmp_path, unscored, capsys):

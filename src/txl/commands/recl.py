@@ -24,6 +24,7 @@ from txl.commands.options import (
     writable_folder,
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
+from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.files import JsonObject
 
@@ -69,6 +70,13 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--clamp-len", type=limit, metavar="C", help="distances above C count as C, or none (default: the run's)"
     )
+    parser.add_argument(
+        "--window",
+        type=limit,
+        default="none",
+        metavar="W",
+        help="keys that a Transformer-XL's token sees, itself included; none: all of the context (default: none)",
+    )
     parser.add_argument("--batch", type=int, default=16, metavar="B", help="contexts read in parallel (default: 16)")
     add_dtype(parser)
     add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
@@ -108,13 +116,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     device = pick_device(arguments.device)
-    clamps = _clamps(directories, arguments.clamp_len)
+    clamps, windows = _clamps(directories, arguments.clamp_len), _windows(directories, arguments.window)
     models = [
-        {"name": name, **_described(directory, clamp, device)}
-        for name, directory, clamp in zip(names, directories, clamps, strict=True)
+        {"name": name, **_described(directory, clamp, device), "window": None if window == "none" else window}
+        for name, directory, clamp, window in zip(names, directories, clamps, windows, strict=True)
     ]
     losses: dict[str, dict[int, Tensor]] = {}
-    for name, directory, clamp in zip(names, directories, clamps, strict=True):
+    for name, directory, clamp, window in zip(names, directories, clamps, windows, strict=True):
         model, _ = directory.load(device=device)
         progress, move = progress_bar(name, quiet=arguments.json)
         with progress:
@@ -124,6 +132,7 @@ def run(arguments: argparse.Namespace) -> None:
                 contexts=lengths,
                 targets=targets,
                 batch_size=arguments.batch,
+                window=window,
                 clamp_len=clamp,
                 dtype=arguments.dtype,
                 progress=move,
@@ -154,9 +163,18 @@ def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None
     ]
 
 
+def _windows(directories: list[RunDirectory], given: int | Literal["none"]) -> list[int | Literal["none"]]:
+    """Return the window of each run: what was given, for a Transformer-XL; others see what they were built for."""
+    have_one = [isinstance(directory.config().model, TransformerXLConfig) for directory in directories]
+    if given != "none" and given < 1:
+        raise UserError(f"--window is {given}; expected 1 key or more, or none")
+    if given != "none" and not any(have_one):
+        raise UserError(f"--window is {given}, but no model here is a Transformer-XL")
+    return [given if has_one else "none" for has_one in have_one]
+
+
 def _described(directory: RunDirectory, clamp: int | Literal["none"], device: str) -> JsonObject:
     """Return a model's size and limits, after loading it once to find out whether it is damaged."""
-
     model, _ = directory.load(device=device)
     try:
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp)

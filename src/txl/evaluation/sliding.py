@@ -96,6 +96,7 @@ def losses_at_context(
     context: int,
     targets: Sequence[int] | range,
     batch_size: int = 16,
+    window: Limit = "none",
     clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
@@ -112,11 +113,13 @@ def losses_at_context(
         context: tokens c before each target.
         targets: indices t of the targets, each at least `context`; the same for all contexts and models compared.
         batch_size: windows computed at once.
+        window: keys that each of the `context` tokens sees, itself included, for a Transformer-XL; "none": all; None:
+            the model's configuration. What lies further back then acts from layer to layer.
         clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         progress: called with the tokens read so far and their number.
     """
-    return _exact_losses(model, tokens, [context], targets, batch_size, clamp_len, dtype, progress)[:, 0]
+    return _exact_losses(model, tokens, [context], targets, batch_size, window, clamp_len, dtype, progress)[:, 0]
 
 
 def losses_at_contexts(
@@ -126,6 +129,7 @@ def losses_at_contexts(
     contexts: Sequence[int] | range,
     targets: Sequence[int] | range,
     batch_size: int = 16,
+    window: Limit = "none",
     clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
@@ -141,7 +145,7 @@ def losses_at_contexts(
 
     Args:
         contexts: the lengths c, one or more.
-        model, tokens, targets, batch_size, clamp_len, dtype, progress: as for `losses_at_context`.
+        model, tokens, targets, batch_size, window, clamp_len, dtype, progress: as for `losses_at_context`.
 
     Returns:
         losses in nats by length, [targets] each.
@@ -150,7 +154,7 @@ def losses_at_contexts(
         raise UserError("no contexts were given; expected one or more lengths")
     held = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(held.values()))
-    losses = _exact_losses(model, tokens, read, targets, batch_size, clamp_len, dtype, progress)
+    losses = _exact_losses(model, tokens, read, targets, batch_size, window, clamp_len, dtype, progress)
     return {context: losses[:, read.index(seen)].clone() for context, seen in held.items()}
 
 
@@ -179,6 +183,7 @@ def _exact_losses(
     contexts: list[int],
     targets: Sequence[int] | range,
     batch_size: int,
+    window: Limit,
     clamp_len: Limit,
     dtype: str,
     progress: Progress | None,
@@ -191,7 +196,7 @@ def _exact_losses(
             f"targets do not all have {longest} tokens before them among {len(ids)} tokens; expected one or more "
             f"indices from {longest} to {len(ids) - 1}"
         )
-    return _losses_behind(model, ids, chosen, contexts, batch_size, clamp_len, dtype, progress)
+    return _losses_behind(model, ids, chosen, contexts, batch_size, window, clamp_len, dtype, progress)
 
 
 def _losses_behind(
@@ -200,6 +205,7 @@ def _losses_behind(
     targets: Int64[np.ndarray, " targets"],
     contexts: Sequence[int],
     batch_size: int,
+    window: Limit = "none",
     clamp_len: Limit = None,
     dtype: str = "float32",
     progress: Progress | None = None,
@@ -209,22 +215,22 @@ def _losses_behind(
     Contexts that begin at the same token are read as one window, the longest of them.
     """
     seen = np.minimum(contexts, targets[:, None])
-    begins, window = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
+    begins, read_in = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
     shape, seen, following = seen.shape, seen.ravel(), np.repeat(ids[targets], len(contexts))
     lengths = np.zeros_like(begins)
-    np.maximum.at(lengths, window, seen)
-    losses_of = np.split(np.argsort(window, kind="stable"), np.bincount(window).cumsum()[:-1])
+    np.maximum.at(lengths, read_in, seen)
+    losses_of = np.split(np.argsort(read_in, kind="stable"), np.bincount(read_in).cumsum()[:-1])
     found, done, total = torch.empty(len(seen), dtype=torch.float64), 0, lengths.sum().item()
     device = next(model.parameters()).device
     with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        empty = without_memory(model, clamp_len)
+        empty = without_memory(model, clamp_len, window)
         for length in np.unique(lengths).tolist():
             of_length = np.flatnonzero(lengths == length)
             for first in range(0, len(of_length), batch_size):
                 lanes = of_length[first : first + batch_size]
                 losses = np.concatenate([losses_of[lane] for lane in lanes])
                 read = ids[begins[lanes, None] + np.arange(length)]
-                at = np.searchsorted(lanes, window[losses]) * length + seen[losses] - 1
+                at = np.searchsorted(lanes, read_in[losses]) * length + seen[losses] - 1
                 read, at, wanted = (torch.from_numpy(each).to(device) for each in (read, at, following[losses]))
                 state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
                 found[losses] = model.chosen_nll(read, at, wanted, state).double().cpu()
@@ -247,9 +253,11 @@ def _checked_ids(
     return ids
 
 
-def without_memory(model: LanguageModel, clamp_len: Limit) -> State:
-    """Return a state of one lane that never carries memory."""
-    return model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
+def without_memory(model: LanguageModel, clamp_len: Limit, window: Limit = "none") -> State:
+    """Return an empty state of one lane, for texts that are read in one segment and then forgotten."""
+    # A window has to fit into memory, although this one stays empty.
+    mem_len = window - 1 if isinstance(window, int) else 0 if window == "none" else None
+    return model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
 
 
 def window_losses(

@@ -150,10 +150,11 @@ class Experiment:
         stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
-        if "losses" in stored and stored["targets"] != (count := len(context_targets(corpus, self.scale))):
+        measured_so = "window" in stored and stored["targets"] == len(context_targets(corpus, self.scale))
+        if "losses" in stored and not measured_so:
             raise UserError(
-                f"{path} has losses of {stored['targets']:,} targets, where {count:,} are measured now; delete it, and "
-                f"its trained model is measured again"
+                f"{path} has losses of other targets, or of contexts that were read with attention beyond training's; "
+                f"delete it, and its trained model is measured again"
             )
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
