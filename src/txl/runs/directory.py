@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seco
 
 _LOCK_ATTEMPTS = 10
 _FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
-"""Of a logged event, those that are always numbers: null stands for one that is infinite or none."""
+"""Numbers of logged events; null stands for one that is infinite or not a number."""
 
 
 class RunDirectory:
