@@ -143,7 +143,7 @@ def tune_cache(
     state = cache.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
     weights = torch.tensor(list(lambdas), dtype=torch.float64, device=device)
     total, plain, done = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
-    with evaluation_mode(cache) as cache, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(cache, dtype) as cache:
         for inputs, targets, counts in checked_segments(model, lanes, ids, segment):
             done += int(counts.sum())
             counts = counts.to(device)

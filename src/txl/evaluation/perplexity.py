@@ -209,7 +209,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     done = 0
     start = time.perf_counter()
-    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model, dtype) as model:
         for inputs, targets, counts in checked_segments(model, mine, ids, segment):
             nll, state = model.nll_at(inputs, targets, state, temperature)
             total += nll.double().masked_fill(~counts.to(device), 0.0).sum()
@@ -277,12 +277,17 @@ def checked_ids(
 
 
 @contextmanager
-def evaluation_mode(model: ModuleT) -> Iterator[ModuleT]:
+def evaluation_mode(model: ModuleT, dtype: str = "float32") -> Iterator[ModuleT]:
     """Give a view of the model without dropout, and take no gradients inside; the model's own mode is not touched.
 
     Not inference mode: in that, autocast converts every weight anew at every use, instead of once.
+
+    Args:
+        model: any module with weights.
+        dtype: "float32", or "bfloat16" for autocast inside.
     """
-    with torch.no_grad():
+    device = next(model.parameters()).device
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         yield evaluation_view(model)
 
 

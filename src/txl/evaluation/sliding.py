@@ -62,7 +62,7 @@ def evaluate_sliding(
     counts = counted_over(tokens, ids)
     device = next(model.parameters()).device
     begin, first = time.perf_counter(), min(context, len(ids) - 1)
-    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model, dtype) as model:
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = without_memory(model, clamp_len)
         total = model.nll_at(start[:, :-1], start[:, 1:], state, temperature)[0].double().sum()
@@ -222,7 +222,7 @@ def _losses_behind(
     losses_of = np.split(np.argsort(read_in, kind="stable"), np.bincount(read_in).cumsum()[:-1])
     found, done, total = torch.empty(len(seen), dtype=torch.float64), 0, lengths.sum().item()
     device = next(model.parameters()).device
-    with evaluation_mode(model) as model, torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    with evaluation_mode(model, dtype) as model:
         empty = without_memory(model, clamp_len, window)
         for length in np.unique(lengths).tolist():
             of_length = np.flatnonzero(lengths == length)
