@@ -10,7 +10,7 @@ import torch
 import txl
 from txl.config import TransformerXLConfig, VanillaConfig, model_from_dict
 from txl.errors import UserError
-from txl.evaluation.effective_context import perplexity_gains, relative_gains, spread_targets
+from txl.evaluation.effective_context import effective_context, perplexity_gains, relative_gains, spread_targets
 from txl.evaluation.sliding import sliding_losses
 from txl.models.cache import ContinuousCache
 from txl.models.language_model import LanguageModel
@@ -31,6 +31,19 @@ def test_a_single_model_stops_where_the_gain_falls_below_the_threshold():
     assert txl.relative_effective_context_length(losses, threshold=0.05) == {"one": 100}
     assert txl.relative_effective_context_length(losses, threshold=0.001) == {"one": 250}  # never stops
     assert perplexity_gains(losses, 50, 100)["one"] == pytest.approx(10.0)
+
+
+def test_a_step_over_lengths_that_were_measured_between():
+    # 5% from 50 to 100, 1.5% from 75 to 125, then 0.9%: less in each half of a step.
+    values = [100.0, 97.0, 95.0, 95.545, 94.145]
+    losses = {"one": {25 * (k + 2): ppl(value, value) for k, value in enumerate(values)}}
+    assert txl.relative_effective_context_length(losses, step=50) == {"one": 100}
+    assert txl.relative_effective_context_length(losses) == {"one": 100}
+    assert txl.relative_effective_context_length(losses, threshold=0.02, step=50) == {"one": 75}
+    assert txl.relative_effective_context_length(losses, threshold=0.005, step=50) == {"one": 150}  # never stops
+    found = effective_context(losses, [1.0], step=50)
+    assert list(found.relative_gains[1.0]) == [(50, 100), (75, 125), (100, 150)]
+    assert list(found.perplexity_gains[1.0]) == [(50, 100), (50, 150), (100, 150)]
 
 
 def test_models_must_beat_the_best_short_one():

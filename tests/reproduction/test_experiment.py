@@ -110,12 +110,12 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     outcome = gathered(it, rows)
     by_key = {result.row.key: result for result in rows}
     tokens = txl.open_corpus(words.corpus, "word", data_dir=data_dir).tokens("test")
-    targets = spread_targets(len(tokens), 12, 20, 4)
+    targets = spread_targets(len(tokens), 12, 20, 2)
     for key, longest in (("xl-128M", 12), ("transformer", 8)):
         model, _ = txl.load(tmp_path / "out" / "runs" / f"{key}-seed2")
         losses = by_key[key].by_seed[2]["losses"]
         assert by_key[key].by_seed[2]["longest_context"] == (8 if key == "transformer" else None)
-        assert list(losses) == ["4", "8", "12"]
+        assert list(losses) == ["2", "4", "6", "8", "10", "12"]
         expected = losses_at_context(model, tokens, context=longest, targets=targets)
         torch.testing.assert_close(torch.tensor(losses["12"], dtype=torch.float64), expected)
     by_hand = {
@@ -124,7 +124,7 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
         if result.row.group == "128M" and result.by_seed
     }
     for r in (0.1, 0.5, 1.0):
-        for key, length in txl.relative_effective_context_length(by_hand, r).items():
+        for key, length in txl.relative_effective_context_length(by_hand, r, step=4).items():
             assert outcome.values[key][f"r = {r:.1f}"][0] == length
     assert outcome.curves["xl-128M"][4][0] == pytest.approx(by_hand["xl-128M"][4].double().mean().item())
     at_longest = {key: [each.by_seed[seed]["losses"]["12"] for seed in (1, 2)] for key, each in by_key.items()}
@@ -136,8 +136,8 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     assert f"group 128M: perplexity at the longest context differs by up to {100 * apart:.0f}%" in markdown(outcome)
     found = outcome.gains[-1]
     assert (found.group, found.seed, set(found.gains)) == ("128M", 2, set(by_hand))
-    by_key["transformer"].by_seed[1]["longest_context"] = 3  # no length of Table 8 is more than a model read
-    assert gathered(it, rows).values["transformer"]["r = 1.0"][0] == 3
+    by_key["transformer"].by_seed[1]["longest_context"] = 1  # no length of Table 8 is more than a model read
+    assert gathered(it, rows).values["transformer"]["r = 1.0"][0] == 1
 
 
 def test_figure4_is_another_page_of_the_same_results(micro, words, tmp_path, data_dir):

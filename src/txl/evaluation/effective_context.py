@@ -25,13 +25,16 @@ Losses = Mapping[str, Mapping[int, Tensor | ArrayLike]]
 
 
 def relative_effective_context_length(
-    losses: Losses, r: float = 1.0, threshold: float = 0.01, longest: Mapping[str, int | None] | None = None
+    losses: Losses,
+    r: float = 1.0,
+    threshold: float = 0.01,
+    longest: Mapping[str, int | None] | None = None,
+    step: int | None = None,
 ) -> dict[str, int]:
     """Return each model's context length from which on a longer context gains less than `threshold`.
 
-    Each measured length c is compared with the next longer c' (at the paper's step): the result is the first c with
-    g_i(c,c') < `threshold`, or the largest measured length if there is none. All models share one baseline, so the
-    result depends on the group.
+    Each measured length c is compared with a longer one c': the result is the first c with g_i(c,c') < `threshold`, or
+    the largest measured length if there is none. All models share one baseline, so the result depends on the group.
 
     Args:
         losses: at the same lengths and targets for all models.
@@ -39,12 +42,13 @@ def relative_effective_context_length(
         threshold: least relative gain in perplexity that counts, 0.01 in the paper.
         longest: the most tokens that a model reads at once, for models whose losses stay the same beyond it
             (`txl.losses_at_contexts`); their result is at most that.
+        step: c' - c, the paper's Delta, where lengths are measured that lie between; None: c' is the next one.
     """
     check_fractions(r, threshold)
     lengths = _checked(losses)
     found = dict.fromkeys(losses, lengths[-1])
     stopped: set[str] = set()
-    for short, long in pairwise(lengths):
+    for short, long in _steps(lengths, step):
         gains = relative_gains(losses, short, long, r)
         for name, gain in gains.items():
             if name not in stopped and gain < threshold:
@@ -61,9 +65,9 @@ class EffectiveContext:
     recl: dict[float, dict[str, int]]
     """By r and model."""
     relative_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
-    """g_i(c,c') by r, neighbouring lengths (c,c') and model."""
+    """g_i(c,c') by r, lengths (c,c') a step apart, and model."""
     perplexity_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
-    """exp f_i(c,c) - exp f_i(c,c') by r, all pairs of lengths c < c', and model (Figure 3)."""
+    """exp f_i(c,c) - exp f_i(c,c') by r, pairs of lengths c < c' whole steps apart, and model (Figure 3)."""
 
 
 def effective_context(
@@ -71,14 +75,16 @@ def effective_context(
     fractions: Sequence[float],
     threshold: float = 0.01,
     longest: Mapping[str, int | None] | None = None,
+    step: int | None = None,
 ) -> EffectiveContext:
     """Compare a group at every fraction r of the hardest targets; as `relative_effective_context_length`."""
-    recl = {r: relative_effective_context_length(losses, r, threshold, longest) for r in fractions}
+    recl = {r: relative_effective_context_length(losses, r, threshold, longest, step) for r in fractions}
     lengths = _checked(losses)
-    pairs = [(short, long) for short in lengths for long in lengths if long > short]
+    whole = [length for length in lengths if step is None or length % step == 0]
+    pairs = [(short, long) for short in whole for long in whole if long > short]
     return EffectiveContext(
         recl,
-        {r: {pair: relative_gains(losses, *pair, r) for pair in pairwise(lengths)} for r in fractions},
+        {r: {pair: relative_gains(losses, *pair, r) for pair in _steps(lengths, step)} for r in fractions},
         {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions},
     )
 
@@ -211,6 +217,13 @@ def _checked(losses: Losses) -> list[int]:
             if not values.isfinite().all():
                 raise UserError(f"model {name!r} has losses at context length {length} that are not finite numbers")
     return lengths
+
+
+def _steps(lengths: list[int], step: int | None) -> list[tuple[int, int]]:
+    """Return the pairs of lengths that are a step apart, or neighbours."""
+    if step is None:
+        return list(pairwise(lengths))
+    return [(length, length + step) for length in lengths if length + step in lengths]
 
 
 def _float64(losses: Tensor | ArrayLike) -> Tensor:

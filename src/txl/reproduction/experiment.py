@@ -36,6 +36,7 @@ from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
 from txl.reproduction.folder import Busy, Folder, changes, stored_json
 from txl.reproduction.measuring import (
+    context_lengths,
     context_targets,
     is_finite,
     least_tokens,
@@ -150,11 +151,14 @@ class Experiment:
         stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
-        measured_so = "window" in stored and stored["targets"] == len(context_targets(corpus, self.scale))
-        if "losses" in stored and not measured_so:
+        if "losses" in stored and not (
+            "window" in stored
+            and stored["targets"] == len(context_targets(corpus, self.scale))
+            and list(stored["losses"]) == [str(length) for length in context_lengths(self.scale)]
+        ):
             raise UserError(
-                f"{path} has losses of other targets, or of contexts that were read with attention beyond training's; "
-                f"delete it, and its trained model is measured again"
+                f"{path} has losses of other targets or contexts, or of attention beyond training's; delete it, and "
+                f"its trained model is measured again"
             )
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed

@@ -96,15 +96,21 @@ def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale:
     }
 
 
+def context_lengths(scale: Scale) -> range:
+    """Return the context lengths that `measure_context` tries: half steps, so that lengths a step apart differ."""
+    step = scale.context_step // 2 if scale.context_step % 2 == 0 else scale.context_step
+    return range(step, scale.longest_context + 1, step)
+
+
 def context_targets(corpus: Corpus, scale: Scale) -> range:
     """Return the test targets whose losses `measure_context` finds."""
-    return spread_targets(len(corpus.tokens("test")), scale.longest_context, scale.targets, scale.context_step)
+    lengths = context_lengths(scale)
+    return spread_targets(len(corpus.tokens("test")), lengths[-1], scale.targets, lengths.step)
 
 
 def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
     """Return the losses of the same test targets at every context length (Appendix C)."""
-    tokens = corpus.tokens("test")
-    lengths = list(range(scale.context_step, scale.longest_context + 1, scale.context_step))
+    tokens, lengths = corpus.tokens("test"), context_lengths(scale)
     targets = context_targets(corpus, scale)
     say(f"test split, {len(targets):,} targets behind {lengths[0]} to {lengths[-1]} tokens of context")
     # At distances that no training taught, losses are noise, and the metric counts of it what looks like gains.

@@ -96,7 +96,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
     gains: list[GroupGains] = []
     grids: dict[str, list[float]] = {}
     if definition.kind == "context":
-        gains = _effective_contexts(definition, rows, unit, values, curves)
+        gains = _effective_contexts(definition, rows, unit, values, curves, scale.context_step)
     lengths = sorted({float(length) for curve in curves.values() for length in curve})
     if definition.kind == "attention":
         grids["attention"] = lengths
@@ -111,6 +111,7 @@ def _effective_contexts(
     unit: str,
     values: dict[str, dict[str, list[float]]],
     curves: dict[str, dict[int, list[float]]],
+    step: int,
 ) -> list[GroupGains]:
     """Compute the RECL of each model group, seed by seed: the models of one seed share a baseline.
 
@@ -124,7 +125,7 @@ def _effective_contexts(
         for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
             losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
             longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}
-            context = effective_context(losses, FRACTIONS, longest=longest)
+            context = effective_context(losses, FRACTIONS, longest=longest, step=step)
             for r, by_model in context.recl.items():
                 for key, length in by_model.items():
                     values[key].setdefault(f"r = {r:.1f}", []).append(length)
