@@ -67,7 +67,7 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of what rows have to share to share a learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing. What first weights are worth depends on the rate.
+    # A QRNN learns best at rates at which an LSTM learns nothing. First weights move the best rate too.
     model = run.model
     names = [getattr(model, model.choice) if model.constant_state else model.family]
     if model.first_weights != "normal":
