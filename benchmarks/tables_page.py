@@ -115,7 +115,9 @@ def budget(output: Record) -> str:
     length = f"{scale['steps']:,} steps each, not converged"
     if scale.get("until_converged"):
         length = f"trained until validation no longer improves, for {scale['steps']:,} steps at most ({at_cap(output)})"
-    targets = scale["targets" if output["what"] == "table8" else "eval_tokens"]
+    targets = scale["eval_tokens"]
+    if output["what"] == "table8":
+        targets = output["rows"][0]["seeds"]["1"]["targets"]
     seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
 
