@@ -225,6 +225,7 @@ TABLE8 = Definition(
     notes=(
         "Every loss is read from exactly so many tokens and from nothing else. A model that cannot read more than its "
         "training segment is given its longest context where a longer one is asked for.",
+        "A Transformer-XL attends to as many tokens as in training, memory plus segment.",
         "The perplexity beside the lengths is that of the same targets at the longest context.",
     ),
 )
