@@ -142,7 +142,8 @@ def test_a_window_is_that_of_models_that_have_one(group, data_dir, story, capsys
     words = [*recl(str(group / "recurrent"), str(group / "vanilla")), "--data-dir", str(data_dir), "--json"]
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
     settings = {"context": 24, "targets": spread_targets(len(tokens), 24, 30, 8)}
-    for name, window in (("recurrent", 5), ("vanilla", "none")):
+    windows: dict[str, Limit] = {"recurrent": 5, "vanilla": "none"}
+    for name, window in windows.items():
         assert main([*words, "--window", "5"]) == 0, capsys.readouterr().err
         (found,) = (each for each in json.loads(capsys.readouterr().out)["models"] if each["name"] == name)
         model, _ = txl.load(group / name)
