@@ -172,7 +172,7 @@ class KeptStreams:
 
     async def stop(self) -> None:
         """Write all streams, if they are kept in a folder."""
-        if self._swept is not None:  # of two that write, the later would have to wait for the other's file
+        if self._swept is not None:  # two at once would spoil a file
             self._stops.set()
             await asyncio.wait([self._swept])
         for _ in range(100):  # the engine's thread has ended; what it sent last may still be on its way
