@@ -320,7 +320,7 @@ class Sink(io.RawIOBase):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """What Python's and numpy's allocations hold at most, on both sides, for a text and for one eight times as long."""
+    """What Python's and numpy's allocations hold at most, on both sides, for a text and for one twenty times as long."""
     model, text, file = coding_model("lstm"), tmp_path / "text", tmp_path / "file"
 
     def peaks(repeated: int) -> list[int]:
@@ -339,10 +339,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         return found
 
     peaks(1)  # what is made once
-    for short, long in zip(peaks(3), peaks(24), strict=True):
-        assert (
-            long < short + 21 * len(TEXT) // 2
-        )  # half of the additional text; Python itself takes some kB more or less
+    for short, long in zip(peaks(3), peaks(60), strict=True):
+        assert long < short + 57 * len(TEXT) // 2  # half of what is added; Python itself takes some kB more or less
 
 
 class Slow(io.RawIOBase):
