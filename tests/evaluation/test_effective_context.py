@@ -8,12 +8,21 @@ import pytest
 import torch
 
 import txl
-from txl.config import TransformerXLConfig, VanillaConfig, model_from_dict
+from txl.config import ModelConfig, TransformerXLConfig, VanillaConfig, model_from_dict
 from txl.errors import UserError
 from txl.evaluation.effective_context import effective_context, perplexity_gains, relative_gains, spread_targets
 from txl.evaluation.sliding import sliding_losses
 from txl.models.cache import ContinuousCache
+from txl.models.family import FamilyModel
 from txl.models.language_model import LanguageModel
+
+
+def far_from_zero(config: ModelConfig) -> FamilyModel:
+    """A float64 model of 13 tokens whose weights are so large that everything it reads changes its losses."""
+    model = txl.build_model(config, 13).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
 
 
 def ppl(*values: float) -> torch.Tensor:
@@ -136,9 +145,7 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
     torch.manual_seed(0)
     shape = {"n_layer": 3, "d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 9, "encoding": encoding}
     shape = model_from_dict(shape | ({"mem_len": 6} if encoding == "relative" else {"max_segment": 9}))
-    model = txl.build_model(shape, 13).double()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
+    model = far_from_zero(shape)
     tokens = torch.randint(13, (40,))
     for context in (1, 5, 9):
         found = txl.losses_at_context(model, tokens, context=context, targets=range(9, 40), batch_size=4)
@@ -171,9 +178,7 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
 @pytest.mark.parametrize("targets", [range(21, 60, 3), [21, 59, 22, 40, 22, 33]])
 def test_contexts_that_begin_alike_share_a_window(shape, targets):
     torch.manual_seed(0)
-    model = txl.build_model(model_from_dict({"n_layer": 2, "d_model": 8} | shape), 13).double()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
+    model = far_from_zero(model_from_dict({"n_layer": 2, "d_model": 8} | shape))
     tokens, read = torch.randint(13, (60,)), []
     found = txl.losses_at_contexts(
         model,
@@ -276,11 +281,7 @@ def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
 
 def test_contexts_that_are_read_through_a_window():
     torch.manual_seed(0)
-    model = txl.build_model(
-        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13
-    ).double()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
+    model = far_from_zero(TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6))
     tokens, found = torch.randint(13, (30,)), {}
     for window in (1, 3, "none"):
         found[window] = txl.losses_at_contexts(model, tokens, contexts=[9, 4], targets=range(9, 30, 5), window=window)
@@ -298,11 +299,7 @@ def test_contexts_that_are_read_through_a_window():
 
 def test_exact_contexts_under_a_clamp():
     torch.manual_seed(0)
-    model = txl.build_model(
-        TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6), 13
-    ).double()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
+    model = far_from_zero(TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6))
     tokens = torch.randint(13, (30,))
     for clamp_len in (2, "none"):
         found = txl.losses_at_context(model, tokens, context=9, targets=range(9, 30), clamp_len=clamp_len)

@@ -17,7 +17,7 @@ from portalocker import LockFlags
 
 from txl.errors import UserError
 from txl.files import reason_of, replacing
-from txl.serving.kept_stream import Entry, KeptStream, Totals, new_id, restored, snapshot
+from txl.serving.kept_stream import Entry, KeptStream, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 
@@ -117,17 +117,8 @@ class KeptStreams:
             ApiError: if there is no room.
         """
         self.check_room()
-        return self.add(
-            KeptStream(
-                new_id(),
-                stream.state,
-                stream.seed,
-                stream.drawn,
-                Totals(stream.totals.scored, stream.totals.bits, stream.totals.characters),
-                deque(stream.earlier),
-                deque(stream.recent),
-            )
-        )
+        same = stream.copy()
+        return self.add(KeptStream(new_id(), same.state, same.seed, same.drawn, same.totals, same.earlier, same.recent))
 
     def rewind(self, stream: KeptStream, n_token: int) -> list[Entry]:
         """Take a stream back to a saved state at or before `n_token` tokens.

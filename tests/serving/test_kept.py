@@ -1,0 +1,143 @@
+"""Streams that outlive their server: snapshots that move them, and the folder that keeps them over a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import txl
+from tests.serving.test_streams import OCTETS, TEXT, generate, new, nothing_left, restore, snapshot
+from txl.serving.kept_stream import _digest
+from txl.serving.requests import Limits
+
+__all__ = ["nothing_left"]  # used by every test
+
+
+def test_a_restored_stream_goes_on_bit_for_bit(server, server_with):
+    other = server_with(max_streams=2)  # another engine of another size
+    stream = new(server, TEXT * 3, seed=11)
+    generate(server, stream, 25)
+    data = snapshot(server, stream)
+    moved = restore(other, data)
+    here = server.get(f"/v1/streams/{stream}")
+    for name in ("tokens", "memory", "seed", "drawn", "scored", "bits", "characters"):
+        assert moved[name] == here[name]
+    for _ in range(3):
+        ours, theirs = (generate(each, name, 30, logprobs=4) for each, name in ((server, stream), (other, moved["id"])))
+        assert ours["tokens"] == theirs["tokens"]
+        ours, theirs = (
+            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 1})["tokens"]
+            for each, name in ((server, stream), (other, moved["id"]))
+        )
+        assert ours == theirs
+    assert snapshot(server, stream)[-2000:] == snapshot(other, moved["id"])[-2000:]
+
+
+def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, served):
+    data = snapshot(server, new(server))
+    text = "another"
+    torch.manual_seed(0)
+    other_model = txl.build_model(served.model.config, served.vocabulary)
+    for changes, reason in (
+        ({"model": other_model}, "another model"),
+        ({"mem_len": 32, "window": 32}, "mem_len"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+    ):
+        other = server_with(**changes)
+        error = other.refused(409, "/v1/streams", content=data, headers=OCTETS)
+        assert reason in error["message"], text
+        assert other.get("/v1/streams")["data"] == []
+    flipped = bytearray(data)
+    flipped[-5] ^= 1
+    for damaged in (bytes(flipped), data[:-100], data[:50], b"", b"\xff" * 100, TEXT.encode()):
+        server.refused(400, "/v1/streams", content=damaged, headers=OCTETS)
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    forged_values = (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1), ("drawn", 2**62))
+    for name, value in forged_values:
+        about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
+        del about["sha256"]  # anyone can compute it
+        about["sha256"] = _digest(about, safetensors.torch.load(data))
+        forged = json.dumps(header | {"__metadata__": {"txl_stream": json.dumps(about)}}).encode()
+        content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]
+        message = server.refused(400, "/v1/streams", content=content, headers=OCTETS)["message"]
+        assert "not what its hash says" not in message
+    server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
+
+
+def test_kept_over_a_restart(server_with, tmp_path, served):
+    from tests.serving.conftest import running
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    with running(Service(served), folder=folder) as first:
+        stream = new(first, seed=4)
+        gone = new(first)
+        text = generate(first, stream, 20)["text"]
+        first.client.delete(f"/v1/streams/{gone}")
+        with pytest.raises(txl.errors.UserError, match="another server"), running(Service(served), folder=folder):
+            pass
+    assert [each.name for each in folder.glob("*.safetensors")] == [f"{stream}.safetensors"]
+    (folder / f"stream-{'0' * 32}.safetensors").write_bytes(b"damaged")
+    with running(Service(served), folder=folder) as second:
+        assert [each["id"] for each in second.get("/v1/streams")["data"]] == [stream]
+        more = generate(second, stream, 20)["text"]
+    with running(Service(dataclasses.replace(served))) as third:
+        assert generate(third, new(third, seed=4), 40)["text"].startswith(text + more)
+    assert (folder / f"stream-{'0' * 32}.safetensors").read_bytes() == b"damaged"
+
+
+def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path, monkeypatch):
+    from tests.serving.conftest import running
+    from txl.commands.serve import _farewell
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    folder.mkdir()
+    (folder / f"stream-{'0' * 32}.safetensors.1.partial").write_bytes(b"left by a server that was killed")
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(Service(served), folder=folder) as server:
+        assert not list(folder.glob("*.partial"))
+        for seed in range(2):
+            new(server, seed=seed)
+        monkeypatch.setattr(Path, "write_bytes", full)
+    assert _farewell(server.kept, "streams") == "stopped; 2 streams could not be written"
+    assert [each.name for each in folder.iterdir()] == [".lock"]
+
+
+def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path, served, caplog):
+    from tests.serving.conftest import running
+    from txl.serving.service import Service
+
+    folder = tmp_path / "streams"
+    with running(Service(served), folder=folder) as first:
+        streams = sorted(new(first, seed=seed) for seed in range(3))
+    with running(Service(served, limits=Limits(max_kept=1)), folder=folder) as second:
+        assert [each["id"] for each in second.get("/v1/streams")["data"]] == streams[:1]
+    left = [each.getMessage() for each in caplog.records if "left alone" in each.getMessage()]
+    assert [stream in line for stream, line in zip(streams[1:], left, strict=True)] == [True, True]
+    with running(Service(served), folder=folder) as third:
+        assert sorted(each["id"] for each in third.get("/v1/streams")["data"]) == streams
+
+
+def test_bfloat16_streams_move_too(server_with):
+    first, second = server_with(dtype=torch.bfloat16), server_with(dtype=torch.bfloat16, max_streams=2)
+    stream = new(first, seed=12)
+    generate(first, stream, 30)
+    moved = restore(second, snapshot(first, stream))["id"]
+    for _ in range(2):
+        assert generate(first, stream, 30, logprobs=1)["tokens"] == generate(second, moved, 30, logprobs=1)["tokens"]
+        ours, theirs = (
+            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 0})["tokens"]
+            for each, name in ((first, stream), (second, moved))
+        )
+        assert ours == theirs
