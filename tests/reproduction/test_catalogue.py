@@ -15,7 +15,6 @@ from txl.reproduction.catalogue import definitions
 from txl.reproduction.configuring import (
     NotTrained,
     configure,
-    count_parameters,
     estimated_segment,
     fitted,
     with_equal_tokens,
@@ -169,12 +168,12 @@ def test_published_rows_are_the_presets():
 def test_a_width_is_fitted_to_a_number_of_parameters():
     table = definitions()["table6"]
     run = configure(table, table.row("xl"), TINY, DataConfig(corpus="stdlib", unit="word"), 1000, estimated_segment)
-    narrow = count_parameters(run, 1000)
+    narrow = run.model.parameter_count(1000)
     run.model.d_inner = 6
     found = fitted(run, "model.d_inner", 1000, narrow)
-    assert count_parameters(found, 1000) == narrow
+    assert found.model.parameter_count(1000) == narrow
     between = narrow + 10  # less than one step of the width
-    assert count_parameters(fitted(run, "model.d_inner", 1000, between), 1000) == narrow
+    assert fitted(run, "model.d_inner", 1000, between).model.parameter_count(1000) == narrow
 
 
 def test_a_number_of_parameters_out_of_reach_is_refused():
@@ -198,7 +197,7 @@ def test_rows_of_equal_parameters_have_them_and_a_width_to_speak_of(table, scale
                 configure(table, each, scale, DataConfig(), vocab_size, estimated_segment)
                 for each in (row, table.row(key))
             )
-            found, asked = (count_parameters(each, vocab_size) for each in (run, other))
+            found, asked = (each.model.parameter_count(vocab_size) for each in (run, other))
             assert found == pytest.approx(asked, rel=0.01), row.key
             assert run.model.layer_width >= run.model.d_model // 2, row.key
 

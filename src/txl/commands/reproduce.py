@@ -34,7 +34,7 @@ def add_parser(commands: Subparsers) -> None:
         help="run a table or figure of the paper again, at a scale of yours",
         example="txl reproduce table6 --scale tiny --dry-run",
         description="Train and measure every row of a table or figure of the paper again, and write one page beside "
-        "the paper's numbers. The same command goes on with one that was stopped.",
+        "the paper's numbers. The same command resumes one that was stopped.",
     )
     parser.add_argument(
         "what",
@@ -59,6 +59,9 @@ def add_parser(commands: Subparsers) -> None:
         action="store_true",
         help="train each model until its validation no longer improves, at the best of a few learning rates; --steps "
         "is then the most steps (default: four times the scale's)",
+    )
+    parser.add_argument(
+        "--reuse", metavar="DIR", help="folder of another table; take its models and rates where they are the same"
     )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
@@ -89,6 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     data = _data(arguments, definition, scale)
     quiet = arguments.quiet or arguments.json
+    if arguments.dry_run and arguments.reuse is not None:
+        raise UserError("--dry-run: the plan does not look into --reuse; leave one of them out")
     if arguments.dry_run:
         from txl.reproduction.plan import plan, plan_lines
 
@@ -110,7 +115,8 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     device = pick_device(arguments.device)
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
-    rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet).run()
+    reuse = None if arguments.reuse is None else Path(arguments.reuse)
+    rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse).run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
     record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(device))
     if arguments.json:
@@ -127,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -> DataConfig:
     """Return the corpus: the scale's for this table, or the one that was asked for."""
-    from txl.data.corpora import absolute_path
+    from txl.data.corpora import absolute_path, refuse_unused
     from txl.reproduction.scales import named_data
 
     options = config_options(arguments)
@@ -140,4 +146,5 @@ def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -
         base = named_data(absolute_path(corpus), definition.unit, scale.max_words)
     config = with_options(RunConfig(data=base), options)
     validate(config)
+    refuse_unused(config.data, options)
     return config.data

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
-
 from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
 from txl.errors import UserError
-from txl.models import build_model
 from txl.presets import preset
 from txl.reproduction.converging import with_convergence
 from txl.reproduction.scales import Scale
@@ -64,7 +61,7 @@ def configure(
     run.name = f"{definition.experiment_name}-{row.key}"
     if row.fit is not None and not scale.is_published:
         field, key = row.fit
-        target = count_parameters(_varied(definition, definition.row(key), scale, data, vocab_size), vocab_size)
+        target = _varied(definition, definition.row(key), scale, data, vocab_size).model.parameter_count(vocab_size)
         run = fitted(run, field, vocab_size, target)
     if row.equal_memory_with is not None:
         other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
@@ -118,18 +115,12 @@ def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
     return sorted(lengths | {run.train.segment})
 
 
-def count_parameters(run: RunConfig, vocab_size: int) -> int:
-    """Return the number of parameters of a configuration's model, without allocating them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(run.model, vocab_size).parameters())
-
-
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
     """Return the configuration with one width set, in steps of 2, to come nearest to a number of parameters."""
 
     def at(width: int) -> tuple[RunConfig, int]:
         candidate = with_options(run, {field: str(width)})
-        return candidate, count_parameters(candidate, vocab_size)
+        return candidate, candidate.model.parameter_count(vocab_size)
 
     low, high = 1, _LARGEST_WIDTH // 2
     while low < high:  # the narrowest with `target` parameters or more

@@ -45,6 +45,7 @@ from txl.reproduction.measuring import (
     measure_speed,
 )
 from txl.reproduction.products import least_tokens_of, make_product
+from txl.reproduction.reusing import check_source, take_rate, take_run
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
 from txl.reproduction.sentences import shuffled_sentences
@@ -86,6 +87,7 @@ class Experiment:
         device: where models run.
         data_dir: where prepared corpora live.
         quiet: nothing on standard error.
+        reuse: another table's folder, whose models are taken where they are the same.
     """
 
     definition: Definition
@@ -96,6 +98,7 @@ class Experiment:
     device: str
     data_dir: str | None = None
     quiet: bool = False
+    reuse: Path | None = None
 
     def run(self) -> list[RowResult]:
         """Train and measure everything that is left; rows that fail are reported and the others still run.
@@ -112,11 +115,15 @@ class Experiment:
         self.data = self._as_stored()
         self._folder.check()
         if self.definition.kind == "speed":
+            if self.reuse is not None:
+                raise UserError(f"--reuse: {self.definition.name} trains no models")
             with self._in_turn("begin"):
                 self._folder.claim({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
+        if self.reuse is not None:
+            check_source(self.reuse, self.scale, corpus.info()["identity"])
         # Only now: a corpus that cannot be opened leaves nothing behind.
         with self._in_turn("begin"):
             self._folder.claim({"text": corpus.info()["identity"]})
@@ -286,12 +293,18 @@ class Experiment:
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
             with self._folder.working_on(f"rates-{recipe_of(run)}"):
+                if self.reuse is not None:
+                    take_rate(self.reuse, recipe_of(run), self.out / "rates")
                 tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
         self._begin(result.row, seed)
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        outcome = self._fit(run, directory)
+        if self.reuse is not None:
+            taken = take_run(self.reuse, run, corpus.info()["identity"], directory)
+            if taken is not None:
+                self._say(f"{result.row.key}: the same model is in {taken}")
+        outcome = self._fit(run, directory)  # of a finished run: what it came to
         found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
         found["steps"] = outcome["step"]
         model, vocabulary = RunDirectory(directory).load(device=self.device)

@@ -9,7 +9,7 @@ from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import presets
-from txl.reproduction.configuring import NotTrained, configure, count_parameters, estimated_segment
+from txl.reproduction.configuring import NotTrained, configure, estimated_segment
 from txl.reproduction.measuring import speed_length
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
@@ -65,7 +65,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
         "to train",
         f"segments of about {train.segment}, measured when it runs" if row.equal_memory_with is not None else "",
         preset=row.preset if scale.is_published else None,
-        parameters=count_parameters(run, size),
+        parameters=run.model.parameter_count(size),
         steps=train.steps,
         tokens=train.steps * train.tokens_per_step,
     )

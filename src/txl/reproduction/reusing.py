@@ -1,0 +1,86 @@
+"""Models of another table's folder, taken instead of training the same ones again.
+
+Tables share models: Transformer-XL itself is a row of Tables 6, 8 and 10. A model is the same if nothing but its name
+differs in the configuration, and it read the same text.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from txl.config import RunConfig
+from txl.errors import UserError
+from txl.files import JsonObject
+from txl.reproduction.folder import changes, stored_json
+from txl.reproduction.scales import Scale
+from txl.runs.directory import RunDirectory, of_today
+
+_TRAINING = ("name", "steps", "dtype", "until_converged")
+"""Entries of a scale's record that training depends on; the others are about measuring."""
+
+
+def check_source(source: Path, scale: Scale, text: str) -> None:
+    """Refuse a folder whose models cannot be those that are wanted.
+
+    Args:
+        source: a reproduction's folder.
+        scale: the one to be trained at.
+        text: identity of the corpus.
+    """
+    stored = stored_json(source / "experiment.json")
+    if not isinstance(stored, dict):
+        raise UserError(f"--reuse {source}: not a reproduction's folder (it has no experiment.json)")
+    there, wanted = (
+        {"scale": {name: values.get(name) for name in _TRAINING}, "text": identity}
+        for values, identity in ((of_today(stored).get("scale", {}), stored.get("text")), (scale.to_dict(), text))
+    )
+    if changed := changes(there, wanted):
+        raise UserError(f"--reuse {source} has models of another training: {', '.join(changed)}")
+
+
+def take_run(source: Path, run: RunConfig, text: str, directory: Path) -> Path | None:
+    """Copy the finished run of a configuration, if the folder has one and `directory` does not exist yet.
+
+    Args:
+        source: a reproduction's folder that `check_source` accepts.
+        run: the configuration, seed and learning rate included.
+        text: identity of the corpus that it reads.
+        directory: where the copy goes.
+
+    Returns:
+        The run that was copied; None if there is none.
+    """
+    if directory.exists():
+        return None
+    wanted = _comparable(run)
+    for result in sorted((source / "results").rglob("*.json")):  # a model that was measured is finished
+        there = RunDirectory(source / "runs" / result.stem)
+        if not there.config_path.exists() or _comparable(there.config()) != wanted:
+            continue
+        if there.trained_on().get("identity") != text:
+            continue
+        copy = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(copy, ignore_errors=True)  # of a process that was killed
+        shutil.copytree(there.path, copy, ignore=shutil.ignore_patterns(".lock", "report.html"))
+        RunDirectory(copy).write_config(run)
+        os.replace(copy, directory)
+        return there.path
+    return None
+
+
+def take_rate(source: Path, recipe: str, rates: Path) -> None:
+    """Copy the choice of a recipe's learning rate, if the folder has one and `rates` has none."""
+    there, here = (folder / f"{recipe}.json" for folder in (source / "rates", rates))
+    if there.exists() and not here.exists():
+        rates.mkdir(parents=True, exist_ok=True)
+        copy = here.with_suffix(".partial")
+        shutil.copyfile(there, copy)
+        os.replace(copy, here)
+
+
+def _comparable(run: RunConfig) -> JsonObject:
+    """Return a configuration without its name and the path of its text, which is known by its identity."""
+    values = run.to_dict()
+    return values | {"name": "", "data": values["data"] | {"corpus": "", "source": None}}
