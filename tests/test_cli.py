@@ -227,7 +227,8 @@ def test_a_prompt_with_unknown_characters_or_words_is_read_with_a_note(story, da
 
 @pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
 def test_a_prompt_may_hold_an_undecodable_byte(unit, story, data_dir, tmp_path, capsys):
-    run = small_run(str(story), **{"data.unit": unit, "data.vocab_size": "280", "train.steps": "2"})
+    size = {"data.vocab_size": "280"} if unit == "bpe" else {}
+    run = small_run(str(story), **{"data.unit": unit, "train.steps": "2", **size})
     words = ["train", "stdlib-tiny", "--out", str(tmp_path / "run"), "--data-dir", str(data_dir), "--quiet"]
     assert main([*words, *options_of(run)]) == 0
     for shape in ([], ["--json"]):

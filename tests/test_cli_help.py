@@ -132,6 +132,6 @@ def test_completion_for_zsh_names_what_a_command_does(capsys):
     assert main(["completion", "zsh"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#compdef txl")
-    assert "train:'train a model, or go on with a run that was stopped'" in script
+    assert "train:'train a model, or resume a run'" in script
     assert "enwik8-12L" in script
     assert main(["completion", "csh"]) == 2

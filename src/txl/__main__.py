@@ -22,10 +22,12 @@ take the processor from every other program; asleep at once, threads wake too la
 
 
 def command() -> None:
-    """Run the command that the program was called with, and leave with its exit code: 130 if it was interrupted."""
+    """Run the command that the program was called with, and leave with its exit code: 130 or 143 if it was stopped."""
     # A shell's background job ignores Ctrl-C, and so it stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupted)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from txl.cli import main
@@ -40,7 +42,9 @@ def command() -> None:
 
 
 def _interrupted(received: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt in a command at work, which has things to put away; elsewhere leave at once.
+    """Raise an exception in a command at work, which has things to put away; elsewhere leave at once.
+
+    Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit.
 
     Elsewhere: while modules are imported, before the command has begun, after it has ended, and when asked again.
     """
@@ -49,6 +53,8 @@ def _interrupted(received: int, frame: FrameType | None) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             break
         if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == "txl.cli":
+            if received == signal.SIGTERM:
+                raise SystemExit(128 + received)
             raise KeyboardInterrupt
         frame = frame.f_back
     if os.environ.get("RANK", "0") == "0":

@@ -23,9 +23,9 @@ COMMANDS = {
     "start": ("demo", "presets", "data"),
     "train": ("train", "status", "report"),
     "measure": ("eval", "dynamic", "cache", "score", "recl"),
-    "look inside": ("attention", "samples"),
+    "analyse": ("attention", "samples"),
     "use": ("generate", "serve", "compress"),
-    "bring in and take out": ("import_", "export"),
+    "import and export": ("import_", "export"),
     "compare": ("reproduce", "bench"),
     "shell": ("completion",),
 }
@@ -188,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     """Run one command; Ctrl-C raises KeyboardInterrupt in this function alone (see `txl.__main__`)."""
+    if sys.stdout is None:
+        return _refuse("standard output is closed; expected a terminal, a file or a pipe")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # text that the terminal's encoding lacks must not end a command

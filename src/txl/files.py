@@ -93,7 +93,7 @@ def read_json(path: Path, remedy: str = "") -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number may have too many digits
         raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
 
 

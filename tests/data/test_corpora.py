@@ -378,31 +378,6 @@ def test_the_standard_library_can_be_read_in_every_unit(unit, data_dir):
         assert corpus.vocabulary.decode(corpus.tokens("valid")[:1000]) == text_of(corpus, "valid").decode()[:1000]
 
 
-def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
-    (tmp_path / "train.txt").write_text("what may be learnt from\n" * 30)
-    (tmp_path / "test.txt").write_text("what may not be learnt from\n" * 30)
-    message = refusal(str(tmp_path), tmp_path / "data")
-    assert "holds train.txt, test.txt, but no valid split; expected valid.txt too" in message
-    assert len(split_bytes(str(tmp_path / "*.txt"))["train"]) > 0
-    (tmp_path / "dev.txt").write_text("what is looked at on the way\n" * 30)
-    assert split_bytes(str(tmp_path))["valid"].startswith(b"what is looked at")
-    before = split_bytes(str(tmp_path))
-    for name in ("train.log", "test_notes.md"):
-        (tmp_path / name).write_text("beside the splits\n" * 30)
-    assert split_bytes(str(tmp_path)) == before, "plain names come first"
-    (tmp_path / "valid.txt").write_text("what is looked at, once more\n" * 30)
-    assert "holds train.txt, dev.txt, valid.txt, test.txt, more than one for a split" in refusal(
-        str(tmp_path), tmp_path / "data"
-    )
-    (tmp_path / "train.txt").rename(tmp_path / "my.train.txt")
-    assert "but no train split; expected train.txt too" in refusal(str(tmp_path), tmp_path / "data")
-    code = tmp_path / "package"
-    code.mkdir()
-    for name in ("train.py", "test.py"):  # source code whose files happen to be called so
-        (code / name).write_text("import this\n" * 30)
-    assert len(split_bytes(str(code))["train"]) > 300
-
-
 def test_a_whole_text_is_read_in_words(tmp_path):
     (tmp_path / "my.txt").write_text("one two three two\n" * 30)
     corpus = txl.open_corpus(str(tmp_path / "my.txt"), "word", data_dir=tmp_path / "data", whole=True, quiet=True)

@@ -51,7 +51,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus (preparing it if need be) and print what is known of it."""
-    from txl.data.corpora import absolute_path, natural_unit, open_corpus
+    from txl.data.corpora import absolute_path, natural_unit, open_corpus, refuse_unused
 
     hints = typing.get_type_hints(DataConfig)
     given = {
@@ -61,10 +61,12 @@ def run_open(arguments: argparse.Namespace) -> None:
     }
     config = RunConfig(data=DataConfig(**given))
     validate(config)
+    data = dataclasses.replace(config.data, corpus=arguments.name, unit=given.get("unit", natural_unit(arguments.name)))
+    refuse_unused(data, [f"data.{name}" for name in given])
     corpus = open_corpus(
         absolute_path(arguments.name),
-        given.get("unit", natural_unit(arguments.name)),
-        config=config.data,
+        data.unit,
+        config=data,
         data_dir=arguments.data_dir,
         quiet=arguments.json,
     )
@@ -76,6 +78,8 @@ def run_open(arguments: argparse.Namespace) -> None:
     for split, counts in info["splits"].items():
         unknown = f", {counts['unknown']:,} unknown" if counts.get("unknown") else ""
         print(f"  {split:6} {counts['tokens']:>13,} tokens  {counts['bytes']:>13,} bytes{unknown}")
+    for difference in info.get("differences", ()):
+        print(f"  note: not the published {info['name']}: {difference}")
     for note in corpus.notes("test", corpus.unknown_share("train")):
         print(f"  note: {note}")
     print(f"  prepared in {corpus.directory}")

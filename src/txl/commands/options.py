@@ -92,9 +92,9 @@ def add_config_options(
             **switch,
         )
     if "model" in sections:
-        parser.add_argument(
-            "-h", "--help", action=_Help, nargs=0, family=help_of, help="show this help, with the values of PRESET"
-        )
+        has_preset = any(action.dest == "preset" and not action.option_strings for action in parser._actions)
+        told = "show this help, with the values of PRESET" if has_preset else "show this help"
+        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, help=told)
 
 
 _TITLES = {
@@ -349,6 +349,8 @@ def pick_device(name: str | None) -> str:
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=chosen).item()
+        if chosen.startswith("cuda:"):
+            torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None

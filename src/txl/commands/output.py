@@ -170,7 +170,7 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
 def _removed_by_signals(path: Path) -> Iterator[None]:
     """Remove a file at Ctrl-C or SIGTERM, before anything else is done about them.
 
-    Ctrl-C may end the process at once (see `txl.__main__`), and so does SIGTERM by default; here it raises SystemExit.
+    Both may end the process at once (see `txl.__main__`; SIGTERM does by default); here SIGTERM raises SystemExit.
     """
     if threading.current_thread() is not threading.main_thread():  # which alone can have handlers
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from pathlib import Path
@@ -34,6 +33,7 @@ _SHORT = (
 """Fields that most users set: text, size, steps."""
 
 
+_MOST_MINUTES = 366 * 24 * 60
 _FAMILY = "transformer-xl"
 _CHOSEN = {
     "train.steps": "the minutes decide the steps",
@@ -47,9 +47,9 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "train",
-        help="train a model, or go on with a run that was stopped",
-        example="txl train stdlib-small --out runs/mine --corpus my.txt --steps 2000",
-        description="Train a model. The same command goes on with a run that was stopped. txl train PRESET --help "
+        help="train a model, or resume a run",
+        example="txl train stdlib-bpe --out runs/mine --corpus my.txt --steps 600",
+        description="Train a model. The same command resumes a run that was stopped. txl train PRESET --help "
         "shows the options of that preset's models, with its values in brackets.",
         add_help=False,
     )
@@ -86,12 +86,16 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or show what would be trained."""
-    from txl.data.corpora import with_absolute_paths
+    from txl.data.corpora import refuse_unused, with_absolute_paths
 
     began = time.perf_counter()
-    config = with_options(_base(arguments, began), config_options(arguments))
+    given, base = config_options(arguments), _base(arguments, began)
+    config = with_options(base, given)
+    if config.data.corpus != base.data.corpus and "data.source" not in given:
+        config.data.source = None  # that of the preset's own corpus
     config.data = with_absolute_paths(config.data)
     validate(config)
+    refuse_unused(config.data, given)
     if os.environ.get("RANK", "0") == "0":  # of several processes one says it
         check_corpus(config.data.corpus)
     _check_source(arguments)
@@ -171,8 +175,8 @@ def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
 def _check_minutes(arguments: argparse.Namespace) -> None:
     """Refuse minutes that cannot be, and what does not go with them."""
     minutes, given = arguments.minutes, config_options(arguments)
-    if not (0 < minutes < math.inf):
-        raise UserError(f"--minutes is {minutes:g}; expected a number above 0")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise UserError(f"--minutes is {minutes:g}; expected a number above 0, at most {_MOST_MINUTES:,} (a year)")
     if arguments.preset is not None:
         raise UserError(f"--minutes chooses a configuration, and {arguments.preset} is one; leave one of them out")
     for name, why in _CHOSEN.items():
@@ -231,12 +235,24 @@ def _check_source(arguments: argparse.Namespace) -> None:
         RunDirectory(arguments.init_from).config()
 
 
+def _inherited_size(arguments: argparse.Namespace) -> int | None:
+    """Return the size of the vocabulary of the run to go on with, or to start from; None without one."""
+    from txl.runs.directory import RunDirectory
+
+    out = arguments.out if arguments.preset is None else None
+    runs = [RunDirectory(each) for each in (out, arguments.init_from) if each is not None]
+    vocabularies = (run.vocabulary() for run in runs if run.config_path.exists())
+    return next((len(each) for each in vocabularies if each is not None), None)
+
+
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
     from txl.data.corpora import vocabulary_size
     from txl.training.estimate import estimate, softmax_hint
 
-    vocab_size = vocabulary_size(config.data, arguments.data_dir)
+    vocab_size = _inherited_size(arguments)
+    if vocab_size is None:
+        vocab_size = vocabulary_size(config.data, arguments.data_dir, quiet=arguments.quiet or arguments.json)
     device = pick_device(arguments.device)
     costs = estimate(config, vocab_size, device)
     if arguments.json:
@@ -251,7 +267,7 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     print(f"\ntokens per step            {costs.tokens_per_step:>14,}")
     if costs.targets_per_step != costs.tokens_per_step:
         print(f"of them with a loss        {costs.targets_per_step:>14,}")
-    print("memory in bytes, estimated")
+    print("RAM or GPU memory in bytes, estimated")
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_bytes:>14,}")

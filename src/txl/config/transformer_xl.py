@@ -38,7 +38,8 @@ class TransformerXLConfig(TransformerConfig):
     dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
     attention: AttentionName = setting(
         "auto",
-        "attention backend. auto: shifted; fastest: compiled on a CPU where there is a C++ compiler, else shifted",
+        "attention backend. auto: shifted; fastest: compiled on a CPU that has compiled code (the wheel's, or a C++ "
+        "compiler's), else shifted",
     )
 
     title: ClassVar[str] = "Transformer-XL (model.encoding relative or shaw)"

@@ -208,7 +208,10 @@ def checked(hint: TypeHint, value: object, name: str) -> Any:
         if value in typing.get_args(expected):
             return value
     elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"configuration field {name} is too large; expected {_described(expected)}") from None
     elif type(value) is expected:
         return value
     raise UserError(f"configuration field {name} is {value!r}; expected {_described(expected)}")

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -17,7 +17,7 @@ from txl.data.catalogue import BENCHMARKS
 from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
-from txl.data.public import PublicCorpus
+from txl.data.public import PublicCorpus, cut_down_by
 from txl.data.sources import (
     SPLITS,
     WHOLE,
@@ -30,7 +30,7 @@ from txl.data.sources import (
 )
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
-from txl.files import usable_cache
+from txl.files import JsonObject, usable_cache
 
 __all__ = [
     "Corpus",
@@ -41,6 +41,7 @@ __all__ = [
     "list_corpora",
     "natural_unit",
     "open_corpus",
+    "refuse_unused",
     "vocabulary_size",
     "with_absolute_paths",
 ]
@@ -61,12 +62,35 @@ def natural_unit(name: str) -> str:
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
 
+def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
+    """Refuse settings that this text, read in this unit, has no use for.
+
+    Args:
+        data: the settings.
+        given: names of those that a user has set, as "data.min_count".
+    """
+    public = BENCHMARKS.get(data.corpus)
+    uses = {
+        "vocab_size": (data.unit == "bpe", f"{data.unit} tokens have no use for it"),
+        **dict.fromkeys(
+            ("min_count", "max_words", "word_rule"), (data.unit == "word", f"{data.unit} tokens have no use for it")
+        ),
+        "normalise": (data.unit != "byte", "bytes are never changed"),
+        **dict.fromkeys(("like_original", "verify"), (public is not None, "only public corpora have use for it")),
+        "boundary": (public is not None and public.sentences, "only lm1b has use for it"),
+    }
+    usual = DataConfig()
+    for name, (is_used, why) in uses.items():
+        if not is_used and f"data.{name}" in given and getattr(data, name) != getattr(usual, name):
+            raise UserError(f"data.{name} is set, but {why}; leave it out")
+
+
 def known_vocabulary_size(config: DataConfig) -> int | None:
     """Return the size of a corpus's vocabulary where it is known without opening it, else None."""
     if config.unit == "byte" and not config.like_original:
         return 256
     public = BENCHMARKS.get(config.corpus)
-    cut_down = config.min_count not in (None, 1) or config.max_words is not None or config.word_rule == "punctuation"
+    cut_down = config.unit == "word" and bool(cut_down_by(config))
     if public is None or config.unit != public.unit or cut_down or config.normalise or not config.verify:
         return None
     sizes = public.original_vocabulary if config.like_original and public.original_vocabulary else public.vocabulary
@@ -186,7 +210,7 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return a copy whose corpus and source are the same from every working directory."""
-    source = None if data.source is None else os.path.abspath(Path(data.source).expanduser())
+    source = None if data.source is None else os.path.abspath(os.path.expanduser(data.source))
     return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
 
 
@@ -232,7 +256,13 @@ def _open(
     told_apart: Sequence[str] = (),
 ) -> Corpus:
     """Open what was prepared from these files with this recipe; files count by path, size and time of change."""
-    everything = [META_FORMAT, name, stamps_of(files), recipe.settings(), *told_apart]
+    stamps = stamps_of(files)
+
+    def check(_: JsonObject) -> None:
+        if stamps_of(files) != stamps:
+            raise UserError(f"{name} changed while it was read; run the command again")
+
+    everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
     safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in label).lstrip(".")[:40] or "text"
     directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"
@@ -240,7 +270,7 @@ def _open(
     if corpus is not None:
         return corpus
     with preparing(name, recipe.unit, quiet) as progress:
-        prepare(directory, name, pieces, recipe, progress)
+        prepare(directory, name, pieces, recipe, progress, check)
     corpus = Corpus(directory)
     was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import lzma
 import shutil
@@ -31,6 +32,8 @@ def is_archive(path: Path) -> bool:
 def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
     """Unpack the members that are wanted, under their own paths.
 
+    The archive is read to its end, where compression keeps a sum over the content.
+
     Args:
         archive: zip or tar.
         folder: where to; exists.
@@ -53,7 +56,7 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
                 shutil.copyfileobj(source, file, 1 << 20)
     except RuntimeError as error:  # encrypted, or compressed in an unknown way (NotImplementedError)
         raise UserError(f"{archive}: cannot be read ({error})") from None
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+    except (zipfile.BadZipFile, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive}: damaged ({error or type(error).__name__})") from None
 
 
@@ -73,6 +76,10 @@ def _tar_members(archive: Path) -> Iterator[Member]:
         for member in file:
             if member.isfile():
                 yield member.name, lambda member=member: _opened(file, member)
+    if archive.name.endswith((".tgz", ".tar.gz")):  # tarfile takes a header that is damaged for the end
+        with gzip.open(archive, "rb") as content:
+            while content.read(1 << 20):
+                pass
 
 
 def _opened(file: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -264,7 +271,8 @@ def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
     missing = _missing(benchmark, parts)
     if missing is None:
         return
-    here = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+    those = source.iterdir() if source.is_dir() else (path for paths in parts.values() for path in paths)
+    here = sorted({path.name for path in those})
     held = f"it holds {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "it holds nothing of it"
     lacks = " and ".join(f"{part} ({' or '.join(names[:2])})" for part, names in missing.items())
     raise UserError(f"{source}: no {lacks} of {benchmark.name} there, {held}; expected {_expected(benchmark)}")
@@ -277,6 +285,9 @@ def _expected(benchmark: Benchmark) -> str:
 
 def _stripped(pieces: list[Piece]) -> list[Piece]:
     """Return the pieces without a space at the beginning or the end (text8 has at most one at each)."""
+    pieces = [piece for piece in pieces if next(piece.blocks(), b"")]
+    if not pieces:
+        return pieces  # which is refused where it is read
     first, last = pieces[0], pieces[-1]
     if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
         pieces = [Piece(first.path, first.start + 1, first.end), *pieces[1:]]

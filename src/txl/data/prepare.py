@@ -22,7 +22,7 @@ import numpy as np
 
 from txl.config import DataConfig, WordRule
 from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, words
-from txl.data.prepared import META_FORMAT, Corpus, TokenWriter, token_dtype
+from txl.data.prepared import META_FORMAT, Corpus, NotAllowed, TokenWriter, token_dtype
 from txl.data.progress import say
 from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
@@ -97,9 +97,13 @@ def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
         return None
     try:
         return Corpus(directory)
+    except NotAllowed:
+        raise
     except UserError as error:
-        say(f"note: {error}; preparing {name} anew", quiet)
         shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            raise UserError(f"{error}, and it cannot be removed; choose another --data-dir") from None
+        say(f"note: {error}; preparing {name} anew", quiet)
         return None
 
 
@@ -123,7 +127,7 @@ def prepare(
     progress: StageProgress,
     check: Callable[[JsonObject], None] | None = None,
 ) -> None:
-    """Make the prepared corpus `directory`, or leave no trace.
+    """Make the prepared corpus `directory`, or leave no trace; what kill -9 leaves is removed a day later.
 
     Args:
         directory: is made; if another process makes it meanwhile, theirs stays.

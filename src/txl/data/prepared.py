@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 META_FORMAT = 1
 
 
+class NotAllowed(UserError):
+    """A prepared corpus that belongs to somebody else."""
+
+
 Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 """Token ids [N]."""
 
@@ -292,4 +296,6 @@ def read_meta(directory: Path) -> JsonObject:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
+        if isinstance(error, PermissionError):
+            raise NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir") from None
         raise UserError(f"{directory}: damaged ({type(error).__name__}: {error})") from None

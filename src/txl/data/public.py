@@ -59,12 +59,10 @@ class PublicCorpus:
         self._is_natural = config.unit == benchmark.unit and vocabulary is None
         if boundary not in get_args(Boundary):
             raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(get_args(Boundary))}")
-        cut_down = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
-        if config.word_rule == "punctuation":
-            cut_down.append("word_rule")
+        cut_down = cut_down_by(config) if config.unit == "word" else []
         self._is_natural = self._is_natural and "word_rule" not in cut_down
         self._is_whole = not cut_down
-        if benchmark.sentences and cut_down and config.unit == "word":
+        if benchmark.sentences and cut_down:
             raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
 
     def open(self) -> Corpus:
@@ -77,15 +75,39 @@ class PublicCorpus:
         key = hashlib.sha256(settings.encode()).hexdigest()[:16]
         prefix = f"{self.benchmark.name}-{self.config.unit}-{key}"
         if self.source is None:
-            for directory in sorted(self.folder.glob(f"{prefix}-*")):
-                corpus = prepared_before(directory, self.benchmark.name, self.quiet)
-                if corpus is not None:
-                    return corpus
-            return self._prepare(self.folder / f"{prefix}-download")
+            return self._opened_before(prefix) or self._prepare(self.folder / f"{prefix}-download")
         stamps = stamps_of(source_files(self.benchmark, self.source))
         stamp = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:8]
         directory = self.folder / f"{prefix}-{stamp}"
-        return prepared_before(directory, self.benchmark.name, self.quiet) or self._prepare(directory)
+        corpus = prepared_before(directory, self.benchmark.name, self.quiet)
+        return self._prepare(directory) if corpus is None else self._said(corpus)
+
+    def _opened_before(self, prefix: str) -> Corpus | None:
+        """Open what was prepared already, from a download or any source.
+
+        Raises:
+            UserError: if there are several texts, all of them others than the published one.
+        """
+        found = [
+            corpus
+            for directory in sorted(self.folder.glob(f"{prefix}-*"))
+            if (corpus := prepared_before(directory, self.benchmark.name, self.quiet)) is not None
+        ]
+        for corpus in found:
+            if not corpus.info().get("differences"):
+                return corpus
+        if len({corpus.info()["identity"] for corpus in found}) > 1:
+            raise UserError(
+                f"{len(found)} different texts were prepared as {self.benchmark.name}, and none is the published one; "
+                f"name one with data.source"
+            )
+        return self._said(found[0]) if found else None
+
+    def _said(self, corpus: Corpus) -> Corpus:
+        """Return a corpus that was prepared before; a line says if it is not the published one."""
+        if differences := corpus.info().get("differences"):
+            say(f"note: this is not the published {self.benchmark.name}: {'; '.join(differences)}", self.quiet)
+        return corpus
 
     def _settings(self) -> JsonObject:
         """Return the settings that the token files depend on, beside the text."""
@@ -198,6 +220,12 @@ class PublicCorpus:
             hint = "; a text of your own that is only laid out like it needs data.verify false" if self.source else ""
             raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{hint}")
         say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
+
+
+def cut_down_by(config: DataConfig) -> list[str]:
+    """Return the settings by which words are left out, or cut otherwise than at white space."""
+    names = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
+    return [*names, "word_rule"] if config.word_rule == "punctuation" else names
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:

@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,11 @@ WHOLE = "all"
 """The one split of a text that is read as a whole."""
 TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
+_COMPRESSED_BLOCK = 1 << 10
+"""Bytes of a .zst file that are decompressed at a time; text that repeats itself becomes ten thousand times as many."""
+_SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
+"""Words for each split in the names of files and folders."""
+_COMPRESSED_END = r"\.(gz|xz|zst)$"
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class _ZstdFile(io.RawIOBase):
     def __init__(self, path: Path):
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
         self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._ready = b""
+        self._ready = memoryview(b"")
         self._in_frame = False
 
     def readable(self) -> bool:
@@ -113,13 +118,13 @@ class _ZstdFile(io.RawIOBase):
             if self._frame.eof:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
                 self._in_frame = False
-            data = data or self._file.read(1 << 16)
+            data = data or self._file.read(_COMPRESSED_BLOCK)
             if not data:
                 if self._in_frame:
                     raise EOFError("the compressed file ends early")
                 return 0
             self._in_frame = True
-            self._ready = self._frame.decompress(data)
+            self._ready = memoryview(self._frame.decompress(data))
         count = min(memoryview(buffer).nbytes, len(self._ready))
         memoryview(buffer).cast("B")[:count] = self._ready[:count]
         self._ready = self._ready[count:]
@@ -188,13 +193,13 @@ def is_cut(text: str) -> bool:
 def user_pieces(text: str) -> Pieces:
     """Return the splits of a user's file, folder or glob.
 
-    A folder with files named train, valid (or validation, val, dev) and test uses them. Everything else is put
-    together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
+    A folder with files or folders named train, valid (or validation, val, dev) and test uses them. Everything else is
+    put together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
     if named is not None:
-        return {split: [Piece(path)] for split, path in named.items()}
+        return {split: [Piece(path) for path in found] for split, found in named.items()}
     sizes = [content_size(path) for path in paths]
     total = sum(sizes)
     if total == 0:
@@ -208,7 +213,11 @@ def user_pieces(text: str) -> Pieces:
 
 
 def find_files(text: str) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted; hidden ones are left out of folders."""
+    """Return the files that a path, folder or glob names, sorted.
+
+    Hidden ones are left out of folders, and so is what this package writes: runs, reproductions and prepared corpora.
+    A folder that links lead to several times is read once.
+    """
     path = Path(text)
     try:
         if path.is_file():
@@ -218,9 +227,14 @@ def find_files(text: str) -> list[Path]:
             if not found:
                 raise UserError(f"{text}: the folder holds no files")
             return found
-        found = [Path(each).absolute() for each in sorted(glob.glob(text, recursive=True)) if Path(each).is_file()]
-        if not found:  # a glob passes over what it may not look at
-            os.listdir(_folder_before_magic(path)) if glob.has_magic(text) else path.stat()
+        if not glob.has_magic(text):
+            path.stat()  # tells why it is neither
+            if path.exists():
+                raise UserError(f"{text}: neither a file nor a folder; expected text in a file, not a pipe or device")
+        found = _matching(text)
+        if not found or "**" in text:  # a glob passes over what it may not look at
+            before = _folder_before_magic(path)
+            list(_files_below(before)) if "**" in text else os.listdir(before)
     except (FileNotFoundError, NotADirectoryError):
         found = []
     except OSError as error:
@@ -231,8 +245,18 @@ def find_files(text: str) -> list[Path]:
     return found
 
 
+def _matching(pattern: str) -> list[Path]:
+    """Return the files that match a glob, sorted; of several ways through links to a folder the first."""
+    found: dict[tuple[str, str], Path] = {}
+    for each in sorted(glob.glob(pattern, recursive=True)):
+        path = Path(each).absolute()
+        if path.is_file():
+            found.setdefault((os.path.realpath(path.parent), path.name), path)
+    return list(found.values())
+
+
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and those below it, without hidden ones.
+    """Yield the files of a folder and those below it, without hidden ones and what this package writes.
 
     Raises:
         OSError: if one of the folders cannot be read: its files would be missing without a word.
@@ -241,10 +265,23 @@ def _files_below(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    for inside, folders, names in os.walk(folder, onerror=fail):
+    seen = set()
+    for inside, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders.sort()
+        status = os.stat(inside)
+        if (status.st_dev, status.st_ino) in seen or _is_ours({*folders, *names}):
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = (Path(inside) / name for name in names if not name.startswith("."))
         yield from (path for path in files if path.is_file())
+
+
+def _is_ours(names: set[str]) -> bool:
+    """Return whether a folder with these names in it is a run, a reproduction or a prepared corpus."""
+    marks = {"config.json", "checkpoints"}, {"config.json", "log.jsonl"}, {"meta.json", "train.tokens"}
+    return "experiment.json" in names or any(each <= names for each in marks)
 
 
 def _folder_before_magic(path: Path) -> Path:
@@ -259,37 +296,82 @@ def content_size(path: Path) -> int:
     return sum(len(block) for block in Piece(path).blocks())
 
 
-def _named_splits(folder: Path, paths: list[Path]) -> dict[str, Path] | None:
-    """Return the files that are named after splits, if there is one for each.
+def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | None:
+    """Return the files of each split, if names tell.
 
-    A plain name, say train.txt, in the folder itself comes before others, say train.log.
+    The first of these counts: plain names, say train.txt, in the folder itself; one file for each split, whatever else
+    is in its name; the one set of texts whose names differ in nothing but the split, say ptb.train.txt; folders named
+    after splits.
 
     Raises:
-        UserError: if the folder itself holds plain files of two splits, but not one for each of the three: to mix them
-            and cut them anew would train on what was meant for testing.
+        UserError: if there are texts of two splits, but not one set of all three: to mix them and cut them anew would
+            train on what was meant for testing.
     """
-    patterns = {"train": r"train", "valid": r"valid|validation|val|dev", "test": r"test"}
-    matching = {
-        split: [path for path in paths if re.fullmatch(rf"(.*[._-])?({pattern})([._-].*)?", path.name)]
-        for split, pattern in patterns.items()
-    }
-    plain = {
-        split: [
-            path
-            for path in matching[split]
-            if path.parent == folder.absolute() and re.fullmatch(rf"({pattern})\.(txt|text|tokens|raw).*", path.name)
-        ]
-        for split, pattern in patterns.items()
-    }
+    named = [
+        (split, found[1] or "", found[3] or "", path)
+        for path in paths
+        for split, words in _SPLIT_WORDS.items()
+        if (found := re.fullmatch(rf"(.*[._-])?({words})([._-].*)?", path.name))
+    ]
+    root = folder.absolute()
+    plain = _by_split(
+        (split, path) for split, before, after, path in named if path.parent == root and not before and _is_plain(after)
+    )
+    matching = _by_split((split, path) for split, _, _, path in named)
     for found in (plain, matching):
         if all(len(each) == 1 for each in found.values()):
-            return {split: each[0] for split, each in found.items()}
-    if sum(bool(each) for each in plain.values()) < 2:
-        return None
-    held = ", ".join(path.name for each in plain.values() for path in each)
-    missing = next((split for split in SPLITS if not plain[split]), None)
-    wrong = f"but no {missing} split; expected {missing}.txt too" if missing else "more than one for a split"
-    raise UserError(f"{folder}: holds {held}, {wrong} (or give the files themselves, as a glob, to cut them anew)")
+            return found
+    sets: dict[tuple[Path, str, str], list[tuple[str, Path]]] = {}
+    for split, before, after, path in named:
+        if _is_plain(path.suffix if path.suffix not in COMPRESSED else Path(path.stem).suffix):
+            sets.setdefault((path.parent, before, re.sub(_COMPRESSED_END, "", after)), []).append((split, path))
+    several = [found for found in map(_by_split, sets.values()) if sum(map(bool, found.values())) > 1]
+    below = _by_split(
+        (split, path)
+        for path in paths
+        for split, words in _SPLIT_WORDS.items()
+        if path.parent != root and re.fullmatch(words, path.relative_to(root).parts[0])
+    )
+    if not several and below["train"] and (below["valid"] or below["test"]):
+        folders = {path.relative_to(root).parts[0] for files in below.values() for path in files}
+        if len(folders) == len(SPLITS) and all(below.values()):
+            return below
+        several = [below]
+    several = [plain] if sum(map(bool, plain.values())) > 1 else several
+    if len(several) == 1 and several[0] is not plain and all(len(each) == 1 for each in several[0].values()):
+        return several[0]
+    if several:
+        mixed = _mixed(root, several)
+        raise UserError(f"{folder}: {mixed} (or give the files themselves, as a glob, to cut them anew)")
+    return None
+
+
+def _by_split(files: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    for split, path in files:
+        found[split].append(path)
+    return found
+
+
+def _is_plain(ending: str) -> bool:
+    """Return whether a name that ends so is a text's, rather than source code's, say."""
+    return re.match(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)", ending) is not None
+
+
+def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
+    """Return why splits cannot be told apart."""
+    held = {
+        path.relative_to(root).as_posix(): words
+        for found in several
+        for words, files in zip(_SPLIT_WORDS.values(), found.values(), strict=True)
+        for path in files
+    }
+    listed = f"holds {', '.join(list(held)[:6])}{' ...' if len(held) > 6 else ''}"
+    missing = next((split for split in SPLITS if not several[0][split]), None)
+    if missing is None or len(several) > 1:
+        return f"{listed}, more than one for a split"
+    name, words = next(iter(held.items()))
+    return f"{listed}, but no {missing} split; expected {re.sub(words, missing, name, count=1)} too"
 
 
 def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
@@ -311,4 +393,5 @@ def character_start(paths: list[Path], sizes: list[int], position: int) -> int:
     for ahead, value in enumerate(following):
         if not 0x80 <= value <= 0xBF:
             return position + ahead
-    return position
+    # All four of them: this is no UTF-8. Fewer: the text ends inside the character.
+    return position + len(following) if len(following) < 4 else position

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from txl.config import RunConfig, with_options
-from txl.data.corpora import absolute_path, is_named, open_corpus, with_absolute_paths
+from txl.data.corpora import absolute_path, is_named, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.prepared import Corpus, Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
 from txl.errors import UserError
@@ -40,6 +41,7 @@ def open_run_corpus(
         data.source = None  # the run's is that of its own corpus
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
+    refuse_unused(dataclasses.replace(data, unit=vocabulary.kind), options)  # pyright: ignore[reportArgumentType]
     # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
     prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
     made_of_it = data.corpus == own.corpus and prepared_it

@@ -1,0 +1,277 @@
+"""Which files a path, folder or glob names, and which of them are splits."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import zstandard
+from tests.conftest import small_run
+from tests.data.test_corpora import refusal, split_bytes
+
+import txl
+from txl.config import DataConfig
+from txl.data import corpora, prepare
+from txl.data.corpora import refuse_unused
+from txl.data.sources import find_files, open_file
+from txl.errors import UserError
+from txl.training.trainer import Trainer
+
+
+def write(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n" * 30)
+
+
+def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
+    (tmp_path / "train.txt").write_text("what may be learnt from\n" * 30)
+    (tmp_path / "test.txt").write_text("what may not be learnt from\n" * 30)
+    message = refusal(str(tmp_path), tmp_path / "data")
+    assert "holds train.txt, test.txt, but no valid split; expected valid.txt too" in message
+    assert len(split_bytes(str(tmp_path / "*.txt"))["train"]) > 0
+    (tmp_path / "dev.txt").write_text("what is looked at on the way\n" * 30)
+    assert split_bytes(str(tmp_path))["valid"].startswith(b"what is looked at")
+    before = split_bytes(str(tmp_path))
+    for name in ("train.log", "test_notes.md"):
+        (tmp_path / name).write_text("beside the splits\n" * 30)
+    assert split_bytes(str(tmp_path)) == before, "plain names come first"
+    (tmp_path / "valid.txt").write_text("what is looked at, once more\n" * 30)
+    assert "holds train.txt, dev.txt, valid.txt, test.txt, more than one for a split" in refusal(
+        str(tmp_path), tmp_path / "data"
+    )
+    (tmp_path / "train.txt").rename(tmp_path / "my.train.txt")
+    assert "but no train split; expected train.txt too" in refusal(str(tmp_path), tmp_path / "data")
+    code = tmp_path / "package"
+    code.mkdir()
+    for name in ("train.py", "test.py"):  # source code whose files happen to be called so
+        (code / name).write_text("import this\n" * 30)
+    assert len(split_bytes(str(code))["train"]) > 300
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens", "setup_test.py"),
+        ("train.jsonl", "valid.jsonl.gz", "test.jsonl", "test.py", "test_all.py"),
+        ("train/part0.jsonl", "valid/part0.jsonl", "test/part0.jsonl", "README.md"),
+    ],
+)
+def test_splits_are_known_by_their_names(names, tmp_path):
+    plain = [name for name in names if not name.endswith(".gz")]
+    write(tmp_path, *plain)
+    for name in set(names) - set(plain):
+        (tmp_path / name).write_bytes(gzip.compress(f"{name}\n".encode() * 30))
+    found = {split: content.split(b"\n")[0].decode() for split, content in split_bytes(str(tmp_path)).items()}
+    assert found == dict(zip(("train", "valid", "test"), names[:3], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("wiki.train.tokens", "wiki.test.tokens"), "but no valid split; expected wiki.valid.tokens too"),
+        (
+            [f"ptb.{kind}{split}.txt" for kind in ("", "char.") for split in ("train", "valid", "test")],
+            "more than one for a split",
+        ),
+        (("train/a.txt", "test/a.txt"), "but no valid split; expected valid/a.txt too"),
+        (("train/a.txt", "valid/a.txt", "dev/a.txt", "test/a.txt"), "more than one for a split"),
+    ],
+)
+def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, said, tmp_path):
+    write(tmp_path, *names)
+    message = refusal(str(tmp_path), tmp_path / ".data")
+    assert said in message
+    assert "give the files themselves, as a glob" in message
+
+
+def test_folders_of_source_code_may_be_called_train_and_test(tmp_path):
+    write(tmp_path, "src/train.py", "src/test.py", "tests/test_train.py", "test/test_a.py", "dev/notes.txt")
+    assert len(split_bytes(str(tmp_path))["train"]) > 300
+
+
+def test_what_this_package_wrote_into_a_folder_is_not_its_text(tmp_path):
+    write(tmp_path, "a.txt", "config.json", "sub/b.txt")
+    before = find_files(str(tmp_path))
+    write(tmp_path, "runs/mine/config.json", "runs/mine/log.jsonl", "runs/mine/checkpoints/step-00000001/x.json")
+    write(tmp_path, "imported/config.json", "imported/checkpoints/step-00000000/manifest.json")
+    write(tmp_path, "runs/reproduce/experiment.json", "runs/reproduce/results/xl-seed1.json")
+    write(tmp_path, "cache/a-byte-0/meta.json", "cache/a-byte-0/train.tokens")
+    assert find_files(str(tmp_path)) == before
+
+
+def test_a_run_in_the_folder_of_its_text_goes_on(story, tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "story.txt").write_bytes(story.read_bytes())
+    run = small_run(str(project))
+    out, cache = project / "runs" / "a", project / "cache"
+    first = Trainer(run, out, device="cpu", data_dir=cache, quiet=True).fit()
+    again = Trainer(run, out, device="cpu", data_dir=cache, quiet=True).fit()
+    assert again | {"seconds": 0} == first | {"seconds": 0}
+
+
+def test_links_are_followed_once(tmp_path):
+    write(tmp_path, "texts/a.txt", "beside/b.txt")
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "beside", target_is_directory=True)
+    (tmp_path / "texts" / "self").symlink_to(tmp_path / "texts", target_is_directory=True)
+    both = [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "linked" / "b.txt"]
+    assert find_files(str(tmp_path / "texts")) == both
+    assert find_files(str(tmp_path / "texts" / "**")) == both
+
+
+@pytest.mark.parametrize("pattern", ["", "**"])
+def test_a_folder_below_that_cannot_be_read_is_named(pattern, tmp_path, monkeypatch):
+    write(tmp_path, "a.txt", "sub/b.txt")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"sub: cannot be read \(Permission denied\)"):
+        find_files(str(tmp_path / pattern))
+
+
+def test_a_pipe_is_not_said_to_be_missing(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor a folder" in refusal(str(tmp_path / "pipe"), tmp_path)
+
+
+def test_a_cut_in_the_last_character_leaves_no_split_for_it(tmp_path):
+    (tmp_path / "days.txt").write_text("日" * 7)
+    assert "too few to cut" in refusal(str(tmp_path / "days.txt"), tmp_path / "data", "char")
+
+
+def test_text_that_repeats_itself_is_decompressed_in_parts(tmp_path):
+    path = tmp_path / "line.zst"
+    content = b"the same line once more\n" * 2_000_000
+    path.write_bytes(zstandard.compress(content))
+    largest = 0
+    with open_file(path) as file:
+        assert isinstance(file, io.BufferedReader)
+        read = 0
+        while block := file.read(1 << 16):
+            largest = max(largest, len(file.raw._ready))  # pyright: ignore[reportAttributeAccessIssue]
+            read += len(block)
+    assert read == len(content)
+    assert largest < len(content) / 3
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("abcd " * 2000)
+    real = prepare._make_vocabulary
+
+    def make(*given):
+        vocabulary = real(*given)
+        path.write_text("wxyz " * 2000)
+        os.utime(path, ns=(1, 1))
+        return vocabulary
+
+    monkeypatch.setattr(prepare, "_make_vocabulary", make)
+    assert "changed while it was read; run the command again" in refusal(str(path), tmp_path / "data", "char")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_prepared_corpus_of_somebody_else_is_left_alone(story, tmp_path, monkeypatch):
+    corpus = txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+    real = type(corpus.directory).read_text
+
+    def read_text(path, *given, **named):
+        if path.name == "meta.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(type(corpus.directory), "read_text", read_text)
+    message = refusal(str(story), tmp_path, "char")
+    assert message.endswith("meta.json: Permission denied; choose another --data-dir")
+    assert (corpus.directory / "train.tokens").exists()
+
+
+def test_a_damaged_corpus_that_cannot_be_removed_is_not_prepared_for_nothing(story, tmp_path, monkeypatch):
+    corpus = txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+    (corpus.directory / "train.tokens").write_bytes(b"")
+    monkeypatch.setattr(prepare.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(corpora, "prepare", lambda *_: pytest.fail("prepared for nothing"))
+    assert "it cannot be removed; choose another --data-dir" in refusal(str(story), tmp_path, "char")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"min_count": 5}, "data.min_count is set, but byte tokens have no use for it; leave it out"),
+        ({"vocab_size": 300, "unit": "word"}, "data.vocab_size is set, but word tokens have no use for it"),
+        ({"normalise": False}, "data.normalise is set, but bytes are never changed"),
+        ({"like_original": True}, "data.like_original is set, but only public corpora have use for it"),
+        ({"verify": False}, "data.verify is set, but only public corpora have use for it"),
+        ({"boundary": "both", "corpus": "enwik8"}, "data.boundary is set, but only lm1b has use for it"),
+        ({"min_count": 5, "unit": "word"}, None),
+        ({"vocab_size": 300, "unit": "bpe"}, None),
+        ({"verify": False, "like_original": True, "corpus": "enwik8"}, None),
+        ({"boundary": "both", "corpus": "lm1b", "unit": "word"}, None),
+    ],
+)
+def test_settings_that_a_text_has_no_use_for_are_refused(settings, said):
+    data = DataConfig(**settings)
+    given = [f"data.{name}" for name in settings]
+    if said is None:
+        refuse_unused(data, given)
+    else:
+        with pytest.raises(UserError, match=said):
+            refuse_unused(data, given)
+        refuse_unused(data, [])  # a preset's
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data", "info", "{story}", "--min-count", "5"),
+        ("train", "stdlib-tiny", "--corpus", "{story}", "--data.max-words", "5", "--dry-run"),
+        ("reproduce", "table6", "--corpus", "{story}", "--data.vocab-size", "500", "--dry-run"),
+    ],
+)
+def test_commands_refuse_settings_without_use(words, story, data_dir, capsys):
+    from txl.cli import main
+
+    assert main([word.format(story=story) for word in words] + ["--data-dir", str(data_dir)]) == 2
+    assert "is set, but" in capsys.readouterr().err
+
+
+def test_sigterm_while_a_text_is_prepared_leaves_nothing(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcd " * 1000)
+    code = f"""
+import os, signal, sys
+sys.argv = ["txl", "data", "info", {str(path)!r}, "--unit", "char", "--data-dir", {str(tmp_path / "data")!r}]
+import txl.__main__ as program
+from txl.data import prepare
+def make(*given):
+    os.kill(os.getpid(), signal.SIGTERM)
+prepare._make_vocabulary = make
+program.command()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (143, [])
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_json_with_a_number_of_too_many_digits_is_not_a_configuration(tmp_path):
+    from txl.config import RunConfig
+    from txl.files import read_json
+
+    (tmp_path / "a.json").write_text('{"a": 1' + "0" * 5000 + "}")
+    with pytest.raises(UserError, match="not JSON"):
+        read_json(tmp_path / "a.json")
+    stored = RunConfig().to_dict()
+    stored["train"]["learning_rate"] = 10**400
+    with pytest.raises(UserError, match=r"train\.learning_rate is too large; expected a number"):
+        RunConfig.from_dict(json.loads(json.dumps(stored)))
