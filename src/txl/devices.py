@@ -52,6 +52,14 @@ class Late:
         return self._read
 
 
+def seed_generators(seed: int, device: str) -> None:
+    """Seed the random numbers of the CPU, and of the GPUs if the device is one."""
+    if device.startswith("cuda"):
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 class Captured:
     """A function of CUDA tensors, recorded once as a graph and replayed: hundreds of kernels cost one launch.
 

@@ -129,12 +129,14 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         UserError: for several processes of a machine with several GPUs, and one GPU by number.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.startswith("cuda:"):
+        if count > 1 and here > 1 and torch.cuda.device_count() > 1:
+            raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")
+        torch.cuda.set_device(device)
     if count == 1 or "RANK" not in os.environ:
         yield Processes(), device
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.startswith("cuda:") and here > 1 and torch.cuda.device_count() > 1:
-        raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)

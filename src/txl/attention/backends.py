@@ -60,8 +60,12 @@ def compiled_attention(
     # `torch.compile` traces shapes; what the machine has was asked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
         raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
-    filled = None if scope.filled is None else torch.tensor(scope.filled)
+    filled = None if scope.filled is None else torch.tensor(scope.filled, device="cpu")
     return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)
+
+
+def _compiled_obstacle(device: str, dtype: torch.dtype | None, _: object) -> str | None:
+    return why_not_training(device, dtype or torch.float32)
 
 
 def attention_without_gradients(
@@ -208,7 +212,7 @@ BACKENDS = {
             compiled_step=True,
             devices=("cpu",),
             dtypes=(torch.float32, torch.bfloat16),
-            obstacle=lambda device, dtype, _: why_not_training(device, dtype or torch.float32),
+            obstacle=_compiled_obstacle,
         ),
         Backend(
             "triton",

@@ -58,7 +58,8 @@ def masked_scores(
     """
     n_head, n_lane, n_query, _ = query_u.shape
     n_key = key.shape[2]
-    buffer = torch.bmm(query_v.reshape(n_head, n_lane * n_query, -1), position.transpose(1, 2))  # terms (b) and (d)
+    query_v = query_v.reshape(n_head, n_lane * n_query, query_v.shape[-1])
+    buffer = torch.bmm(query_v, position.transpose(1, 2))  # terms (b) and (d)
     rows = buffer.view(n_head, n_lane, n_query, n_key + 1)
     column = torch.arange(n_query, device=buffer.device)
     rows[..., :n_query].masked_fill_(column < n_query - column[:, None], -math.inf)
@@ -139,7 +140,7 @@ class _ShiftedAttention(torch.autograd.Function):
         # The gradient of the scores, written through the shifted view of a buffer. Hidden keys get zeros (their weight
         # is zero), which fill the unused corners of rows 1..T-1; that of row 0 is cleared here.
         buffer = weights.new_empty(n_head, n_lane * n_query, n_key + 1)
-        buffer.view(n_head * n_lane, -1)[:, :n_query] = 0
+        buffer.view(n_head * n_lane, n_query * (n_key + 1))[:, :n_query] = 0
         grad_scores = shifted_view(buffer, n_lane, n_query)
         grad_weights = torch.bmm(grad_output, value.flatten(0, 1).transpose(1, 2))
         if keep is not None:

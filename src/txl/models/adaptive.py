@@ -105,7 +105,8 @@ class AdaptiveEmbedding(nn.Module):
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])
             if len(self.projections) > 0:
-                embedded = linear(embedded, self.projections[0])
+                # Not in autocast's dtype: all layers add to it.
+                embedded = linear(embedded, self.projections[0]).to(self.tables[0].dtype)
         else:
             flat = tokens.reshape(-1)
             # A token that no cluster holds shows as NaN, where zeros would give a plausible loss.

@@ -31,6 +31,8 @@ from txl.models.language_model import EVERY_TARGET, CacheSettings, LanguageModel
 MAX_SCORES = 1 << 24
 """Products h_t . h_i that may exist at a time."""
 MAX_SIZE = 1 << 32
+_MOST_THETA = 1e30
+"""Products of hidden states times more than this leave float32."""
 """Pairs that a cache may be given: more than any text has here."""
 
 
@@ -263,8 +265,8 @@ def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) ->
     if not 1 <= size <= MAX_SIZE:
         raise UserError(f"the cache's size is {size}; expected 1 pair or more, at most {MAX_SIZE}")
     for theta in thetas:
-        if not 0 <= theta < math.inf:
-            raise UserError(f"the cache's theta is {theta}; expected 0 or more")
+        if not 0 <= theta <= _MOST_THETA:
+            raise UserError(f"the cache's theta is {theta}; expected 0 or more, at most {_MOST_THETA:g}")
     for weight in weights:
         if not 0 <= weight < 1:
             raise UserError(f"the cache's lambda is {weight}; expected a share from 0 up to but not including 1")

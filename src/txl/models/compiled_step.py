@@ -21,7 +21,7 @@ from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 from txl.native.build import library
 from txl.native.few_rows import MOST_ROWS, WEIGHT_SUFFIXES, sums_dtype
-from txl.native.tensors import Count, Pointer
+from txl.native.tensors import Count, Pointer, readable
 
 _MOST_D = 512  # MOST_D in decode.cpp
 _Pointers = ctypes.Array[ctypes.c_void_p]
@@ -209,7 +209,7 @@ def read_token(
     if (
         hidden.shape[:2].numel() > MOST_ROWS
         or hidden.shape[1] != 1
-        or hidden.device.type != "cpu"
+        or not readable(hidden)
         or torch.is_autocast_enabled("cpu")
         or library() is None
     ):
@@ -226,12 +226,13 @@ def read_token(
     n_lane, entries, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
     filled = state.filled or (state.length,) * n_lane
     window = state.length + 1 if state.lengths.window is None else state.lengths.window
-    at = torch.full((n_lane,), segment.end - 1)
-    seen = torch.tensor([min(count + 1, window) for count in filled])
+    at = torch.full((n_lane,), segment.end - 1, device="cpu")
+    seen = torch.tensor([min(count + 1, window) for count in filled], dtype=torch.int64, device="cpu")
     through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
+    lanes = torch.arange(n_lane, device="cpu")
     weights.step(
         through,
         caches_of(keys, values, entries, held.positions),
-        places_of(keys[0], entries[0], held.positions[0], state.lengths.clamp_len, torch.arange(n_lane), at, seen),
+        places_of(keys[0], entries[0], held.positions[0], state.lengths.clamp_len, lanes, at, seen),
     )
     return through.to(hidden.dtype)[:, None], state.after_projected(segment)

@@ -42,7 +42,7 @@ def linear(
         return few.to(rows.dtype).view(*rows.shape[:-1], -1)
     n_out, n_in = weight.shape
     if (
-        rows.numel() == n_in
+        rows.numel() == rows.shape[-1] == n_in
         and n_out % 2 == 0
         and rows.dtype == weight.dtype == torch.float32
         and rows.device.type == "cpu"

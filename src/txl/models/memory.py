@@ -9,6 +9,7 @@ Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H
 
 from __future__ import annotations
 
+import threading
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch import Tensor
 from txl.attention.equations import KeyScope
 from txl.config import Lengths
 from txl.models.structure import Structure
+
+_TAKING = threading.Lock()
+"""Held while a place in buffers is taken: threads may continue one state. One lock for all, as states are copied."""
 
 
 class StreamBuffers:
@@ -36,6 +40,20 @@ class StreamBuffers:
         """Hidden states [B,size,E], keys and values [H,B,size,D] of each layer."""
         self.compiled: object = None
         """The model's weights as the compiled step reads them (its `LayerWeights`), looked up once."""
+
+    def take(self, end: int, n_new: int) -> bool:
+        """Reserve the places behind `end` for one reader; False if they are another's, or not there.
+
+        First of all, so that nobody else has them if this segment is broken off.
+        """
+        with _TAKING:
+            if self.written != end or self.size < end + n_new:
+                return False
+            # What was made in inference mode cannot be written outside of it.
+            if self.layers and self.layers[0][0].is_inference() and not torch.is_inference_mode_enabled():
+                return False
+            self.written = end + n_new
+            return True
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"compiled": None}  # addresses mean nothing elsewhere
@@ -77,22 +95,15 @@ class ProjectedSegment:
     def __init__(self, hidden: tuple[Tensor, ...], held: Projections, n_new: int):
         self.hidden, self.held, self.n_new = hidden, held, n_new
         self.n_memory = hidden[0].shape[1]
-        old = held.buffers
-        self.in_place = (
-            old is not None
-            and old.written == held.end
-            and old.size >= held.end + n_new
-            # What was made in inference mode cannot be written outside of it.
-            and (torch.is_inference_mode_enabled() or not old.layers[0][0].is_inference())
-        )
+        self.in_place = held.buffers is not None and held.buffers.take(held.end, n_new)
         if self.in_place:
-            assert old is not None
-            self.buffers, self.start = old, held.end - self.n_memory
+            assert held.buffers is not None
+            self.buffers, self.start = held.buffers, held.end - self.n_memory
         else:
             n_key = self.n_memory + n_new
             self.buffers, self.start = StreamBuffers(n_key + max(2 * n_new, n_key // 2, 32)), 0
+            self.buffers.take(0, n_key)
         self.end = self.start + self.n_memory + n_new
-        self.buffers.written = self.end  # first of all, so that nobody takes the place if this segment is broken off
 
     def append(
         self, layer: int, hidden: Float[Tensor, "B T E"], key: Float[Tensor, "B T H D"], value: Float[Tensor, "B T H D"]
@@ -240,7 +251,15 @@ class Memory:
         """Return the memory with nothing in the lanes where `mask` is true."""
         filled = self.filled or (self.length,) * self.batch_size
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
-        return replace(self, filled=emptied)._trimmed()
+        # What is hidden has weight 0, and 0 times a number that is not finite is none.
+        mask = mask.to(self.hidden[0].device)
+        hidden = tuple(each.masked_fill(mask[:, None, None], 0) for each in self.hidden)
+        held = self.projections
+        if held is not None:
+            keys = tuple(each.masked_fill(mask[:, None, None], 0) for each in held.keys)
+            values = tuple(each.masked_fill(mask[:, None, None], 0) for each in held.values)
+            held = replace(held, keys=keys, values=values, buffers=None)
+        return replace(self, hidden=hidden, filled=emptied, projections=held)._trimmed()
 
     def with_mem_len(self, mem_len: int) -> Memory:
         """Return the memory with another length from here on; positions beyond it are dropped, the oldest first."""

@@ -147,6 +147,8 @@ class RecurrentState:
 
     def reset(self, mask: Bool[Tensor, " B"]) -> RecurrentState:
         """Return the state with zeros in the lanes where `mask` is true."""
+        if mask.shape != self.layers[0][0].shape[:1]:
+            raise ValueError(f"mask has the shape {tuple(mask.shape)}; expected one entry for each lane")
         mask = mask.to(self.layers[0][0].device)
 
         def emptied(each: Tensor) -> Tensor:
@@ -192,7 +194,8 @@ class LSTMLayer(nn.Module):
                 return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
         before = (state[0][None], state[1][None])
         if self.training and self.weight_drop > 0:
-            weights = cast(list[Tensor], list(self.lstm._flat_weights))
+            # By name: others may have put weights in the place of the parameters (`torch.func.functional_call`).
+            weights = [cast(Tensor, getattr(self.lstm, name)) for name in self.lstm._flat_weights_names]
             weights[1] = F.dropout(weights[1], self.weight_drop)  # weight_hh, after weight_ih
             outputs, hidden, cell = torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, True)
         else:
@@ -248,7 +251,8 @@ class QRNNLayer(nn.Module):
         # Copies: views would keep the whole segment's tensors as long as the state lives. Contiguous, even of no
         # inputs: a compiled layer is compiled anew for other strides, and a view's depend on the segment's length.
         last = read[:, read.shape[1] - self.kernel_size + 1 :]
-        return torch.sigmoid(output) * cells, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
+        outputs = (torch.sigmoid(output) * cells).to(inputs.dtype)
+        return outputs, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
 
     def extra_repr(self) -> str:
         """Return the rates, for printing."""

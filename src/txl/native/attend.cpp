@@ -228,6 +228,7 @@ class Task {
 
 template <class S>
 void attend(const Attention& a, int threads) {
+    if (a.lanes <= 0 || a.queries <= 0) return;
     // Lanes of a head share its positions, and queries their keys; they are parted only as far as threads need it.
     const int64_t wanted = 2 * threads, lane_parts = min(a.lanes, max(int64_t(1), (wanted + a.heads - 1) / a.heads));
     const int64_t most = (a.queries + FEW<S> - 1) / FEW<S>, least = (a.queries + QUERIES - 1) / QUERIES;

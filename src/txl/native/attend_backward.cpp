@@ -416,8 +416,8 @@ class Backward {
 template <class S>
 void backward(const AttentionGradients& g, int threads) {
     const Attention& a = g.of;
-    const int64_t parts = min(a.lanes, max(int64_t(1), TASKS / a.heads)), lanes = (a.lanes + parts - 1) / parts;
-    const int64_t n_part = (a.lanes + lanes - 1) / lanes;
+    const int64_t parts = max(int64_t(1), min(a.lanes, TASKS / a.heads)), lanes = max(int64_t(1), (a.lanes + parts - 1) / parts);
+    const int64_t n_part = max(int64_t(1), (a.lanes + lanes - 1) / lanes);  // without lanes, gradients are zero
     const Shared shared(a);
     Room<float> sums(a.heads * n_part * shared.size);
 #pragma omp parallel num_threads(threads)

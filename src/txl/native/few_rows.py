@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.tensors import Count, Pointer
+from txl.native.tensors import Count, Pointer, readable
 
 MOST_ROWS = 8
 """Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
@@ -34,13 +34,14 @@ def few_rows(
     dtype = weight.dtype
     if (
         dtype not in WEIGHT_SUFFIXES
-        or weight.device.type != "cpu"
+        or rows.shape[-1:] != (n_in,)
         or not 0 < rows.numel() <= MOST_ROWS * n_in
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or rows.dtype not in (dtype, sums_dtype(dtype))
         or not (weight.is_contiguous() or weight.t().is_contiguous())
-        or (bias is not None and not (bias.is_contiguous() and bias.dtype == dtype))
+        or (bias is not None and not (bias.is_contiguous() and bias.dtype == dtype and bias.shape == (n_out,)))
+        or not readable(rows, weight, *([] if bias is None else [bias]))
     ):
         return None
     compiled = library()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from txl.native.build import library
-from txl.native.tensors import SUFFIXES, Count, Pointer
+from txl.native.tensors import SUFFIXES, Count, Pointer, readable
 
 FEWEST_QUERIES = 8
 """Queries from which on packing keys for the library is faster than PyTorch's products."""
@@ -70,22 +70,21 @@ def reading_attention(
         [B,T,H,D]; None where the library cannot do it, or PyTorch is as fast: with gradients, on another device, in
         another dtype, for few queries, without a C++ compiler, while `torch.compile` traces.
     """
-    if torch.compiler.is_compiling():
-        return None  # the compiler cannot look into the library
     n_lane, n_query, n_head, d_head = query.shape
     numbers = [query, key, value, *([] if position is None else [position])]
     if (
         n_query < FEWEST_QUERIES
         or query.dtype not in SUFFIXES
         or torch.is_grad_enabled()
-        or any(each.device.type != "cpu" or each.dtype != query.dtype or each.stride(-1) != 1 for each in numbers)
+        or any(each.dtype != query.dtype or each.stride(-1) != 1 for each in numbers)
+        or not readable(*numbers, *(each for each in (u, v) if each is not None))
     ):
         return None
     compiled = library()
     if compiled is None or (query.dtype == torch.bfloat16 and not compiled.txl_attends_bfloat16()):
         return None
     biases = [each if each is None else each.detach().to("cpu", torch.float32).contiguous() for each in (u, v)]
-    counts = None if filled is None else torch.tensor(filled)
+    counts = None if filled is None else torch.tensor(filled, device="cpu")
     out = query.new_empty(query.shape)
     attention = AttentionCall(
         n_lane,

@@ -32,15 +32,15 @@ def compiled_rms_norm(
 def _normalised(values: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     given = values.contiguous()
     out = torch.empty_like(given)
-    scales = torch.empty(given.shape[:-1], dtype=torch.float32)
+    scales = torch.empty(given.shape[:-1], dtype=torch.float32, device="cpu")
     call("txl_rms_norm", given.dtype, given, gain.contiguous(), *_sizes(given), ctypes.c_double(epsilon), out, scales)
     return out, scales
 
 
 @torch.library.custom_op("txl::rms_norm_backward", mutates_args=(), device_types="cpu")
 def _gradients_of(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    given, out = values.contiguous(), torch.empty(values.shape, dtype=values.dtype)
-    gain_gradient = torch.empty(gain.shape, dtype=torch.float32)
+    given, out = values.contiguous(), torch.empty(values.shape, dtype=values.dtype, device="cpu")
+    gain_gradient = torch.empty(gain.shape, dtype=torch.float32, device="cpu")
     arguments = gain.contiguous(), scales, above.to(values.dtype).contiguous(), *_sizes(given), out, gain_gradient
     call("txl_rms_norm_backward", given.dtype, given, *arguments)
     return out, gain_gradient

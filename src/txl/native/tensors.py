@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from txl.native.build import library, why_not
 
@@ -27,6 +28,24 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
         and not any(_stands_for_others(each) for each in (values, *parameters))
         and not torch.compiler.is_compiling()
         and library() is not None
+    )
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Return whether these numbers lie where the library may read them, and nobody watches what is done with them.
+
+    False on other devices, for subclasses, for tensors that stand for others (`torch.func`, fake ones), within forward
+    derivatives, while `torch.compile` or `torch.jit.trace` looks on, and under a dispatch mode.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and all(
+            type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and not _stands_for_others(each)
+            for each in tensors
+        )
     )
 
 

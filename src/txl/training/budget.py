@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from txl.config import RunConfig, validate
+from txl.devices import seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import build_model
@@ -78,7 +79,7 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
     validate(run)
     devices = [device] if device.startswith("cuda") else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
+        seed_generators(0, device)
         if not devices:
             with LiveBytes() as live:
                 _train(run, vocab_size, device)

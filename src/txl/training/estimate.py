@@ -107,7 +107,7 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         "gradients": 4 * total,
         "optimiser": 4 * _kept_by_optimiser(model, train),
         **({"averaged weights": 4 * total} if averaged else {}),
-        **({"memory": layers.state} if layers.state else {}),
+        **({"recurrent memory": layers.state} if layers.state else {}),
         "activations": train.backprop_segments * layers.activations + ends,
         "scratch": scratch,
     }

@@ -87,6 +87,9 @@ class _Muon(torch.optim.Muon):
         devices = {parameter.device for group in groups for parameter in group["params"]}
         self._low = {each: multiplies_bfloat16(str(each)) for each in devices}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_low": self._low}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all matrices that have a gradient."""
@@ -172,8 +175,17 @@ class MuonWithAdam(torch.optim.Optimizer):
             part.param_groups = [group for group in self.param_groups if ("matrices" in group) == is_muon]
             part.state = self.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_muon": self._muon, "_adam": self._adam}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: Muon's, if the group has `matrices`, else Adam's."""
+        part = self._muon if "matrices" in param_group else self._adam
+        super().add_param_group({**part.defaults, "lr_factor": 1.0, **param_group})
         self._share()
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

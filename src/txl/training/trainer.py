@@ -17,7 +17,7 @@ import torch
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
-from txl.devices import float32_products
+from txl.devices import float32_products, seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
@@ -211,7 +211,7 @@ class Trainer:
 
     def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
-        torch.manual_seed(train.seed)
+        seed_generators(train.seed, self.device)
         shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
         model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
         if train.dtype == "float64":

@@ -1,0 +1,212 @@
+"""Calls that few make: no lanes, tracing, fake tensors, several threads, states with NaN, other default devices."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from tests.conftest import small_run
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize
+
+from txl.config import RecurrentConfig, TrainConfig, TransformerXLConfig
+from txl.models import build_model
+from txl.models.layers import Linear
+from txl.models.memory import StreamBuffers
+from txl.models.recurrent import LSTMLayer
+from txl.training.budget import peak_bytes
+from txl.training.optimisers import build_optimizer
+
+V = 20
+SHAPE: dict[str, Any] = {"n_layer": 2, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "mem_len": 8}
+
+
+def tiny(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = SHAPE | {"dropout": 0.0} | changes
+    return build_model(TransformerXLConfig(**shape), V).eval()
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(model, given, state):
+    with torch.no_grad():
+        return model.log_probs(given, state)
+
+
+@pytest.mark.parametrize("n_token", [1, 4, 16])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("attention", ["shifted", "fastest"])
+def test_no_lanes_give_no_numbers(n_token, gradients, attention):
+    model = tiny(attention=attention)
+    _, state = read(model, tokens(2, 10), model.init_state(2))
+    with torch.set_grad_enabled(gradients):
+        log_probs, _ = model.log_probs(tokens(0, n_token), state.select(torch.tensor([], dtype=torch.long)))
+        if gradients:
+            log_probs.sum().backward()
+            assert all(each.grad is None or not each.grad.any() for each in model.parameters())
+    assert log_probs.shape == (0, n_token, V)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_layers_compute():
+    layer, rows = Linear(4, 3), torch.randn(1, 4)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(rows, layer.weight, layer.bias)
+        torch.testing.assert_close(make_fx(layer)(rows)(rows), expected)
+        traced: Any = torch.jit.trace(layer, (rows,), check_trace=False)
+        torch.testing.assert_close(traced(rows), expected)
+        model = tiny()
+
+        def scores(given):
+            return model.log_probs(given, model.init_state(1))[0]
+
+        torch.testing.assert_close(make_fx(scores)(tokens(1, 12))(tokens(1, 12)), scores(tokens(1, 12)))
+
+
+def test_tensors_without_numbers_and_forward_derivatives():
+    layer = Linear(4, 3)
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert layer(torch.randn(1, 4)).shape == (1, 3)
+        assert Linear(4, 3).to("meta")(torch.randn(1, 4, device="meta")).device.type == "meta"
+        tangent = torch.randn(1, 4)
+        with forward_ad.dual_level():
+            got = forward_ad.unpack_dual(layer(forward_ad.make_dual(torch.randn(1, 4), tangent))).tangent
+        torch.testing.assert_close(got, tangent @ layer.weight.T)
+        many = torch.randn(5, 1, 4)
+        torch.testing.assert_close(torch.vmap(layer)(many), torch.stack([layer(each) for each in many]))
+
+
+def test_another_default_device_changes_nothing():
+    model = tiny(attention="fastest")
+    given = tokens(2, 12), tokens(2, 1, seed=2)
+    _, state = read(model, given[0], model.init_state(2))
+    state = state.reset(torch.tensor([True, False]))
+    expected = [read(model, each, state)[0] for each in given]
+    torch.set_default_device("meta")
+    try:
+        got = [read(model, each, state)[0] for each in given]
+    finally:
+        torch.set_default_device(None)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("n_token", [1, 3, 12])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_reset_lane_forgets_nan(n_token, gradients):
+    model = tiny()
+    _, state = read(model, tokens(2, 5), model.init_state(2))
+    for each in state.hidden:
+        each[0] = torch.nan
+    for each in (*state.projections.keys, *state.projections.values):
+        each[:, 0] = torch.nan
+    state = state.reset(torch.tensor([True, False]))
+    with torch.set_grad_enabled(gradients):
+        got, _ = model.log_probs(tokens(2, n_token, seed=2), state)
+        expected, _ = model.log_probs(tokens(2, n_token, seed=2)[:1], model.init_state(1))
+    torch.testing.assert_close(got[:1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_place_is_given_to_one_thread():
+    buffers, takers, got = StreamBuffers(100_000), 4, []
+    begin = threading.Barrier(takers)
+
+    def take():
+        begin.wait()
+        got.append([end for end in range(20_000) if buffers.take(end, 1)])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    try:
+        threads = [threading.Thread(target=take) for _ in range(takers)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    places = [place for each in got for place in each]
+    assert len(places) == len(set(places)) == buffers.written
+    assert copy.deepcopy(buffers).written == pickle.loads(pickle.dumps(buffers)).written == buffers.written
+
+
+@pytest.mark.parametrize("attention", ["auto", "fastest", "reference"])
+def test_a_model_can_be_pickled(attention):
+    model = tiny(attention=attention)
+    again = pickle.loads(pickle.dumps(model))
+    given = tokens(2, 12)
+    assert torch.equal(read(again, given, again.init_state(2))[0], read(model, given, model.init_state(2))[0])
+
+
+def test_embeddings_of_another_width_stay_in_float32_under_autocast():
+    model = tiny(d_embed=8, n_layer=4, pre_norm=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, state = model.log_probs(tokens(2, 9), model.init_state(2))
+    assert {each.dtype for each in state.hidden} == {torch.float32}
+    assert read(model, tokens(2, 9), state)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_qrnn_reads_in_half_precision(dtype):
+    torch.manual_seed(0)
+    model = build_model(RecurrentConfig(kind="qrnn", n_layer=2, d_model=16, dropout=0.0), V).eval()
+    expected, _ = read(model, tokens(2, 9), model.init_state(2))
+    model.to(dtype)
+    got, state = read(model, tokens(2, 9), model.init_state(2))
+    torch.testing.assert_close(got.float(), expected, atol=0.05, rtol=0.05)
+    assert read(model, tokens(2, 1), state)[0].isfinite().all()
+
+
+def test_an_lstm_with_weight_drop_uses_the_weights_that_it_is_given():
+    torch.manual_seed(0)
+    config = RecurrentConfig(kind="lstm", n_layer=1, d_model=16, dropout=0.0, weight_drop=0.5)
+    layer: Any = next(each for each in build_model(config, V).train().modules() if isinstance(each, LSTMLayer))
+
+    class Zero(torch.nn.Module):
+        def forward(self, weight):
+            return torch.zeros_like(weight)
+
+    for name in [name for name, _ in layer.lstm.named_parameters()]:
+        parametrize.register_parametrization(layer.lstm, name, Zero())
+    outputs, _ = layer(torch.randn(2, 3, 16), (torch.zeros(2, 16), torch.zeros(2, 16)))
+    assert not outputs.any()
+
+
+def test_a_recurrent_state_is_reset_lane_by_lane():
+    model = build_model(RecurrentConfig(kind="lstm", n_layer=1, d_model=16), V)
+    with pytest.raises(ValueError, match="one entry for each lane"):
+        model.init_state(4).reset(torch.tensor([True]))
+
+
+def test_muon_is_copied_and_takes_more_parameters():
+    model = tiny()
+    optimizer = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        again.step()
+    more = torch.nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [more]})
+    more.grad = torch.ones(3)
+    optimizer.step()
+    assert more.tolist() == pytest.approx([-0.01] * 3)
+
+
+def test_generators_of_gpus_are_left_alone_by_a_cpu(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    peak_bytes(small_run("stdlib"), V, "cpu")
+    assert (seeded, torch.equal(torch.get_rng_state(), before)) == ([], True)
