@@ -83,6 +83,9 @@ def test_same_length_counts_the_query_in_addition_there(tmp_path, monkeypatch):
     nvidia_checkpoint("plain", tmp_path / "a.pt", monkeypatch, same_length=True, clamp_len=4)
     run, _ = import_run(tmp_path / "a.pt", tmp_path / "run")
     assert (run.model.mem_len, run.model.window, run.model.clamp_len) == (8, 9, 4)
+    for asked, got in (({"mem_len": 20}, (20, 21)), ({"mem_len": 3}, (3, 4)), ({"mem_len": 20, "window": 5}, (20, 5))):
+        run, _ = import_run(tmp_path / "a.pt", tmp_path / f"run-{len(list(tmp_path.iterdir()))}", model_options=asked)
+        assert (run.model.mem_len, run.model.window) == (run.eval.mem_len, run.eval.window) == got
 
 
 @pytest.mark.parametrize(
@@ -95,12 +98,33 @@ def test_same_length_counts_the_query_in_addition_there(tmp_path, monkeypatch):
         ({"cutoffs": 5}, "cutoffs is 5; expected a list of whole numbers"),
         ({"tgt_len": "8"}, "tgt_len is '8'; expected a whole number"),
         ({"n_layer": 5}, "model.n_layer is 5, but the checkpoint's tensors say 2"),
+        ({"dropout": 10**400}, "dropout is 1000.*; expected a number"),
+        ({"mem_len": 10**30}, "model.mem_len is 1000"),
+        ({"tgt_len": 10**30}, "train.segment is 1000"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_name(changes, message, tmp_path, monkeypatch):
     nvidia_checkpoint("plain", tmp_path / "a.pt", monkeypatch, **changes)
     with pytest.raises(UserError, match=message):
         import_run(tmp_path / "a.pt", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("word_emb.emb_layers.0.weight", torch.full((29, 12), torch.nan), "holds numbers that are not finite"),
+        ("crit.cluster_bias", torch.tensor(1.0), "is a single number"),
+        ("crit.out_layers_biases.0", torch.tensor(1.0), "is a single number"),
+    ],
+)
+def test_tensors_that_no_model_has_are_refused(name, tensor, message, tmp_path, monkeypatch):
+    path = nvidia_checkpoint("plain", tmp_path / "a.pt", monkeypatch)
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["model_state"][name] = tensor
+    torch.save(checkpoint, path)
+    with pytest.raises(UserError, match=message):
+        import_run(path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def tensorflow_arrays(case: str, untie_r: bool = False) -> dict[str, np.ndarray]:

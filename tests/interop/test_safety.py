@@ -22,10 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txl.cli import main
+from txl.data.vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.interop import import_run as import_module
+from txl.interop.huggingface_checkpoint import read_weights
 from txl.interop.import_run import import_run
-from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle
+from txl.interop.original import _modules
+from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 from txl.interop.vocabularies import read_vocabulary, vocabulary_of
 
@@ -313,3 +316,30 @@ def test_random_files_are_refused(number, tmp_path):
         import_run(tmp_path / "x.pt", tmp_path / "run")
     with suppress(UserError):
         read_vocabulary(tmp_path / "x.pt")
+
+
+def test_a_tensor_that_repeats_its_storage_is_refused(tmp_path):
+    torch.save({"word_emb.emb_layers.0.weight": torch.zeros(1, 8).as_strided((10**7, 8), (0, 1))}, tmp_path / "bomb.pt")
+    assert (tmp_path / "bomb.pt").stat().st_size < 10_000
+    with pytest.raises(UserError, match="repeats numbers of its storage"):
+        import_run(tmp_path / "bomb.pt", tmp_path / "run")
+
+
+def test_an_object_may_have_an_attribute_of_any_name(tmp_path):
+    class Module(StandIn):
+        pass
+
+    module = Module()
+    module.__dict__.update(attribute=5, _modules={})
+    assert StandIn.attribute(module, "attribute") == 5
+    assert _modules(module) == {}
+
+
+def test_a_symbol_of_many_digits_is_a_word():
+    assert isinstance(vocabulary_of(["1" * 5000, "<eos>", "<unk>"], "here"), WordVocabulary)
+
+
+def test_an_index_that_names_no_files_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(UserError, match="names files outside of its directory"):
+        read_weights(tmp_path)

@@ -81,6 +81,8 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         (["--max-queue", "-1"], "--max-queue"),
         (["--idle", "0"], "--idle"),
         (["--api-key", ""], "--api-key"),
+        (["--api-key", " "], "--api-key is empty"),
+        (["--api-key", "schl\u00fcssel"], "printable ASCII"),
         (["--mem-len", "-5"], "mem_len"),
         (["--checkpoint", "9999"], "checkpoint"),
         (["--dtype", "int8"], "--dtype"),

@@ -298,3 +298,18 @@ def test_a_prompt_that_is_read_holds_nobody_up(server):
         assert server.service.scheduler._reading
     wait_for(server.is_empty)
     assert server.service.metrics.tokens_read._value.get() - before < 1_000_000
+
+
+def test_many_prompts_are_refused_before_any_is_read(server, monkeypatch):
+    monkeypatch.setattr(server.service.texts, "encode", lambda text: pytest.fail("it was read"))
+    message = server.refused(400, "/v1/completions", {"prompt": ["a"] * 200})["message"]
+    assert "200 prompts times n 1; expected at most 128 texts" in message
+
+
+def test_an_answer_larger_than_memory_should_hold_is_refused(server):
+    asked = {"prompt": "a" * 20_000, "max_tokens": 0, "echo": True, "logprobs": 100}
+    message = server.refused(400, "/v1/completions", asked)["message"]
+    assert "are 2,020,000 log-probabilities; one answer has at most 1,048,576" in message
+    assert server.post("/v1/completions", asked | {"prompt": "a" * 200})["usage"]["total_tokens"] == 200
+    server.refused(400, "/v1/completions", {"prompt": "a", "max_tokens": 65_536, "logprobs": 100})
+    server.refused(400, "/v1/completions", {"prompt": [0] * (2**20 + 1)})

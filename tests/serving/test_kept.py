@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     forged_values = (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1), ("drawn", 2**62))
+    forged_values += (
+        ("scored", 10**400),
+        ("scored", -1),
+        ("characters", 2**62),
+        ("created", math.inf),
+        ("created", 1e300),
+    )
     for name, value in forged_values:
         about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
         del about["sha256"]  # anyone can compute it
@@ -68,6 +76,7 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
         content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]
         message = server.refused(400, "/v1/streams", content=content, headers=OCTETS)["message"]
         assert "not what its hash says" not in message
+        assert server.client.get("/v1/streams").is_success
     server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
 
 

@@ -19,6 +19,7 @@ from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.evaluation.surprisal import surprisals
 from txl.serving import scheduler as scheduler_module
 from txl.serving.requests import Limits
+from txl.serving.texts import TAIL
 
 TEXT = "12. The river rose in the night — and by morning “the lower fields” were under water.\n"
 OCTETS = {"content-type": "application/octet-stream"}
@@ -206,10 +207,10 @@ def test_a_fork_at_the_oldest_token_knows_those_before_it(server):
     for name in (stream, restored["id"]):
         kept = server.kept.get(name)
         at = server.get(f"/v1/streams/{name}")["fork_from"]
-        assert at > 8
+        assert at > TAIL
         twin = server.kept.get(server.post(f"/v1/streams/{name}/fork", {"at": at})["id"])
         read = list(("é" * 600 + "a").encode())
-        assert twin.tail == tuple(read[at - 8 : at])
+        assert twin.tail == tuple(read[at - TAIL : at])
         assert kept.state.n_token > twin.state.n_token == at
 
 
@@ -254,8 +255,8 @@ def test_memory_does_not_grow_within_a_request(server, monkeypatch):
     states, most, real = weakref.WeakSet(), [], scheduler_module.SavedEvent
 
     class Saved(real):
-        def __init__(self, state, drawn, last):
-            super().__init__(state, drawn, last)
+        def __init__(self, state, drawn):
+            super().__init__(state, drawn)
             time.sleep(0.01)  # as a larger model would take
             states.add(state.keys[0])
             most.append(len(states))

@@ -125,11 +125,12 @@ def run(arguments: argparse.Namespace) -> None:
             **lengths,
         )
         service = Service(served, _limits(arguments))
-        key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+        key = _key(arguments.api_key)
         hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
         access = Access(key, hosts, tuple(arguments.allow_origin))
         app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
         kept: KeptStreams = app.app.state.kept
+        n_opened = len(kept)
         if key is None and arguments.host not in _LOCAL:
             say(
                 f"note: anyone who reaches {arguments.host} may use this server; --api-key or {KEY_VARIABLE} sets a key"
@@ -143,8 +144,8 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
-            if len(kept):
-                say(f"{_streams(len(kept))} opened from {arguments.streams}")
+            if n_opened:
+                say(f"{_streams(n_opened)} opened from {arguments.streams}")
 
         serve(app, service, listening, ready)
     say(_farewell(kept, arguments.streams))
@@ -171,8 +172,20 @@ def _check(arguments: argparse.Namespace) -> None:
     refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
-    if arguments.api_key == "":
-        raise UserError("--api-key is empty; leave it out to ask for none")
+    _key(arguments.api_key)
+
+
+def _key(given: str | None) -> str | None:
+    """Return the key that clients need, of the option or else of the environment; None: none."""
+    name, key = ("--api-key", given) if given is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
+    if not key and given is None:
+        return None
+    key = (key or "").strip()  # clients' keys are stripped too
+    if not key:
+        raise UserError(f"{name} is empty; leave it out to ask for none")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{name} holds characters that HTTP headers cannot carry; expected printable ASCII")
+    return key
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:

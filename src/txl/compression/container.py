@@ -122,7 +122,7 @@ class ContainerReader:
         try:
             unpack = zlib.decompressobj() if version == 1 else zlib.decompressobj(-zlib.MAX_WBITS, _USUAL)
             values = json.loads(unpack.decompress(packed, _LONGEST_HEADER))
-        except (zlib.error, ValueError):
+        except (zlib.error, ValueError, RecursionError):
             raise self._damaged("its header") from None
         if not isinstance(values, dict):
             raise self._damaged("its header")

@@ -54,7 +54,13 @@ class OnlineRecipe:
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
     def __post_init__(self) -> None:
-        for name, least, below in (("segment", 1, math.inf), ("beta1", 0, 1), ("beta2", 0, 1), ("eps", 0, math.inf)):
+        for name, least, below in (
+            ("segment", 1, math.inf),
+            ("beta1", 0, 1),
+            ("beta2", 0, 1),
+            ("eps", 0, math.inf),
+            ("halved_after", 0, math.inf),
+        ):
             if not least <= getattr(self, name) < below:
                 raise UserError(f"{name} of the online recipe is {getattr(self, name)}, which no model can learn by")
 

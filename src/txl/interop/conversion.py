@@ -6,6 +6,7 @@ Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i widt
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import torch
@@ -42,7 +43,13 @@ def _floating(name: str, tensor: Tensor) -> Tensor:
     """Return weights in float32, whatever they were saved in."""
     if not tensor.dtype.is_floating_point:
         raise UserError(f"the tensor {name} holds {tensor.dtype}; expected floating-point numbers")
-    return tensor.to(torch.float32)
+    if tensor.ndim == 0:
+        raise UserError(f"the tensor {name} is a single number; expected a vector or a matrix")
+    tensor = tensor.to(torch.float32)
+    # Not `isfinite`, which takes several times the tensor's memory; the extremes of one that holds NaN are NaN.
+    if tensor.numel() and not all(math.isfinite(each) for each in tensor.aminmax()):
+        raise UserError(f"the tensor {name} holds numbers that are not finite; use another checkpoint")
+    return tensor
 
 
 def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldValues) -> TransformerXLConfig:
@@ -54,6 +61,10 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
         if name not in FREE and name in stated and stated[name] != value:
             raise UserError(f"model.{name} is {value}, but the checkpoint says {stated[name]}; leave the option out")
         stated[name] = value
+    memory, window = (source.settings.get(name) for name in ("mem_len", "window"))
+    if memory is not None and window is not None and "mem_len" in options and "window" not in options:
+        # The file's is `same_length`, which goes with memory: a query sees as many keys as it holds, or one more.
+        stated["window"] = options["mem_len"] + window - memory if options["mem_len"] > 0 else None
     for name, value in found.items():
         if name == "div_val" and not n_cluster_of(tensors):
             stated.pop(name, None)  # without clusters there is nothing to divide

@@ -77,10 +77,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
-                parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from None
-            if any("/" in part or "\\" in part or part.startswith(".") for part in parts):
+            if any(not isinstance(part, str) or "/" in part or "\\" in part or part.startswith(".") for part in parts):
                 raise UserError(f"{index}: names files outside of its directory")
             return {key: tensor for part in parts for key, tensor in _tensors_of(folder / part).items()}
     raise UserError(f"{folder}: no weights there; expected model.safetensors or pytorch_model.bin")

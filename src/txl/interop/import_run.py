@@ -95,6 +95,7 @@ def import_run(
         lengths = {"mem_len": model.mem_len, "window": model.window, "clamp_len": model.clamp_len}
         run.eval = dataclasses.replace(tested, **lengths)
     validate(run)
+    RunConfig.from_dict(run.to_dict())  # what could not be read again is not written
     with torch.device("meta"):
         network = build_model(run.model, n_token)
     load_weights(network, weights, str(path), assign=True)  # every tensor is there, and of the right shape

@@ -7,6 +7,7 @@ weights; NVIDIA's kept that.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -80,12 +81,12 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     refuse_extended_context(stated.get("ext_len"), path)
     refuse_sampled_softmax(stated.get("sample_softmax"), path)
     for name in _RATES:
-        if name in stated and type(stated[name]) not in (int, float):
-            raise UserError(f"{path}: {name} is {stated[name]!r}; expected a number")
+        if name in stated and (type(stated[name]) not in (int, float) or not abs(stated[name]) < 1e9):
+            raise UserError(f"{path}: {name} is {str(stated[name])[:50]}; expected a number")
     cutoffs = stated.get("cutoffs") or ()
     if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
         raise UserError(f"{path}: cutoffs is {cutoffs!r}; expected a list of whole numbers")
-    settings: FieldValues = {name: stated[name] for name in _NUMBERS if isinstance(stated.get(name), int)}
+    settings: FieldValues = {name: stated[name] for name in _NUMBERS if type(stated.get(name)) is int}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
     return settings | {
         "cutoffs": tuple(cutoffs),
@@ -104,7 +105,7 @@ def _unwrapped(module: StandIn) -> StandIn:
 
 
 def _modules(module: StandIn) -> dict[str, StandIn]:
-    modules = module.attribute("_modules", {})
+    modules = StandIn.attribute(module, "_modules", {})
     if not isinstance(modules, dict):
         return {}
     return {str(name): each for name, each in modules.items() if isinstance(each, StandIn)}
@@ -117,7 +118,7 @@ def _from_module(module: StandIn, path: str) -> Source:
         if depth > 16:
             raise UserError(f"{path}: modules are nested too deeply; expected the authors' pickled model")
         for kind in ("_parameters", "_buffers"):
-            found = each.attribute(kind)
+            found = StandIn.attribute(each, kind)
             for name, tensor in found.items() if isinstance(found, dict) else ():
                 if isinstance(tensor, Tensor):
                     tensors[f"{prefix}{name}"] = tensor
@@ -127,18 +128,18 @@ def _from_module(module: StandIn, path: str) -> Source:
     walk(module, "", 0)
     if not tensors:
         raise UserError(f"{path}: holds a {module.origin} without weights; expected the authors' pickled model")
-    read = module.attribute
+    read = partial(StandIn.attribute, module)
     refuse_encoding(read("attn_type"), path)
     refuse_extended_context(read("ext_len"), path)
     refuse_sampled_softmax(read("sample_softmax"), path)
     settings: FieldValues = {}
     for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):
-        if isinstance(read(name), int):
+        if type(read(name)) is int:
             settings[name] = read(name)
     modules = _modules(module)
     embedding = modules.get("word_emb")
     if embedding is not None:
-        cutoffs, div_val = embedding.attribute("cutoffs"), embedding.attribute("div_val")
+        cutoffs, div_val = StandIn.attribute(embedding, "cutoffs"), StandIn.attribute(embedding, "div_val")
         if isinstance(cutoffs, list):
             settings["cutoffs"] = tuple(cutoffs[:-1])  # the last is the vocabulary's size
         if isinstance(div_val, int):
@@ -146,7 +147,7 @@ def _from_module(module: StandIn, path: str) -> Source:
     layer = _modules(modules["layers"]).get("0") if "layers" in modules else None
     attention = _modules(layer).get("dec_attn") if layer is not None else None
     if attention is not None:
-        settings["pre_norm"] = bool(attention.attribute("pre_lnorm"))
+        settings["pre_norm"] = bool(StandIn.attribute(attention, "pre_lnorm"))
         _rate(settings, "dropatt", _modules(attention).get("dropatt"))
     _rate(settings, "dropout", modules.get("drop"))
     settings["clamp_len"] = length_or_none(read("clamp_len"))
@@ -157,12 +158,12 @@ def _from_module(module: StandIn, path: str) -> Source:
         "the authors' model.pt",
         tensors,
         settings,
-        segment=segment if isinstance(segment, int) and segment > 0 else None,
+        segment=segment if type(segment) is int and segment > 0 else None,
     )
 
 
 def _rate(settings: FieldValues, name: str, dropout: StandIn | None) -> None:
-    rate = None if dropout is None else dropout.attribute("p")
+    rate = None if dropout is None else StandIn.attribute(dropout, "p")
     if isinstance(rate, (int, float)) and 0 <= rate < 1:
         settings[name] = float(rate)
 

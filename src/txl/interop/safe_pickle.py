@@ -54,7 +54,7 @@ class StandIn:
         pass
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the pickled object."""
+        """Return an attribute of the pickled object; called by the class, as an object may have one of this name."""
         return self.__dict__.get(name, default)
 
 

@@ -9,6 +9,7 @@ each key an int64 with its number of elements, and these.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import struct
 import zipfile
@@ -75,6 +76,8 @@ class _PendingTensor:
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         if 0 not in self.size and last >= data.numel():
             raise UnsafePickle(f"a tensor of shape {list(self.size)} is larger than its storage of {data.numel()}")
+        if math.prod(self.size) > data.numel():
+            raise UnsafePickle(f"a tensor of shape {list(self.size)} repeats numbers of its storage of {data.numel()}")
         if 0 in self.size:
             return data.new_empty(self.size)
         return data.as_strided(self.size, self.stride, self.offset)

@@ -77,7 +77,7 @@ def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
         "".join(words).encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: a symbol holds {error.object[error.start]!r}, which UTF-8 cannot write") from None
-    if all(word.isascii() and word.isdecimal() and int(word) < 256 for word in words):
+    if all(word.isascii() and word.isdecimal() and len(word) <= 3 and int(word) < 256 for word in words):
         return ByteVocabulary([int(word) for word in words])
     if all(len(word) == 1 for word in words):
         return CharVocabulary([" " if word == "_" else word for word in words], unknown=False)

@@ -154,7 +154,8 @@ async def _detokenize(request: Request) -> Response:
         raise ApiError(400, "tokens is missing or no list of token ids", param="tokens")
     if tokens:
         of_user(lambda: service.texts.checked(tokens, "tokens"), "tokens")
-    return json_response({"prompt": service.texts.vocabulary.decode(tokens)})
+    text = await beside(len(tokens), lambda: service.texts.vocabulary.decode(tokens))
+    return json_response({"prompt": text})
 
 
 async def _tokenizer_info(request: Request) -> Response:

@@ -17,7 +17,7 @@ from txl.generation.text import StopStrings
 from txl.serving.exchange import Prompt, beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
 from txl.serving.service import Service
-from txl.serving.texts import Texts
+from txl.serving.texts import TAIL, Texts
 from txl.serving.work import DrawnEvent, EndEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 _CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs")
@@ -246,10 +246,13 @@ def _include_usage(fields: Fields, progressive: bool) -> bool:
 async def _prompts(fields: Fields, service: Service, asked: _Asked) -> list[Prompt]:
     value = fields.raw("prompt")
     many = value if isinstance(value, list) and value and not _is_ids(value) else [value]
-    prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
     most = service.limits.max_choices
-    if len(prompts) * asked.n > most:
-        raise ApiError(400, f"{len(prompts)} prompts times n {asked.n}; expected at most {most} texts")
+    if len(many) * asked.n > most:
+        raise ApiError(400, f"{len(many)} prompts times n {asked.n}; expected at most {most} texts")
+    prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
+    read = sum(each.ids.numel() for each in prompts) if asked.scores_prompts else 0
+    made = 0 if asked.progressive else len(many) * asked.max_tokens  # those are sent as they come
+    service.limits.check_reported(asked.n * (read + made), asked.top)
     return prompts
 
 
@@ -260,4 +263,4 @@ def _is_ids(value: list[object]) -> bool:
 def _decoder(texts: Texts, prompt: Prompt) -> Decoder:
     if prompt.text is not None:
         return texts.vocabulary.decoder(prompt.text)
-    return texts.decoder_after(prompt.ids[-8:].tolist())
+    return texts.decoder_after(prompt.ids[-TAIL:].tolist())

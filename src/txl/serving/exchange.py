@@ -52,21 +52,25 @@ async def read_prompt(value: object, service: Service, name: str, shown: bool, l
         if ids.numel() == 0:
             raise ApiError(400, f"{name} has no tokens; expected at least one", param=name)
     elif isinstance(value, list) and value and all(type(each) is int for each in value):
+        _refuse_long(len(value), service, name)
         prompt = Prompt(of_user(lambda: texts.checked(value, name), name), None)
     else:
         what = "is empty" if value in ("", []) else "is missing" if value is None else "is of another kind"
         raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
-    n_token = prompt.ids.numel()
-    if n_token > service.limits.max_prompt:
-        raise ApiError(
-            400, f"{name} has {n_token:,} tokens; at most {service.limits.max_prompt:,} are read", param=name
-        )
+    _refuse_long(prompt.ids.numel(), service, name)
     if located and prompt.text is not None:
         text = prompt.text
         prompt.parts = await beside(len(text), lambda: texts.located(text, prompt.ids))
     elif prompt.text is None and (shown or located):
-        prompt.shown, prompt.parts = texts.placed(prompt.ids.tolist())
+        ids = prompt.ids.tolist()
+        prompt.shown, prompt.parts = await beside(len(ids), lambda: texts.placed(ids))
     return prompt
+
+
+def _refuse_long(n_token: int, service: Service, name: str) -> None:
+    most = service.limits.max_prompt
+    if n_token > most:
+        raise ApiError(400, f"{name} has {n_token:,} tokens; at most {most:,} are read", param=name)
 
 
 async def beside(size: int, make: Callable[[], T]) -> T:

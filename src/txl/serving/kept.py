@@ -17,7 +17,7 @@ from portalocker import LockFlags
 
 from txl.errors import UserError
 from txl.files import reason_of, replacing
-from txl.serving.kept_stream import Entry, KeptStream, new_id, restored, snapshot
+from txl.serving.kept_stream import KeptStream, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 
@@ -119,35 +119,6 @@ class KeptStreams:
         self.check_room()
         same = stream.copy()
         return self.add(KeptStream(new_id(), same.state, same.seed, same.drawn, same.totals, same.earlier, same.recent))
-
-    def rewind(self, stream: KeptStream, n_token: int) -> list[Entry]:
-        """Take a stream back to a saved state at or before `n_token` tokens.
-
-        Its seed and count of drawn tokens are then those of `n_token`, so that the same text would be drawn again.
-
-        Returns:
-            The tokens that it has to read again from there.
-
-        Raises:
-            ApiError: if that is too far back, or ahead.
-        """
-        now = stream.state.n_token
-        if not stream.first <= n_token <= now:
-            raise ApiError(
-                400, f"at is {n_token}; this stream can be forked at {stream.first} to {now} tokens", param="at"
-            )
-        if n_token == now:
-            return []
-        state = max((each for each in stream.earlier if each.n_token <= n_token), key=lambda each: each.n_token)
-        recent = list(stream.recent)
-        kept, end = (len(recent) - (now - each) for each in (state.n_token, n_token))
-        lost = (entry.drawn for entry in recent[end:] if entry.drawn is not None)
-        stream.seed, stream.drawn = next(lost, (stream.seed, stream.drawn))
-        while len(stream.recent) > kept:
-            stream.totals.add(stream.recent.pop(), -1)
-        stream.state = state
-        stream.earlier = deque(each for each in stream.earlier if each.n_token <= state.n_token)
-        return recent[kept:end]
 
     def delete(self, stream: KeptStream) -> None:
         """Forget a stream; what is done with it ends."""

@@ -26,11 +26,10 @@ from txl.files import JsonObject
 from txl.generation.reading import StreamState
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
+from txl.serving.texts import TAIL
 from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, ReadEvent, SavedEvent, ScoredToken, Work
 
 _FORMAT = 1
-TAIL = 8
-"""Last tokens that a stream and its snapshot hold, from which a decoder knows where it is."""
 _STATES = 2
 """States from before that a stream keeps."""
 _MOST = 2**62
@@ -119,6 +118,35 @@ class KeptStream:
             self.earlier.popleft()
         while len(self.recent) > state.n_token - self.first + TAIL:
             self.recent.popleft()
+
+    def rewind(self, n_token: int) -> list[Entry]:
+        """Go back to a saved state at or before `n_token` tokens.
+
+        Its seed and count of drawn tokens are then those of `n_token`, so that the same text would be drawn again.
+
+        Returns:
+            The tokens that it has to read again from there.
+
+        Raises:
+            ApiError: if that is too far back, or ahead.
+        """
+        now = self.state.n_token
+        if not self.first <= n_token <= now:
+            raise ApiError(
+                400, f"at is {n_token}; this stream can be forked at {self.first} to {now} tokens", param="at"
+            )
+        if n_token == now:
+            return []
+        state = max((each for each in self.earlier if each.n_token <= n_token), key=lambda each: each.n_token)
+        recent = list(self.recent)
+        kept, end = (len(recent) - (now - each) for each in (state.n_token, n_token))
+        lost = (entry.drawn for entry in recent[end:] if entry.drawn is not None)
+        self.seed, self.drawn = next(lost, (self.seed, self.drawn))
+        while len(self.recent) > kept:
+            self.totals.add(self.recent.pop(), -1)
+        self.state = state
+        self.earlier = deque(each for each in self.earlier if each.n_token <= state.n_token)
+        return recent[kept:end]
 
 
 class Operation:
@@ -266,7 +294,13 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
         )
         if not all(0 <= each < len(service.texts.vocabulary) for each in (*stream.tail, state.waiting)):
             raise ValueError("a token is outside of the vocabulary")
-        if not (0 <= stream.seed < 2**63 and 0 <= stream.drawn < _MOST and math.isfinite(stream.totals.bits)):
+        counts = stream.drawn, stream.totals.scored, stream.totals.characters
+        if not (
+            0 <= stream.seed < 2**63
+            and all(0 <= each < _MOST for each in counts)
+            and math.isfinite(stream.totals.bits)
+            and abs(stream.created) < _MOST  # not NaN either
+        ):
             raise ValueError("a number is out of range")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ApiError(400, f"the snapshot is damaged: {error}", code="bad_snapshot") from None

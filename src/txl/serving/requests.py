@@ -46,6 +46,8 @@ class Limits:
     """Texts of one request: prompts times `n`."""
     max_logprobs: int = 100
     """Alternatives reported for a token."""
+    max_reported: int = 1 << 20
+    """Log-probabilities in one answer: tokens times one more than their alternatives. Each takes about 220 bytes."""
     max_queue: int = 128
     """Texts that wait for a place in the engine."""
     max_requests: int = 1024
@@ -58,6 +60,20 @@ class Limits:
     """Time in which a request has to arrive; a snapshot that is larger than `max_body` has more."""
     write_seconds: float = 30.0
     """Time in which a client has to take what was sent, or at least 64 KiB of it."""
+
+    def check_reported(self, n_token: int, top: int | None) -> None:
+        """Refuse an answer with more log-probabilities than memory should hold.
+
+        Raises:
+            ApiError: for too many.
+        """
+        if top is not None and n_token * (top + 1) > self.max_reported:
+            raise ApiError(
+                400,
+                f"{n_token:,} tokens with {top} alternatives each are {n_token * (top + 1):,} log-probabilities; one "
+                f"answer has at most {self.max_reported:,}",
+                param="logprobs",
+            )
 
 
 class ApiError(Exception):

@@ -246,7 +246,7 @@ class Scheduler(threading.Thread):
         work.outbox.put(ReadEvent(work.number, tokens, total - (reading.n_token - 1 - reading.read), total))
         if work.keep and not reading.done and reading.read + 1 - work.checkpoint >= CHECKPOINT_EVERY:
             work.checkpoint = reading.read + 1
-            self._save(work, reading.state, 0, last=False)
+            self._save(work, reading.state, 0)
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
@@ -348,7 +348,7 @@ class Scheduler(threading.Thread):
         token.text = lane.stop.push(token.piece)
         work.outbox.put(DrawnEvent(lane.number, token))
         if work.keep and lane.made % CHECKPOINT_EVERY == 0 and lane.stream is not None:
-            self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn, last=False)
+            self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn)
         if not lane.stop.found and lane.made < lane.max_tokens:
             return
         rest = ""
@@ -369,7 +369,7 @@ class Scheduler(threading.Thread):
         if stream is None or stream.ended is not None:
             return
         if work.keep:
-            self._save(work, partial(self.engine.save, stream), stream.drawn, last=True)
+            self._save(work, partial(self.engine.save, stream), stream.drawn)
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
@@ -377,14 +377,14 @@ class Scheduler(threading.Thread):
         lane = work.lanes[0] if work.lanes else None
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:
-                self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn, last=True)
+                self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn)
         elif isinstance(work.read, TextReading):
-            self._save(work, work.read.state, 0, last=True)
+            self._save(work, work.read.state, 0)
 
-    def _save(self, work: Work, state: Callable[[], StreamState], drawn: int, *, last: bool) -> None:
+    def _save(self, work: Work, state: Callable[[], StreamState], drawn: int) -> None:
         """Hand over the state of a kept stream; where there is no memory for it, this work alone fails."""
         try:
-            work.outbox.put(SavedEvent(state(), drawn, last))
+            work.outbox.put(SavedEvent(state(), drawn))
         except Exception as error:
             work.cancelled = True
             work.outbox.put(_failure(error))
@@ -393,7 +393,7 @@ class Scheduler(threading.Thread):
         if work.keep:
             self._save_at_end(work)
         work.read = None
-        work.outbox.put(DoneEvent(work.cancelled))
+        work.outbox.put(DoneEvent())
 
     def _gauges(self) -> None:
         self.metrics.running.set(len(self._running) + len(self._reading))

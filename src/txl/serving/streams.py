@@ -91,7 +91,7 @@ class _Shown:
 async def create(request: Request) -> Response:
     """Answer `POST /v1/streams`: from nothing, a text, or a snapshot."""
     kept: KeptStreams = request.app.state.kept
-    if request.headers.get("content-type", "").partition(";")[0].strip() == SNAPSHOT_TYPE:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == SNAPSHOT_TYPE:
         kept.check_room()
         data = await request.body()
         stream = await asyncio.to_thread(restored, data, kept.service, new_id())
@@ -285,7 +285,7 @@ async def fork(request: Request) -> Response:
     token = fields.whole("token", None, 0, len(kept.service.texts.vocabulary) - 1)
     twin = kept.fork(stream)
     try:
-        again = kept.rewind(twin, at)
+        again = twin.rewind(at)
         if seed is not None:
             twin.seed, twin.drawn = seed, 0
         if again or token is not None:

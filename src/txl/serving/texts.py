@@ -19,7 +19,7 @@ from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens
 from txl.generation.text import undrawable
 
-_TAIL = 4
+TAIL = 4
 """Tokens from which a decoder knows where it is: no character has more bytes."""
 
 
@@ -64,7 +64,7 @@ class Texts:
     def decoder_after(self, ids: Sequence[int]) -> Decoder:
         """Return a decoder for what follows some tokens; it completes a character that they have left incomplete."""
         decoder = self.vocabulary.decoder()
-        for token in ids[-_TAIL:]:
+        for token in ids[-TAIL:]:
             decoder.push(int(token))
         return decoder
 

@@ -77,11 +77,10 @@ class EndEvent:
 
 @dataclass(slots=True)
 class SavedEvent:
-    """The state of a stream that is kept; `last` with the one after everything."""
+    """The state of a stream that is kept."""
 
     state: StreamState
     drawn: int
-    last: bool
 
 
 @dataclass(slots=True)
@@ -95,8 +94,6 @@ class FailedEvent:
 @dataclass(slots=True)
 class DoneEvent:
     """Nothing more comes from a work."""
-
-    cancelled: bool = False
 
 
 Event = ReadEvent | DrawnEvent | EndEvent | SavedEvent | FailedEvent | DoneEvent
