@@ -253,32 +253,40 @@ READ_AS = {
 
 def quality(record: Record) -> str:
     """Return what ours needs to come to the loss of the authors' recipe."""
-    heads = ["text", "authors' loss", "rate", "recipe", "rate of ours", "seconds, share", "tokens, share"]
-    rows = []
+    heads = [
+        *("text", "target loss", "authors' learning rate", "our recipe", "our learning rate"),
+        *("time / authors' time", "tokens / authors' tokens"),
+    ]
+    settings, rows = record["texts"][0]["settings"], []
+    all_seconds = 60 * settings["minutes"]
     for text in record["texts"]:
         authors, *ours = text["curves"]
         for recipe, name in NAMED_RECIPES.items():
+            if not any(curve["recipe"] == recipe for curve in ours):
+                continue  # not measured
             needed = text.get(f"{recipe}_of_authors")
+            given = [each["steps"] * each["step_seconds"] / all_seconds for each in ours if each["recipe"] == recipe]
             shares = [f"{needed[unit]:.3f}" for unit in ("seconds", "tokens")] if needed else ["not reached", ""]
+            if needed and len(given) > 1:
+                shares[0] += f" ({sorted(given)[-2]:.3f} was not enough)"
             rate = next(curve["rate"] for curve in ours if curve["recipe"] == recipe)
             target = f"{text['target_nll']:.3f}"
             rows.append([text["text"], target, f"{authors['rate']:g}", name, f"{rate:g}", *shares])
-    settings = record["texts"][0]["settings"]
-    all_seconds = 60 * settings["minutes"]
-    shares = {
+    tried = {
         round(curve["steps"] * curve["step_seconds"] / all_seconds, 3)
         for text in record["texts"]
         for curve in text["curves"]
+        if curve["recipe"] != "authors"
     }
-    tried = [f"{share:g}" for share in sorted(shares - {1.0})]
+    given_shares = ", ".join(f"{share:g}" for share in sorted(tried))
     read = [f"`{text['text']}` is {READ_AS[text['text']]}" for text in record["texts"]]
     return (
-        f"What the authors' recipe (Adam, float32, cosine) comes to in {settings['minutes']:g} minutes, and the "
-        "shortest run of ours that comes to it. The recipe runs in this program; a step of the authors' own code is "
-        f"assumed to last {settings['peer_ratio']:g} times as long. Each run of ours is a whole one, its schedule "
-        "fixed beforehand, and the next longer one was tried where it did not come to that loss: "
-        f"{', '.join(tried)} of the time. Learning rates are tuned on validation over five values or more; Muon's is "
-        "the preset's. Loss is in nats a token of the validation split: "
+        "How long does our recipe need to reach the loss that the authors' recipe (Adam, float32, cosine) reaches in "
+        f"{settings['minutes']:g} minutes? The authors' recipe runs in this program; its steps are counted as "
+        f"{settings['peer_ratio']:g} times as long, to stand for the authors' own code. Our runs were given "
+        f"{given_shares} of that time, shortest first, each with its own full schedule. The table shows the first "
+        "that reached the loss. Learning rates were tuned on validation over five values or more, except Muon's, which "
+        "is the preset's. Loss is in nats a token of the validation split: "
         f"{'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n"
     )

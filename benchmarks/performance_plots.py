@@ -164,8 +164,11 @@ def draw_quality(figure: Figure, record: Record) -> None:
             "authors'", (middle["seconds"], middle["nll"]), xytext=(6, 6), textcoords="offset points", fontsize=8.5,
             color=SOFT,
         )  # fmt: skip
+        ends: list[tuple[float, float]] = []
         for recipe, color, below in (("adam", SECOND, False), ("muon", ACCENT, True)):
             runs = [curve for curve in text["curves"] if curve["recipe"] == recipe]
+            if not runs:
+                continue  # not measured
             ends = [(curve["steps"] * curve["step_seconds"], curve["points"][-1]["nll"]) for curve in runs]
             axes.plot(*zip(*ends, strict=True), color=color, marker="o", markersize=4, linewidth=1.5)
             shift = (-4, -10) if below else (4, 4)

@@ -205,7 +205,7 @@ class Measurement:
         end = min(first["points"], key=lambda point: point["nll"])
         target = end["nll"]
         found: dict[str, Any] = {"text": self.name, "target_nll": target, "curves": [first], "tuning": tuning}
-        for recipe in ours:
+        for recipe in (each for each in ours if self.given.recipe in (None, each.name)):
             rate, tuning = self.tuned(recipe)
             found["tuning"] += tuning
             for share in SHARES:
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=100_000, help="of the validation split, in each evaluation")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="one of the texts: stdlib, enwik8 or ptb")
+    parser.add_argument("--recipe", choices=("adam", "muon"), help="one of ours alone; the record then lacks the other")
     parser.add_argument("--time-only", action="store_true", help="measure the seconds of a step and end")
     parser.add_argument("--data-dir", help="where prepared corpora live")
     arguments = parser.parse_args()
