@@ -50,8 +50,12 @@ def setup(app) -> None:
 
 
 def filled(text: str) -> str:
-    """Replace `<!-- generated: NAME -->`; an unknown name ends the build."""
-    return re.sub(r"<!-- generated: ([\w-]+) -->", lambda found: GENERATED[found[1]](), text)
+    """Replace `<!-- generated: NAME -->`, and a line in italics below it, which stands where nothing fills the page in.
+
+    An unknown name ends the build.
+    """
+    marker = r"<!-- generated: ([\w-]+) -->(\n\*.*\*$)?"
+    return re.sub(marker, lambda found: GENERATED[found[1]](), text, flags=re.MULTILINE)
 
 
 def python() -> str:
