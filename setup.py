@@ -35,10 +35,10 @@ class BuildWithLibraries(build_py):
             texts, compiler = sources["cpp_sources"](), compiling["find_compiler"]()
         except ValueError as error:
             raise SystemExit(f"TXL_LIBRARIES: {error}") from None
-        for kind in prebuilt["KINDS"]:
+        for processor in prebuilt["PROCESSORS"]:
             with tempfile.TemporaryDirectory() as scratch:
-                made = Path(scratch) / prebuilt["library_name"](kind, texts)
-                flags = compiling["compiler_flags"](*kind.flags)
+                made = Path(scratch) / prebuilt["library_name"](processor, texts)
+                flags = compiling["compiler_flags"](*processor.flags)
                 compiling["compile_library"](compiler, flags, texts, made, own_openmp=False)
                 self.copy_file(str(made), str(Path(self.build_lib) / "txl" / "native" / made.name))
 

@@ -282,7 +282,7 @@ def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
         corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
         seconds[name] = minutes.AIM * 60 * given.minutes - (time.perf_counter() - began)
     seconds["chosen"] = 60 * (chosen.run.train.planned_minutes or given.minutes)  # its preparation and tries are off
-    speeds: dict[str, list[minutes.Speed]] = {name: [] for name in runs}
+    speeds: dict[str, list[minutes.StepTimes]] = {name: [] for name in runs}
     for _ in range(ROUNDS):  # in turns, so that a machine that others use is as fast for one as for another
         for name, run in runs.items():
             speeds[name].append(measured_speed(run, corpora[name], "cpu", math.inf))

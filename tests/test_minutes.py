@@ -22,9 +22,9 @@ from txl.presets.minutes import (
     AIM,
     FEWEST_STEPS,
     MOST_PASSES,
-    Choice,
-    Speed,
-    Text,
+    ChosenRun,
+    StepTimes,
+    TokenizedText,
     base_run,
     choose,
     expected_loss,
@@ -38,21 +38,21 @@ SIZES = (180_000, 2_000_000, 10_000_000, 100_000_000)
 MINUTES = (2, 10, 30, 120, 360)
 
 
-def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> Speed:
+def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> StepTimes:
     """Seconds of a machine with this many operations a second, half as many in training with dropout."""
     assert isinstance(run.model, TransformerXLConfig)
     tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
     slower = 2 if run.model.dropout else 1
-    return Speed(overhead + slower * 6 * weights * tokens / rate, 2 * weights / rate)
+    return StepTimes(overhead + slower * 6 * weights * tokens / rate, 2 * weights / rate)
 
 
-def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> Text:
+def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> TokenizedText:
     facts = TextFacts(size, round(size / 3 / repeats), 90)
     per_token = 3 if unit == "bpe" else 1
-    return Text(facts, size // per_token, size // per_token // 18, 2048 if unit == "bpe" else 256)
+    return TokenizedText(facts, size // per_token, size // per_token // 18, 2048 if unit == "bpe" else 256)
 
 
-def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> Choice:
+def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> ChosenRun:
     base = base_run(minutes, bfloat16=True)
     base.data = units(TextFacts(size, size // 3, 90), 60 * minutes)
     options = {name.replace("__", "."): value for name, value in given.items()}
@@ -136,14 +136,14 @@ def test_the_expected_loss_falls_with_steps_and_ends_where_the_text_is_used_up()
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
-    def measure(run: RunConfig) -> Speed:
+    def measure(run: RunConfig) -> StepTimes:
         assert isinstance(run.model, TransformerXLConfig)
-        return _machine(run, 1e14) if run.model.d_model <= 192 else Speed(math.inf, math.inf)
+        return _machine(run, 1e14) if run.model.d_model <= 192 else StepTimes(math.inf, math.inf)
 
     choice = choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, measure, {})
     assert choice.run.model.d_model == 192
     with pytest.raises(UserError, match="memory is too small"):
-        choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: Speed(math.inf, math.inf), {})
+        choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: StepTimes(math.inf, math.inf), {})
 
 
 def test_the_constants_are_those_that_the_curves_give():
@@ -193,9 +193,9 @@ class Train:
         self.text, self.folder = text, folder
         self.measured: list[RunConfig] = []
 
-    def speed(self, run: RunConfig, *_: object) -> Speed:
+    def speed(self, run: RunConfig, *_: object) -> StepTimes:
         self.measured.append(run)
-        return Speed(2.0, 1e-5)
+        return StepTimes(2.0, 1e-5)
 
     def __call__(self, *words: str, out: str = "run") -> int:
         self.measured.clear()

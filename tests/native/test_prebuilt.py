@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from txl.native import build
-from txl.native.prebuilt import KINDS, find_prebuilt, library_name
+from txl.native.prebuilt import PROCESSORS, find_prebuilt, library_name
 from txl.native.sources import cpp_sources
 
 SOURCES = {"one.cpp": "int one;"}
-NEEDS = {kind.name: kind.needs for kind in KINDS}
+NEEDS = {kind.name: kind.needs for kind in PROCESSORS}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for kind in KINDS:
+    for kind in PROCESSORS:
         (tmp_path / library_name(kind, SOURCES)).touch()
     return tmp_path
 
@@ -39,14 +39,14 @@ def test_the_fastest_that_the_processor_can_run_is_found(flags, expected, folder
 
 
 def test_the_next_one_serves_where_one_is_missing(folder):
-    (folder / library_name(KINDS[0], SOURCES)).unlink()
-    found = find_prebuilt(folder, SOURCES, KINDS[0].needs)
+    (folder / library_name(PROCESSORS[0], SOURCES)).unlink()
+    found = find_prebuilt(folder, SOURCES, PROCESSORS[0].needs)
     assert found is not None
-    assert found.name == library_name(KINDS[1], SOURCES)
+    assert found.name == library_name(PROCESSORS[1], SOURCES)
 
 
 def test_a_library_of_other_sources_is_not_found(folder):
-    assert find_prebuilt(folder, SOURCES | {"one.cpp": "long one;"}, KINDS[0].needs) is None
+    assert find_prebuilt(folder, SOURCES | {"one.cpp": "long one;"}, PROCESSORS[0].needs) is None
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def loaded():
 
 @pytest.mark.skipif(build.why_not() is not None, reason=f"no compiled library: {build.why_not()}")
 def test_a_wheel_s_library_comes_before_a_compiler(loaded, tmp_path, monkeypatch):
-    brought = tmp_path / library_name(KINDS[0], cpp_sources())
+    brought = tmp_path / library_name(PROCESSORS[0], cpp_sources())
     brought.write_bytes(build._built().read_bytes())
     monkeypatch.setattr(build, "find_prebuilt", lambda folder, sources, flags: brought)
     monkeypatch.setattr(build, "find_compiler", lambda: pytest.fail("a compiler was looked for"))

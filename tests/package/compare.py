@@ -15,7 +15,7 @@ from txl.native.few_rows import few_rows
 from txl.native.reading_attention import reading_attention
 from txl.native.training_attention import training_attention
 
-(kind,) = (each for each in prebuilt.KINDS if each.name == sys.argv[1])
+(kind,) = (each for each in prebuilt.PROCESSORS if each.name == sys.argv[1])
 build.find_prebuilt = lambda folder, sources, flags: folder / prebuilt.library_name(kind, sources)
 library = build.library()
 assert library is not None

@@ -18,7 +18,7 @@ import pytest
 
 import txl
 from txl.native.build import _flags as processor_flags
-from txl.native.prebuilt import KINDS, library_name
+from txl.native.prebuilt import PROCESSORS, library_name
 from txl.native.sources import cpp_sources
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,7 +99,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     ours = {path.relative_to(source).as_posix() for path in (source / "txl").rglob("*") if path.suffix in endings}
     assert len(ours) > 150
     inside = {name for name in found if name.startswith("txl/")}
-    libraries = {f"txl/native/{library_name(kind, cpp_sources())}" for kind in KINDS} if HAS_LIBRARIES else set()
+    libraries = {f"txl/native/{library_name(kind, cpp_sources())}" for kind in PROCESSORS} if HAS_LIBRARIES else set()
     assert inside == ours | libraries
     assert {name.split("/")[0] for name in found - inside} == {f"transformer_xl-{txl.__version__}.dist-info"}
 
@@ -183,7 +183,7 @@ def test_the_demo(installed):
 
 @pytest.mark.skipif(not HAS_LIBRARIES, reason="wheels of this platform carry no libraries")
 def test_compiled_attention_without_a_compiler(installed, story):
-    kinds = [kind for kind in KINDS if kind.needs <= set(processor_flags())]
+    kinds = [kind for kind in PROCESSORS if kind.needs <= set(processor_flags())]
     if not kinds:
         pytest.skip("this processor is older than those that libraries are made for")
     code = "from txl.native.build import library; print(library()._name)"
@@ -201,7 +201,7 @@ def test_compiled_attention_without_a_compiler(installed, story):
 @pytest.mark.skipif(not HAS_LIBRARIES, reason="wheels of this platform carry no libraries")
 def test_every_library_that_this_processor_runs_gives_the_same_numbers(installed):
     code = (Path(__file__).parent / "compare.py").read_text()
-    for kind in KINDS:
+    for kind in PROCESSORS:
         if kind.needs <= set(processor_flags()):
             assert installed.run("python", "-c", code, kind.name).stdout.strip() == "the same"
 

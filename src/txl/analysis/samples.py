@@ -99,7 +99,7 @@ NOVEL = {"word": (2, 3, 4, 6, 8), "bpe": (2, 4, 8, 12, 16), "char": (5, 10, 20, 
 
 
 @dataclass(frozen=True)
-class Text:
+class Passage:
     """A context, a continuation or a reference."""
 
     ids: list[int]
@@ -137,16 +137,16 @@ class Sample:
     position: int
     """Position of the context's first token in the split."""
     seed: int
-    context: Text
-    generation: Text
-    reference: Text
+    context: Passage
+    generation: Passage
+    reference: Passage
     generation_measures: Measures
     reference_measures: Measures
 
     def to_dict(self) -> JsonObject:
         """Return plain JSON values: texts, token ids, measures."""
 
-        def both(text: Text, measures: Measures) -> JsonObject:
+        def both(text: Passage, measures: Measures) -> JsonObject:
             return {"text": text.text, "tokens": text.ids, "measures": asdict(measures)}
 
         return {
@@ -199,7 +199,7 @@ def make_samples(
     """
     length = plan.context + plan.max_tokens
     positions = draw_contexts(tokens, vocabulary, count=plan.count, length=length, seed=plan.seed)
-    triples: list[tuple[Text, Text, Text]] = []
+    triples: list[tuple[Passage, Passage, Passage]] = []
     for number, position in enumerate(positions):
         ids = [int(token) for token in tokens[position : position + length]]
         made: list[int] = []
@@ -236,13 +236,13 @@ def make_samples(
     ]
 
 
-def _text(ids: Sequence[int], vocabulary: Vocabulary, convention: Convention | None, before: str) -> Text:
+def _text(ids: Sequence[int], vocabulary: Vocabulary, convention: Convention | None, before: str) -> Passage:
     decoder = text_decoder(vocabulary, convention, before)
     pieces = [decoder.push(token) for token in ids]
-    return Text(list(ids), [*pieces, decoder.flush()])
+    return Passage(list(ids), [*pieces, decoder.flush()])
 
 
-def _measures(context: Text, text: Text, copied: Copies, vocabulary: Vocabulary) -> Measures:
+def _measures(context: Passage, text: Passage, copied: Copies, vocabulary: Vocabulary) -> Measures:
     words = text.ids if vocabulary.kind == "word" else text.text.split()
     position, longest = copied.longest
     return Measures(

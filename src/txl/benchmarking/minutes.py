@@ -22,8 +22,8 @@ from txl.presets.minutes import (
     BATCHES,
     SHAPES,
     SMALLEST,
-    Speed,
-    Text,
+    StepTimes,
+    TokenizedText,
     base_run,
     check_steps,
     choose,
@@ -92,14 +92,14 @@ def run_in_minutes(
     corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
     prepared = clock() - looked
     splits = {name: len(corpus.tokens(name)) for name in ("train", "valid")}
-    text = Text(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
+    text = TokenizedText(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
 
     longest = _LONGEST_STEP * 60 * minutes
 
     def left() -> float:
         return AIM * 60 * minutes - (clock() - began)
 
-    def measure(run: RunConfig) -> Speed:
+    def measure(run: RunConfig) -> StepTimes:
         return measured_speed(run, corpus, device, longest)
 
     choice = choose(base, text, left(), measure, given)
@@ -116,7 +116,7 @@ def _check_options(base: RunConfig, given: dict[str, str]) -> None:
     validate(with_options(run, given))
 
 
-def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> Speed:
+def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
     """Measure a configuration's training steps, on random tokens, and its evaluation.
 
     Args:
@@ -127,7 +127,7 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
     """
     vocab_size = len(corpus.vocabulary)
     if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
-        return Speed(math.inf, math.inf)
+        return StepTimes(math.inf, math.inf)
     model, step = training_workload(run, vocab_size, device)
     steps = [seconds_of(step, device)]
     if steps[0] < longest:
@@ -144,4 +144,4 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         done = evaluate_in_training(model, some, corpus, TrainedModel(model), lambda: False).tokens
 
     evaluation()  # converts the weights
-    return Speed(median(steps), seconds_of(evaluation, device) / done)
+    return StepTimes(median(steps), seconds_of(evaluation, device) / done)

@@ -34,7 +34,7 @@ from txl.generation.sampling import (
     checked_tokens,
     permitted,
 )
-from txl.generation.steps import CompiledStep, Drawing, MemorySlots, ModuleStep, Slots, StaticStep, make_step
+from txl.generation.steps import CompiledStep, DrawSettings, MemorySlots, ModuleStep, Slots, StaticStep, make_step
 from txl.models.language_model import LanguageModel
 from txl.models.memory import Memory
 from txl.models.structure import evaluation_view
@@ -119,7 +119,7 @@ class DecodeEngine:
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)
         self._streams: dict[Stream, None] = {}  # in the order in which they joined; two streams are never equal
         self._free = list(range(max_streams))  # a heap, so that those taken lie together
-        self._drawings: dict[tuple[Sampling, tuple[int, ...]], Drawing] = {}
+        self._drawings: dict[tuple[Sampling, tuple[int, ...]], DrawSettings] = {}
 
     @property
     def max_streams(self) -> int:
@@ -328,14 +328,14 @@ class DecodeEngine:
             raise UserError("a stream was given twice; expected each of them once")
         self.reader.check_weights()
 
-    def _drawing(self, stream: Stream) -> Drawing:
+    def _drawing(self, stream: Stream) -> DrawSettings:
         """Return how a stream draws; its forbidden tokens are sent to the device once."""
         key = (stream.sampling, stream.forbidden)
         if key not in self._drawings:
             if len(self._drawings) == _MOST_DRAWINGS:
                 self._drawings.clear()
             never = sent(torch.tensor(stream.forbidden), self._next.device) if stream.forbidden else None
-            self._drawings[key] = Drawing(stream.sampling, stream.forbidden, never)
+            self._drawings[key] = DrawSettings(stream.sampling, stream.forbidden, never)
         return self._drawings[key]
 
     def _draw(self, log_probs: Tensor, streams: list[Stream]) -> Int64[Tensor, "2 B"]:
@@ -343,7 +343,7 @@ class DecodeEngine:
 
         Nothing waits for the device.
         """
-        groups: dict[Drawing, list[int]] = {}
+        groups: dict[DrawSettings, list[int]] = {}
         for row, stream in enumerate(streams):
             groups.setdefault(self._drawing(stream), []).append(row)
         device = log_probs.device

@@ -114,7 +114,7 @@ _MOST_DRAWS = 8
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawSettings:
     """A way to draw tokens; equal where the settings are."""
 
     sampling: Sampling
@@ -143,8 +143,8 @@ class StaticStep:
         self.lanes = torch.arange(like.shape[1], device=like.device)
         self.ring = torch.arange(slots.size, device=like.device)
         self._graphs: dict[int, Captured] = {}
-        self._draws: OrderedDict[tuple[int, Drawing], Captured] = OrderedDict()
-        self._alike: tuple[Drawing | None, int] = (None, 0)
+        self._draws: OrderedDict[tuple[int, DrawSettings], Captured] = OrderedDict()
+        self._alike: tuple[DrawSettings | None, int] = (None, 0)
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Read the next token of some slots, and return log-probabilities of the one after it.
@@ -161,13 +161,15 @@ class StaticStep:
             self._graphs[n_lane] = Captured(self._log_probs)
         return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
-    def draws(self, drawing: Drawing) -> bool:
+    def draws(self, drawing: DrawSettings) -> bool:
         """Return whether `draw` takes the next step: many in a row were drawn like this, and steps are recorded."""
         known, count = self._alike
         self._alike = drawing, count + 1 if drawing == known else 1
         return self.captured and self._alike[1] > _ALIKE
 
-    def draw(self, tokens: Int64[Tensor, " B"], drawing: Drawing, keys: Int64[Tensor, "3 N"]) -> Int64[Tensor, "2 n"]:
+    def draw(
+        self, tokens: Int64[Tensor, " B"], drawing: DrawSettings, keys: Int64[Tensor, "3 N"]
+    ) -> Int64[Tensor, "2 n"]:
         """Read the next token of slots, draw those after it, and write them to `tokens`: all in one graph.
 
         Args:
@@ -189,7 +191,7 @@ class StaticStep:
         self._draws[n_lane, drawing] = graph  # as the one used last
         return graph(sent(keys, tokens.device))[0]
 
-    def _drawn(self, tokens: Tensor, drawing: Drawing, keys: Tensor) -> tuple[Tensor]:
+    def _drawn(self, tokens: Tensor, drawing: DrawSettings, keys: Tensor) -> tuple[Tensor]:
         seeds, numbers, takes_part = keys.unbind(0)
         allowed, obstacles = permitted(self._log_probs(tokens)[0], drawing.forbidden)
         drawn = drawing.sampling.pick(allowed, chances(seeds, numbers))

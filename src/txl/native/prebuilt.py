@@ -16,7 +16,7 @@ _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 
-class Kind(NamedTuple):
+class Processor(NamedTuple):
     """A kind of processor."""
 
     name: str
@@ -26,23 +26,23 @@ class Kind(NamedTuple):
     """Flags that Linux has to list for a processor (/proc/cpuinfo)."""
 
 
-KINDS = (
+PROCESSORS = (
     # Tiles of AMX are used where the processor has them; the library asks at run time (panels.h).
-    Kind(
+    Processor(
         "avx512-bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         _V4 | {"avx512_bf16"},
     ),
-    Kind("avx512", ("-march=x86-64-v4",), _V4),
-    Kind("avx2", ("-march=x86-64-v3",), _V3),
+    Processor("avx512", ("-march=x86-64-v4",), _V4),
+    Processor("avx2", ("-march=x86-64-v3",), _V3),
 )
 """The fastest first. Older processors, and other architectures, have none."""
 
 
-def library_name(kind: Kind, sources: dict[str, str]) -> str:
+def library_name(processor: Processor, sources: dict[str, str]) -> str:
     """Return the name of the file compiled from these sources, texts by file name."""
-    content = "\n".join([*sources.values(), *kind.flags])
-    return f"txl-{hashlib.sha256(content.encode()).hexdigest()[:16]}-{kind.name}.so"
+    content = "\n".join([*sources.values(), *processor.flags])
+    return f"txl-{hashlib.sha256(content.encode()).hexdigest()[:16]}-{processor.name}.so"
 
 
 def find_prebuilt(folder: Path, sources: dict[str, str], flags: Iterable[str]) -> Path | None:
@@ -54,5 +54,5 @@ def find_prebuilt(folder: Path, sources: dict[str, str], flags: Iterable[str]) -
         flags: of the processor.
     """
     has = frozenset(flags)
-    fitting = (folder / library_name(kind, sources) for kind in KINDS if kind.needs <= has)
+    fitting = (folder / library_name(each, sources) for each in PROCESSORS if each.needs <= has)
     return next((path for path in fitting if path.is_file()), None)

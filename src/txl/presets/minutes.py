@@ -55,7 +55,7 @@ AIM = 0.97
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """A text as a model reads it."""
 
     facts: TextFacts
@@ -70,7 +70,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTimes:
     """Seconds that a configuration takes on a machine."""
 
     step: float
@@ -79,7 +79,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRun:
     """A configuration, and what is expected of it."""
 
     run: RunConfig
@@ -91,7 +91,7 @@ class Choice:
     """Passes over the text's own tokens."""
     seconds: float
     """Time of training and evaluations."""
-    speed: Speed
+    speed: StepTimes
     ends_early: bool
     """True if more passes would not help."""
     tried: int = 1
@@ -124,8 +124,12 @@ def units(text: TextFacts, seconds: float) -> DataConfig:
 
 
 def choose(
-    base: RunConfig, text: Text, seconds: float, measure: Callable[[RunConfig], Speed], given: dict[str, str]
-) -> Choice:
+    base: RunConfig,
+    text: TokenizedText,
+    seconds: float,
+    measure: Callable[[RunConfig], StepTimes],
+    given: dict[str, str],
+) -> ChosenRun:
     """Return the configuration of the least expected loss.
 
     From the smallest on, the next larger shape and the next larger batch are tried for as long as one is better.
@@ -140,9 +144,9 @@ def choose(
     Raises:
         UserError: if there is no time for a few steps, or the options break a rule.
     """
-    seen: list[tuple[RunConfig, Choice]] = []
+    seen: list[tuple[RunConfig, ChosenRun]] = []
 
-    def tried(shape: int, batch: int) -> Choice:
+    def tried(shape: int, batch: int) -> ChosenRun:
         run = configured(base, *SHAPES[shape], BATCHES[batch], given)
         for before, choice in seen:
             if run == before:  # what differs was given
@@ -172,7 +176,7 @@ def choose(
     return replace(best, tried=len(seen))
 
 
-def check_steps(choice: Choice, seconds: float) -> None:
+def check_steps(choice: ChosenRun, seconds: float) -> None:
     """Refuse a choice with too few steps; so many seconds were left for training and evaluations."""
     if choice.run.train.steps < FEWEST_STEPS:
         raise UserError(
@@ -198,10 +202,10 @@ def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
     return replace(run, model=replace(run.model, dropout=rate))
 
 
-def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dict[str, str]) -> Choice:
+def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, given: dict[str, str]) -> ChosenRun:
     """Return a configuration with the steps and evaluations that fit into a time."""
     if not math.isfinite(speed.step):
-        return Choice(run, math.inf, 0.0, 0.0, math.inf, speed, False)
+        return ChosenRun(run, math.inf, 0.0, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
     train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
@@ -223,10 +227,10 @@ def planned(run: RunConfig, text: Text, seconds: float, speed: Speed, given: dic
     own_passes = train.steps * per_step / text.own_tokens
     loss = expected_loss(run, text, train.steps)
     taken = train.steps * speed.step + evaluations
-    return Choice(run, loss, passes, own_passes, taken, speed, useful < in_time)
+    return ChosenRun(run, loss, passes, own_passes, taken, speed, useful < in_time)
 
 
-def expected_loss(run: RunConfig, text: Text, steps: int) -> float:
+def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
     """Return the loss to expect, in nats a token above what no model can predict."""
     own = text.own_tokens
     size = min(run.model.parameter_count(0), MOST_WEIGHTS * own)
@@ -236,7 +240,7 @@ def expected_loss(run: RunConfig, text: Text, steps: int) -> float:
     return A / size**ALPHA + B / worth**BETA
 
 
-def reasons(choice: Choice, text: Text, minutes: float, prepared: float) -> tuple[str, str, str]:
+def reasons(choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float) -> tuple[str, str, str]:
     """Return in three lines what was chosen and why.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl.analysis.mentions import KINDS
-from txl.analysis.samples import Measures, Plan, Sample, Text, pooled
+from txl.analysis.samples import Measures, Passage, Plan, Sample, pooled
 from txl.files import JsonObject, write_whole
 from txl.reporting.page import escape, note, page, section, table, visible
 from txl.reporting.wording import counted, short_name
@@ -186,7 +186,7 @@ def _sample(number: int, sample: Sample, about: About) -> str:
     )
 
 
-def _marked(text: Text, span: tuple[int, int]) -> str:
+def _marked(text: Passage, span: tuple[int, int]) -> str:
     """Return a text with some of its tokens marked."""
     first, length = span
     parts = [

@@ -26,12 +26,12 @@ from txl.training.budget import peak_bytes
 from txl.units import is_character_unit, quality
 
 Say = Callable[[str], None]
-Measured = JsonObject
+Measurement = JsonObject
 WINDOWS = 64
 """Windows of a sliding evaluation that are computed at once."""
 
 
-def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
     """Return the figures of one trained model, ready for JSON."""
     if kind == "attention":
         return measure_attention(model, run, corpus, scale, say)
@@ -49,7 +49,7 @@ def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
     return {"test": 2}
 
 
-def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
     """Return the loss on the test split under the run's test settings."""
     length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
     say(f"test split, {_described(run, length)}")
@@ -61,7 +61,7 @@ def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
     return {"quality": quality(result.nll, corpus.unit), "test": result.to_dict()}
 
 
-def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
     """Return perplexity at the training's attention length and at the best one (Table 6).
 
     Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
@@ -108,7 +108,7 @@ def context_targets(corpus: Corpus, scale: Scale) -> range:
     return spread_targets(len(corpus.tokens("test")), lengths[-1], scale.targets, lengths.step)
 
 
-def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measured:
+def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
     """Return the losses of the same test targets at every context length (Appendix C)."""
     tokens, lengths = corpus.tokens("test"), context_lengths(scale)
     targets = context_targets(corpus, scale)
@@ -173,7 +173,7 @@ def _described(run: RunConfig, length: int) -> str:
     return f"attention length {length}" + ("" if run.model.mem_len else ", sliding by one token")
 
 
-def is_finite(measured: Measured) -> bool:
+def is_finite(measured: Measurement) -> bool:
     """Return whether all numbers of a measurement are finite."""
     if isinstance(measured, dict):
         return all(is_finite(each) for each in measured.values())

@@ -18,7 +18,7 @@ from txl.serving.exchange import Prompt, beside, event_stream, finite, read_prom
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
 from txl.serving.service import Service
 from txl.serving.texts import TAIL, Texts
-from txl.serving.work import DrawnEvent, EndEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
+from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 _CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs")
 _NEUTRAL = {
@@ -44,9 +44,9 @@ class Choice:
         self._entries: list[tuple[ScoredToken, bytes, int]] = []
         self._began = False
 
-    def add(self, event: DrawnEvent | EndEvent) -> None:
+    def add(self, event: DrawnEvent | EndOfLaneEvent) -> None:
         """Take in what came."""
-        if isinstance(event, EndEvent):
+        if isinstance(event, EndOfLaneEvent):
             self.reason = event.reason
             self._extend(event.text)
             return
@@ -189,7 +189,7 @@ class _Answer:
         """Sort events into choices; returns those that something came for."""
         touched = set()
         for event in batch:
-            if isinstance(event, DrawnEvent | EndEvent):
+            if isinstance(event, DrawnEvent | EndOfLaneEvent):
                 self._choices[event.lane].add(event)
                 touched.add(event.lane)
             elif isinstance(event, ReadEvent):

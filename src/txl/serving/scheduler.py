@@ -27,7 +27,7 @@ from txl.serving.work import (
     CHECKPOINT_EVERY,
     DoneEvent,
     DrawnEvent,
-    EndEvent,
+    EndOfLaneEvent,
     FailedEvent,
     Lane,
     ReadEvent,
@@ -41,7 +41,7 @@ _SCORED_AT_ONCE = 1 << 22
 _logger = logging.getLogger(__name__)
 
 
-class Busy(Exception):
+class Unavailable(Exception):
     """The queue is full, or the server is stopping."""
 
     def __init__(self, message: str, status: int, retry_after: int):
@@ -83,16 +83,16 @@ class Scheduler(threading.Thread):
         """Queue works, all or none of them.
 
         Raises:
-            Busy: if the queue is full, or the scheduler is stopping.
+            Unavailable: if the queue is full, or the scheduler is stopping.
         """
         size = sum(work.size for work in works)
         with self._lock:
             if not self._accepting:
-                raise Busy("the server is stopping", 503, 5)
+                raise Unavailable("the server is stopping", 503, 5)
             if not self.is_alive():
-                raise Busy("the engine has failed; see the server's log", 503, 60)
+                raise Unavailable("the engine has failed; see the server's log", 503, 60)
             if self._queued and self._queued + size > self.max_queue:
-                raise Busy(f"{self._queued} texts are waiting already; try again later", 429, 1)
+                raise Unavailable(f"{self._queued} texts are waiting already; try again later", 429, 1)
             self._queued += size
             for work in works:
                 self._inbox.put(work)
@@ -280,7 +280,7 @@ class Scheduler(threading.Thread):
         """Give a lane a place in the engine; if that cannot be, the work has failed."""
         self._leave_queue(1)
         if lane.max_tokens == 0:
-            work.outbox.put(EndEvent(lane.number, "length", ""))
+            work.outbox.put(EndOfLaneEvent(lane.number, "length", ""))
             return
         assert work.read is not None
         try:
@@ -356,7 +356,7 @@ class Scheduler(threading.Thread):
             rest = lane.stop.push(lane.decoder.flush()) if lane.flush else ""
         if not lane.stop.found:
             rest += lane.stop.flush()
-        work.outbox.put(EndEvent(lane.number, "stop" if lane.stop.found else "length", rest))
+        work.outbox.put(EndOfLaneEvent(lane.number, "stop" if lane.stop.found else "length", rest))
         self._leave(work, lane)
         if work.running == 0 and not work.waiting_lanes:
             self._finish(work)

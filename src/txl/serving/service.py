@@ -22,7 +22,7 @@ from txl.models.language_model import LanguageModel
 from txl.native.build import identity
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
-from txl.serving.scheduler import Busy, Scheduler
+from txl.serving.scheduler import Scheduler, Unavailable
 from txl.serving.texts import Texts
 from txl.serving.work import Work
 
@@ -115,8 +115,8 @@ class Service:
         """
         try:
             self.scheduler.submit(works)
-        except Busy as busy:
-            raise ApiError(busy.status, str(busy), headers={"Retry-After": str(busy.retry_after)}) from None
+        except Unavailable as refused:
+            raise ApiError(refused.status, str(refused), headers={"Retry-After": str(refused.retry_after)}) from None
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name; none at all is this one's.

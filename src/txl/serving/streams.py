@@ -18,7 +18,7 @@ from txl.serving.kept import KeptStreams
 from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
 from txl.serving.requests import ApiError, Fields, fields_of, json_response
 from txl.serving.service import Service
-from txl.serving.work import DrawnEvent, EndEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
+from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 SNAPSHOT_TYPE = "application/octet-stream"
 _READ = ("logprobs", "attention", "stream")
@@ -256,7 +256,7 @@ class _Generation:
             if isinstance(event, DrawnEvent):
                 text += event.token.text
                 scored.append(event.token)
-            elif isinstance(event, EndEvent):
+            elif isinstance(event, EndOfLaneEvent):
                 text += event.text
                 self._reason = event.reason
         self._made += len(scored)

@@ -66,7 +66,7 @@ class DrawnEvent:
 
 
 @dataclass(slots=True)
-class EndEvent:
+class EndOfLaneEvent:
     """A lane has ended, with the rest of its text."""
 
     lane: int
@@ -96,7 +96,7 @@ class DoneEvent:
     """Nothing more comes from a work."""
 
 
-Event = ReadEvent | DrawnEvent | EndEvent | SavedEvent | FailedEvent | DoneEvent
+Event = ReadEvent | DrawnEvent | EndOfLaneEvent | SavedEvent | FailedEvent | DoneEvent
 
 
 class Outbox:
