@@ -113,7 +113,7 @@ def test_the_code_beside_the_weights_compiles_what_this_package_compiles():
     assert "txl_step_" in cpp_sources()["decode.cpp"]
 
 
-TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— “é” \x00 ü"]
+TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— “é” \x00 ü", "the\x1cmill\x1fthe\x85night.\u2028the"]
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,11 @@ TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— �
         ByteVocabulary(),
         CharVocabulary("abcdefghijklmnopqrstuvwxyz ."),
         WordVocabulary(["<eos>", "the", "<unk>", "night."]),
+        WordVocabulary(["<eos>", "the", "<unk>", "night", "."], rule="punctuation"),
         WordVocabulary(["<S>", "the", "<UNK>"], eos="<S>", unk="<UNK>", boundary="end"),
         BpeVocabulary.train(["the river rose in the night, in the night"] * 5, 262),
     ],
-    ids=["byte", "char", "word", "sentences", "bpe"],
+    ids=["byte", "char", "word", "punctuation", "sentences", "bpe"],
 )
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_files_encode_as_the_vocabulary_does(vocabulary, text):

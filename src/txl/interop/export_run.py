@@ -260,11 +260,13 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     if vocabulary.boundary == "both":
         raise UserError("the vocabulary marks both ends of a sentence, which a tokenizer of the library cannot")
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
+    separators = normalizers.Replace(Regex("[\x1c-\x1f]"), " ")  # white space in Python, not in the library
     line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")
-    tokenizer.normalizer = line_ends
+    joiners = joining_rules() if vocabulary.rule == "punctuation" else ()
+    tokenizer.normalizer = normalizers.Sequence(
+        [separators, *(normalizers.Replace(Regex(pattern), content) for pattern, content in joiners), line_ends]
+    )
     if vocabulary.rule == "punctuation":
-        joiners = [normalizers.Replace(Regex(pattern), content) for pattern, content in joining_rules()]
-        tokenizer.normalizer = normalizers.Sequence([*joiners, line_ends])
         space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
         tokenizer.decoder = decoders.Sequence([space, decoders.Fuse(), touching])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
