@@ -1,6 +1,6 @@
 """Transformer-XL: language models that read past a fixed-length context.
 
-`__init__.pyi` lists the public names. Each is imported when it is first used, so that `import txl` imports no torch.
+`__init__.pyi` lists the public names. Each is imported on first use, so that `import txl` does not import PyTorch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The command `txl`, which is `python -m txl` too, for torchrun.
+"""Entry point of the command `txl`; `python -m txl` runs the same command, for use with torchrun.
 
-Importing PyTorch takes seconds, and a KeyboardInterrupt raised in the midst of it may be swallowed there, or end in
-another error. So Ctrl-C is taken care of here, before anything else is imported, and so is what PyTorch's threads read
-from the environment when it is loaded.
+Importing PyTorch takes seconds. A KeyboardInterrupt raised during the import may be swallowed, or end in another error.
+So this module handles Ctrl-C before anything else is imported. It also sets the environment variables that PyTorch's
+threads read when PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
+TYPE_CHECKING = False  # not typing's: importing typing takes longer than the rest of this module
 if TYPE_CHECKING:
     from types import FrameType
 
 
 _SPINS = "1000"
-"""Turns for which a thread of PyTorch that has nothing to do waits awake, before it sleeps. GNU OpenMP's own 300,000
-take the processor from every other program; asleep at once, threads wake too late for a small model's short work."""
+"""Spin iterations of an idle PyTorch thread before it sleeps. GNU OpenMP's default of 300,000 takes the processor from
+every other program; without spinning, threads wake too late for the short operations of a small model."""
 
 
 def command() -> None:
-    """Run the command that the program was called with, and leave with its exit code: 130 or 143 if it was stopped."""
-    # A shell's background job ignores Ctrl-C, and so it stays.
+    """Run the given command, and exit with the command's exit code: 130 or 143 if a signal stopped the command."""
+    # A shell starts background jobs with Ctrl-C ignored; leave this setting as it is.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -34,7 +34,7 @@ def command() -> None:
 
     code = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo's threads do not always survive the interpreter's end, and an abort then would look like a failed run.
+        # gloo's threads sometimes abort while the interpreter shuts down, which would look like a failed run.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -42,11 +42,10 @@ def command() -> None:
 
 
 def _interrupted(received: int, frame: FrameType | None) -> None:
-    """Raise an exception in a command at work, which has things to put away; elsewhere leave at once.
+    """Raise an exception in a running command, so that the command can clean up; otherwise exit at once.
 
-    Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit.
-
-    Elsewhere: while modules are imported, before the command has begun, after it has ended, and when asked again.
+    Ctrl-C raises KeyboardInterrupt, SIGTERM raises SystemExit. The process exits at once while modules are imported,
+    before the command begins, after the command has ended, and at a second signal.
     """
     signal.signal(received, _leave)
     while frame is not None:
@@ -58,13 +57,13 @@ def _interrupted(received: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
         frame = frame.f_back
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"txl: interrupted\n")  # not print: the signal may have come in the midst of one
+        os.write(2, b"txl: interrupted\n")  # not print: the signal may have interrupted a print
     _leave(received, frame)
 
 
 def _leave(received: int, frame: FrameType | None) -> None:
     if os.isatty(2):
-        os.write(2, b"\x1b[?25h")  # the cursor, which a progress bar hides
+        os.write(2, b"\x1b[?25h")  # show the cursor, which a progress bar hides
     os._exit(128 + received)
 
 

@@ -1,4 +1,4 @@
-"""Treatment of freed memory by the C library while a program trains or evaluates on a CPU."""
+"""Setting of the C library that keeps freed memory for reuse while a program trains or evaluates on a CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LARGEST = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Tell glibc to keep the buffers that a step frees, instead of returning them to the system.
 
-    By default glibc maps every large buffer anew, and its pages fault in again at every step: up to a third of a
-    training step on a CPU. This changes the whole process, which is why programs call it and importing does not.
+    By default glibc maps each large buffer again at every step; the page faults take up to a third of a training step
+    on a CPU. The setting affects the whole process, so programs call this function and importing `txl` does not.
 
     Returns:
-        Whether the C library has such a setting (it is glibc's alone).
+        True if glibc accepted the setting; False if it did not, or if the C library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

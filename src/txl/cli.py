@@ -1,7 +1,7 @@
-"""The command `txl`: parse, call, print. Each command is a module of `txl.commands`.
+"""Command line of `txl`: parse the arguments, run the command, print errors. `txl.commands` holds the commands.
 
-Exit codes: 0 done, 1 a failure, 2 a mistake of the user's in one clear line, 130 or 143 stopped by Ctrl-C or SIGTERM:
-training after its state was saved.
+Exit codes: 0 success; 1 failure; 2 user error, reported in one line; 130 or 143 stopped by Ctrl-C or SIGTERM (training
+saves its state first).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ COMMANDS = {
     "compare": ("reproduce", "bench"),
     "shell": ("completion",),
 }
-"""The modules of `txl.commands` by task, in the order of the help."""
+"""Modules of `txl.commands` by task, in the order of the help."""
 
 _NO_ROOM = r"out of memory|not enough memory|can't allocate|calculation overflowed"
-"""Messages of PyTorch for tensors that do not fit into memory; the last is for sizes beyond 64 bits."""
+"""Pattern of PyTorch's messages for tensors that do not fit into memory; the last part is for sizes beyond 64 bits."""
 
 
 _PLAIN = {
@@ -41,11 +41,11 @@ _PLAIN = {
     r"^argument (\S+): expected (?:at least )?one argument$": r"\1 needs a value",
     r"^argument (\S+): not allowed with argument (\S+)$": r"\1 and \2 were both given; expected one of them",
 }
-"""Messages of argparse, and how they are said here."""
+"""Patterns of argparse's messages, and the wordings that replace them."""
 
 
 class _Help(argparse.HelpFormatter):
-    """Options by their first spelling, and room for the long ones."""
+    """Help formatter that omits option spellings with underscores, and leaves room for long option names."""
 
     def __init__(self, prog: str, **settings: Any):
         super().__init__(prog, max_help_position=32, **settings)
@@ -59,10 +59,10 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s, and which never guesses an abbreviated option.
+    """Argument parser that raises `UserError`, and accepts no abbreviated options.
 
     Args:
-        example: a command that a reader of the help can copy; it stands first there.
+        example: command line that the help shows first, for the reader to copy.
     """
 
     def __init__(self, *args: Any, example: str = "", **settings: Any):
@@ -70,15 +70,15 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.example = example
         self.groups: dict[str, list[argparse.Action]] = {}
-        """Commands by task, of the parser that has commands."""
-        self.register("type", int, bounded_int)  # every type=int, of every command
+        """Commands by task; empty in the parser of a single command."""
+        self.register("type", int, bounded_int)  # for type=int in every command
 
     def format_usage(self) -> str:
-        """Return what has to be given, in one line; options that may be left out are in the help alone."""
+        """Return the usage in one line: arguments and required options. Only the help lists the other options."""
         return f"usage: {self.usage or self._needed()}\n"
 
     def _needed(self) -> str:
-        """Return the command with its arguments and the options that it needs."""
+        """Return the command with its arguments and its required options."""
         words = [self.prog, *(_shown(action) for action in self._actions if not action.option_strings)]
         words += [_shown(action) for action in self._actions if action.option_strings and action.required]
         for group in self._mutually_exclusive_groups:
@@ -87,14 +87,14 @@ class Parser(argparse.ArgumentParser):
         return " ".join(words if self._subparsers else [*words, "[options]"])
 
     def format_help(self) -> str:
-        """Return an example, the usage, what the command does, and its options in groups."""
+        """Return the help: example, usage, description, and options in groups."""
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         for title, actions in self.groups.items():
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        alone = [self._optionals] if len(self._optionals._group_actions) == 1 else []  # --help, which all know
+        alone = [self._optionals] if len(self._optionals._group_actions) == 1 else []  # --help alone: listed last
         for group in [*(each for each in self._action_groups if each not in alone), *alone]:
             formatter.start_section(group.title)
             formatter.add_text(group.description)
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return f"example: {self.example}\n{self.format_usage()}\n{formatter.format_help()}"
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Read a value; one of the wrong kind is refused in the words of the configuration's fields."""
+        """Convert a value; refuse a value of the wrong type with the wording used for the configuration's fields."""
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among the choices, naming the nearest."""
+        """Refuse a value that is not among the choices, and name the nearest choices."""
         if action.choices is not None and value not in action.choices:
             is_command = isinstance(action, argparse._SubParsersAction)
             what = f"unknown command {value!r}" if is_command else f"{_name(action)} is {value!r}"
@@ -125,17 +125,17 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, f"{what}; {hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Refuse, in one line."""
+        """Raise a `UserError` with the message in one line."""
         for pattern, plain in _PLAIN.items():
             message = re.sub(pattern, plain, message)
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse; refuse an unknown option here, where those with similar names are known."""
+        """Parse the arguments; refuse an unknown option, and name options with similar names."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].split("=")[0]
-            # --model.n_layer is --model.n-layer too; one spelling is enough.
+            # --model.n_layer and --model.n-layer are one option; suggest only one spelling.
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
             if not option.startswith("-"):
                 self.error(f"unknown argument {option}")
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _name(action: argparse.Action) -> str:
-    """Return an option's long name, or what the help calls an argument."""
+    """Return an option's long name, or the name of an argument as the help shows it."""
     return next((name for name in action.option_strings if name.startswith("--")), f"{action.metavar or action.dest}")
 
 
@@ -172,7 +172,7 @@ def build_parser() -> Parser:
         for module in modules:
             import_module(f"txl.commands.{module}").add_parser(commands)
         parser.groups[task] = commands._choices_actions[known:]
-    parser.set_defaults(parse=parser.parse_args)  # a command that runs others parses their words with it
+    parser.set_defaults(parse=parser.parse_args)  # for commands that run other commands
     return parser
 
 
@@ -187,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Run one command; Ctrl-C raises KeyboardInterrupt in this function alone (see `txl.__main__`)."""
+    """Run one command; Ctrl-C raises KeyboardInterrupt only while this function runs (see `txl.__main__`)."""
     if sys.stdout is None:
         return _refuse("standard output is closed; expected a terminal, a file or a pipe")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # text that the terminal's encoding lacks must not end a command
+            stream.reconfigure(errors="replace")  # characters that the terminal cannot encode must not end a command
     try:
         arguments = build_parser().parse_args(argv)
         arguments.run(arguments)
@@ -213,8 +213,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except BrokenPipeError:
-        # The reader of our output has gone (`txl generate ... | head`): not an error. What is still buffered must go
-        # nowhere, or Python complains at exit.
+        # The reader closed the pipe (`txl generate ... | head`): not an error. The null device takes the rest of the
+        # buffer; otherwise Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -222,7 +222,7 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except (MemoryError, RuntimeError) as error:
-        # torch has no one class for it: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU.
+        # PyTorch has no single class for this: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU.
         if not isinstance(error, MemoryError) and not re.search(_NO_ROOM, str(error)):
             raise
         return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")

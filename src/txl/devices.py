@@ -1,6 +1,7 @@
-"""Work of a device that runs ahead of the program, as a GPU does: what it is given, what it is asked, what it repeats.
+"""Asynchronous devices such as GPUs: copies to a device, numbers read from a device, and recorded functions.
 
-A program hands kernels to a GPU and goes on; to read a number of it is to wait for everything handed over before.
+A program launches kernels on a GPU and continues at once. Reading a number from the GPU waits for all kernels launched
+before.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from torch import Tensor
 
 
 def runs_ahead(tensor: Tensor) -> bool:
-    """Return whether to read a number of this tensor is to wait: everywhere but on a CPU."""
+    """Return whether reading a number of this tensor waits for a device: true on all devices but a CPU."""
     return tensor.device.type != "cpu"
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a CPU's tensor to a device; to a GPU from pinned memory, so that nobody waits."""
+    """Copy a CPU tensor to a device; copies to a GPU use pinned memory, so that the program does not wait."""
     if torch.device(device).type != "cuda":
         return tensor.to(device, non_blocking=True)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 class Late:
-    """Numbers that a device computes, read when they are asked for.
+    """Numbers that a device computes; the program waits for the device only when the numbers are read.
 
     Args:
-        numbers: of one dimension; later changes of them do not count.
+        numbers: tensor of one dimension; later changes to the tensor have no effect.
     """
 
     def __init__(self, numbers: Tensor):
@@ -44,7 +45,7 @@ class Late:
             self._numbers = numbers.clone()
 
     def read(self) -> list[float]:
-        """Return the numbers; waits for those of a GPU."""
+        """Return the numbers, after waiting for the GPU if a GPU computes the numbers."""
         if self._read is None:
             if self._done is not None:
                 self._done.synchronize()
@@ -53,7 +54,7 @@ class Late:
 
 
 def seed_generators(seed: int, device: str) -> None:
-    """Seed the random numbers of the CPU, and of the GPUs if the device is one."""
+    """Seed the random numbers of the CPU, and also of the GPUs if the device is a GPU."""
     if device.startswith("cuda"):
         torch.manual_seed(seed)
     else:
@@ -61,16 +62,17 @@ def seed_generators(seed: int, device: str) -> None:
 
 
 class Captured:
-    """A function of CUDA tensors, recorded once as a graph and replayed: hundreds of kernels cost one launch.
+    """Function of CUDA tensors, recorded once as a CUDA graph and replayed: hundreds of kernels cost one launch.
 
-    Shapes must stay those of the first call. The function may write to tensors of its own, and to its inputs. It must
-    not wait for the device.
+    All calls must have the shapes of the first call. The function may write to its own tensors and to its inputs. It
+    must not wait for the device.
 
     Args:
-        function: of tensors, to a tuple of tensors.
-        warm_up: calls before it is recorded, in which libraries set themselves up; 0 where such calls were made, and
-            the function must not be called again.
-        beside: another graph, never replayed at the same time, whose memory for results in between is used.
+        function: function of tensors that returns a tuple of tensors.
+        warm_up: calls of the function before it is recorded, in which libraries initialise themselves. 0 if the caller
+            has made such calls and the function must not be called again.
+        beside: another graph that is never replayed at the same time; both graphs share memory for intermediate
+            results.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], warm_up: int = 3, beside: Captured | None = None):
@@ -78,7 +80,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._replay: Callable[[], None] | None = None
         self.inputs: list[Tensor] = []
-        """The graph's own; a call copies into them what is not one of them already."""
+        """Input tensors of the graph; a call copies each argument into its input tensor, unless both are one object."""
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -93,12 +95,12 @@ class Captured:
         return self.outputs
 
     def record(self, *inputs: Tensor) -> None:
-        """Record the function; by itself where the first call is to have no effect but its own."""
+        """Record the function, as the first call does; on its own, with inputs for which warm-up calls are harmless."""
         self.inputs = [each.clone() for each in inputs]
         self._replay = self._record()
 
     def _record(self) -> Callable[[], None]:
-        """Record the function of `inputs` and set `outputs`; return what computes them again."""
+        """Record the function of `inputs`, set `outputs`, and return the function that computes the outputs again."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -114,9 +116,9 @@ class Captured:
 
 @contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
-    """Compute float32 products of a GPU in TF32, or in float32, within the block; as before after it.
+    """Compute float32 products of a GPU in TF32 or in float32 within the block, and restore the settings after it.
 
-    cuDNN's, in an LSTM, would be in TF32 unless told otherwise.
+    Without this setting, cuDNN uses TF32 (in LSTMs).
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -1,21 +1,21 @@
-"""The mistakes that a user can make, told apart from failures of the program."""
+"""Exceptions that the command line reports in one line, such as user errors, unlike failures of the program."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
+TYPE_CHECKING = False  # not typing's: importing typing takes longer than the rest of this module
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake of the user's: the command line prints it as one line and exits with code 2.
+    """User error: the command line prints the message as one line and exits with code 2.
 
-    The message names the field, what came, what was expected, and what to do.
+    The message names the field, the given value, the expected values, and a remedy.
     """
 
 
 class RunInterrupted(Exception):
-    """Training was stopped by a signal after its state was saved; the message says how to resume."""
+    """Stop of training by a signal, after the state was saved; the message tells how to resume."""
 
     def __init__(self, message: str, exit_code: int = 130):
         super().__init__(message)
@@ -24,32 +24,32 @@ class RunInterrupted(Exception):
 
 
 class ProcessLost(Exception):
-    """Another process of a distributed run has died, so this one cannot go on."""
+    """Loss of another process of a distributed run, after which this process cannot continue."""
 
     def __init__(self, message: str = "", quiet: bool = False):
         super().__init__(message)
         self.quiet = quiet
-        """True if another process tells the reason."""
+        """True if another process prints the reason."""
 
 
 class CommandFailed(Exception):
-    """A command went to its end without all that it was to do; the command line prints the line and exits with 1."""
+    """Command that ended without doing all of its work; the command line prints the message and exits with code 1."""
 
 
 class TrainingDiverged(CommandFailed):
-    """Training came to numbers that are not finite, or to a model that is of no use."""
+    """Training that led to numbers that are not finite, or to a useless model."""
 
 
 def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return a question that names the known words nearest to a mistaken one: "did you mean a or b?".
+    """Return a question with the known words nearest to a mistaken word: "did you mean a or b?".
 
     Args:
         given: the mistaken word.
-        known: what was expected.
-        cutoff: the least similarity that is near, from 0 to 1.
+        known: the expected words.
+        cutoff: least similarity of a near word, from 0 to 1.
 
     Returns:
-        None if no known word is near.
+        The question; None if no known word is near.
     """
     import difflib
 

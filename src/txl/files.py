@@ -1,5 +1,4 @@
-"""Files that are whole or not there, with the permissions that any new file has; and the folder of those that can be
-made again."""
+"""Files that are written whole or not at all, with the permissions of any new file; and the folder for caches."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from typing import Any
 from txl.errors import UserError
 
 JsonObject = dict[str, Any]
-"""An object of JSON; whoever reads one checks the values that it uses."""
+"""JSON object; code that reads a JSON object checks the values that it uses."""
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to; what is there at the end takes the place of `path`, synced.
+    """Yield a temporary path beside `path` to write to; at the end, sync the written file and rename it to `path`.
 
-    If the block fails, `path` is as it was and what was written is removed.
+    If the block fails, `path` stays as it was and the temporary file is removed.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -48,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_partials(path: Path) -> list[Path]:
-    """Remove what `replacing` left beside `path` in processes that were killed, and return it."""
+    """Remove the temporary files of `replacing` that killed processes left beside `path`, and return their paths."""
     removed = []
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         process = left.name[len(path.name) + 1 : -len(".partial")]
@@ -61,7 +60,7 @@ def remove_partials(path: Path) -> list[Path]:
 
 def _runs(process: int) -> bool:
     if sys.platform == "win32":
-        return False  # a file that is open cannot be removed there
+        return False  # Windows itself refuses to remove an open file
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -72,7 +71,7 @@ def _runs(process: int) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old or the new one, also after a crash."""
+    """Write a small file so that `path` holds either the old or the new text, even after a crash."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -85,20 +84,20 @@ def read_json(path: Path, remedy: str = "") -> Any:
 
     Args:
         path: the file.
-        remedy: what a user can do about a damaged file; the end of the error's message.
+        remedy: advice to a user with a damaged file, which ends the error message.
 
     Raises:
-        OSError: if it cannot be read.
-        UserError: if it is not JSON.
+        OSError: if the file cannot be read.
+        UserError: if the content is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # a number may have too many digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
         raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def with_null(value: object) -> Any:
-    """Return a JSON value with null for numbers that JSON has no name for: infinite ones, and those that are none."""
+    """Return a JSON value with null for infinite numbers and NaN, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: with_null(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -107,7 +106,7 @@ def with_null(value: object) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk. Windows opens files alone, and syncs those that may be written."""
+    """Wait until a file or folder is on the disk (Windows: no folders, and only files opened for writing)."""
     windows = sys.platform == "win32"
     if windows and path.is_dir():
         return
@@ -119,9 +118,9 @@ def sync(path: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file that a library made for its owner alone the permissions that any new file beside it has.
+    """Give a file that a library made readable for its owner alone the permissions of any new file beside it.
 
-    The process's umask cannot be read without changing it for all threads, so that a new file is looked at.
+    Reading the process's umask would change it for all threads. So a new file is made, and its permissions are read.
     """
     probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -133,7 +132,7 @@ def follow_umask(path: Path) -> None:
 
 
 def make_scratch(folder: Path, name: str) -> Path:
-    """Make a folder `.NAME.partial-...` in a folder, which no other process has; it follows the umask."""
+    """Make a folder `.NAME.partial-...` inside `folder`, with a name that no other process uses; follow the umask."""
     scratch = folder / f".{name}.partial-{secrets.token_hex(4)}"
     scratch.mkdir()
     return scratch
@@ -146,23 +145,22 @@ def file_sha256(path: Path) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file could not be read or written, without its name; libraries say it in words of their own."""
+    """Return the system's or the library's reason why a file could not be read or written, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether something could not be written for want of room; the safetensors library says so in words
-    alone."""
+    """Return whether a write failed because the disk or quota is full; safetensors reports this only as text."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
 
 
 def usable_cache(folder: Path) -> Path:
-    """Return the folder of a cache: prepared corpora, compiled code.
+    """Return a usable folder for a cache: prepared corpora, compiled code.
 
-    Where it cannot be made it is one below the system's temporary folder, which is said once.
+    If `folder` cannot be made, return a folder below the system's temporary folder, and log a warning once.
 
     Args:
-        folder: need not be there yet; not absolute ("~/...") if nobody knows where the user's home is.
+        folder: requested folder, which need not exist; relative ("~/...") if the user's home is unknown.
     """
     if folder.is_absolute() and (folder.exists() or _can_be_made(folder)):
         return folder
@@ -171,7 +169,7 @@ def usable_cache(folder: Path) -> Path:
     return instead
 
 
-@functools.cache  # once is enough
+@functools.cache  # so that each warning is logged once
 def _say(reason: str, instead: Path) -> None:
     _logger.warning("note: %s; the cache is %s, which may be emptied any time", reason, instead)
 
@@ -182,7 +180,7 @@ def _can_be_made(folder: Path) -> bool:
 
 
 def _temporary_folder() -> Path:
-    """Return a folder of this user's alone: compiled code is loaded from it, and anybody can write beside it."""
+    """Return a folder that only this user can write to: code is loaded from it, and its parent is open to everybody."""
     user = os.geteuid() if hasattr(os, "geteuid") else None
     folder = Path(tempfile.gettempdir()) / f"transformer-xl-{user}"
     try:
@@ -192,4 +190,4 @@ def _temporary_folder() -> Path:
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="transformer-xl-"))  # the name is somebody else's
+    return Path(tempfile.mkdtemp(prefix="transformer-xl-"))  # another user owns the folder of this name

@@ -1,7 +1,7 @@
-"""The model as transformers 5 knows models: `import txl.huggingface`, then `AutoModelForCausalLM.from_pretrained(DIR)`.
+"""The model for transformers 5: `import txl.huggingface`, then `AutoModelForCausalLM.from_pretrained(DIR)`.
 
-DIR is what `txl export --format huggingface` writes. It also holds a copy of this file and of all that it needs, so
-that `trust_remote_code=True` opens it where this package is not installed.
+DIR is a directory written by `txl export --format huggingface`. DIR also holds a copy of this file and of all modules
+that this file imports, so that `trust_remote_code=True` opens the model where this package is not installed.
 
 Shapes: B lanes, T tokens, V vocabulary.
 """
@@ -33,9 +33,9 @@ _FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
 
 
 class TransformerXLConfig(PreTrainedConfig):
-    """The fields of `txl.config.TransformerXLConfig`, by the same names, and the vocabulary's size.
+    """Fields of `txl.config.TransformerXLConfig`, under the same names, and the size of the vocabulary.
 
-    `mem_len`, `window` and `clamp_len` are those that the run is tested with.
+    `mem_len`, `window` and `clamp_len` are the run's test settings.
     """
 
     model_type = MODEL_TYPE
@@ -46,11 +46,11 @@ class TransformerXLConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         for item in _FIELDS:
             setattr(self, item.name, values.pop(item.name, item.default))  # none of the defaults is mutable
-        values.setdefault("tie_word_embeddings", False)  # the model ties what it ties by itself
+        values.setdefault("tie_word_embeddings", False)  # the model ties its weights by itself
         super().__init__(**values)
 
     def to_model_config(self) -> ModelFields:
-        """Return the configuration of the model inside."""
+        """Return the configuration of the wrapped model."""
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in _FIELDS}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -58,7 +58,7 @@ class TransformerXLConfig(PreTrainedConfig):
 
 
 class TransformerXLCache:
-    """Memory, and how many tokens it has seen; what transformers passes on as `past_key_values`."""
+    """Memory and the number of tokens read so far, which transformers passes on as `past_key_values`."""
 
     is_compileable = False
 
@@ -66,16 +66,16 @@ class TransformerXLCache:
         self.state, self.n_seen = state, n_seen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens read so far, padding included (not only those that memory still holds)."""
+        """Return the number of tokens read so far, including padding and tokens that memory has dropped."""
         return self.n_seen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the lanes that a beam search goes on with."""
+        """Select the lanes with which a beam search continues."""
         self.state = self.state.select(beam_idx)
 
 
 class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
-    """`txl`'s Transformer-XL behind transformers' interface."""
+    """Transformer-XL of `txl` with the interface of transformers."""
 
     config_class = TransformerXLConfig
     base_model_prefix = "model"
@@ -88,11 +88,11 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: Any) -> None:
-        """Do nothing: the model inside has drawn its own weights."""
+        """Do nothing: the wrapped model has initialised its own weights."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # memory is a cache of its own kind
+        return False  # `TransformerXLCache` replaces transformers' cache
 
     def forward(
         self,
@@ -110,30 +110,31 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 [B,T].
-            attention_mask: [B,S] of ones, and zeros for padding around the text of a first segment; S is T and what
-                `past_key_values` has seen. None: ones, and zeros for the tokenizer's padding in a first segment.
-            past_key_values: memory to go on from; None: empty memory.
+            attention_mask: [B,S] with ones for text and zeros for padding around the text of a first segment; S is T
+                plus the tokens that `past_key_values` has seen. None: zeros for the tokenizer's padding in a first
+                segment, else ones.
+            past_key_values: memory to continue from; None: empty memory.
             labels: int64 [B,T], not shifted: the label of a position is its own token, as everywhere in transformers.
-                Those of -100 and padding's do not count, nor what padding would have to predict.
+                Labels of -100, labels of padding, and labels that padding would predict do not count.
             use_cache: False to return no memory.
-            logits_to_keep: of how many positions, from the end, logits are returned; 0: of all.
-            return_dict: False for a tuple.
-            num_items_in_batch: what the sum of losses is divided by, where a batch comes in parts (transformers'
-                Trainer says it); None: the labels that count.
-            unused: what this model has no use for (position ids, say).
+            logits_to_keep: number of positions, from the end, whose logits are returned; 0, or with labels: all.
+            return_dict: False to return a tuple.
+            num_items_in_batch: divisor of the summed losses, for a batch in several parts (set by transformers'
+                Trainer). None: the number of labels that count.
+            unused: arguments that this model does not use (position ids, for example).
 
         Returns:
             loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
 
         Raises:
-            ValueError: for a mask with gaps, padding after what memory already holds, or labels that are no tokens.
+            ValueError: for a mask with gaps, padding after the tokens in memory, or labels that are not tokens.
         """
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
         if attention_mask is None and n_seen == 0:
             attention_mask = input_ids != self.config.vocab_size  # the tokenizer's padding
         text = _text_in_mask(attention_mask, input_ids, n_seen)
         state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
-        # What is read in the place of padding, whose id is the one behind the vocabulary, matters to nobody.
+        # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it.
         input_ids = input_ids.masked_fill(input_ids == self.config.vocab_size, 0)
         if text is None:
             hidden, state = self.model.hidden_states(input_ids, state)
@@ -158,29 +159,30 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """Return the embedding, int64 [B,T] -> [B,T,E]; an adaptive one has several tables."""
+        """Return the embedding, int64 [B,T] -> [B,T,E]; an adaptive embedding has several tables."""
         return self.model.embedding
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> torch.nn.Module:
-        """Refuse: tables, clusters and softmax belong to one vocabulary."""
+        """Raise a ValueError: tables, clusters and softmax belong to one vocabulary."""
         raise ValueError(
             "the vocabulary of a Transformer-XL cannot be resized: its embedding, clusters and softmax belong "
             "together; train one with the other vocabulary"
         )
 
     def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
-        """Save as transformers does, with the code beside it that `trust_remote_code` opens."""
+        """Save the model as transformers does, and beside it the code that `trust_remote_code` loads."""
         super().save_pretrained(save_directory, **settings)
-        if __name__ == "txl.huggingface":  # in an export's own copy, transformers takes the files along by itself
+        if __name__ == "txl.huggingface":  # in the copy of an export, transformers copies the files by itself
             export = import_module("txl.interop.export_run")
             for name, source in export.flat_modules(__name__).items():
                 (Path(save_directory) / name).write_text(source, encoding="utf-8")
 
     def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Read a first segment whose lanes have text from `first` on, `length` tokens [B] each, and padding around it.
+        """Read a padded first segment: each lane has `length` [B] tokens of text, beginning at position `first` [B].
 
-        Every lane's text is moved to the left, where causality hides what comes after it; the hidden states then move
-        back, and those that memory keeps to the right, so that all lanes' texts end together.
+        The text of every lane is moved to the left, so that causality hides the padding behind the text. Then the
+        hidden states are moved back, and the states that memory keeps are moved to the right, so that the texts of all
+        lanes end at the same position.
         """
         lengths, n_token = state.lengths, input_ids.shape[1]
         place = torch.arange(n_token, device=input_ids.device)
@@ -199,7 +201,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
-        """Return only the tokens that memory has not seen: the prompt once, then one token a step."""
+        """Return inputs with only the tokens that memory has not seen: first the prompt, then one token a step."""
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
         return {
             "input_ids": input_ids[:, n_seen:],
@@ -211,7 +213,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class _Everything(Memory):
-    """Memory that keeps all positions for a while, a window notwithstanding."""
+    """Memory that keeps all positions of a padded segment, even those outside of the window."""
 
     @classmethod
     def of(cls, state: Memory, mem_len: int) -> _Everything:
@@ -220,22 +222,22 @@ class _Everything(Memory):
 
     @property
     def capacity(self) -> int:
-        """Number of positions that there is room for."""
+        """Number of positions that fit into this memory."""
         return self.lengths.mem_len
 
 
 def _moved_right(states: Tensor, distance: Tensor) -> Tensor:
-    """Move each lane of [B,T,E] right by its own distance [B]; its first state fills the room on the left."""
+    """Move each lane of states [B,T,E] right by its distance [B]; the lane's first state fills the gap on the left."""
     place = torch.arange(states.shape[1], device=states.device)
     source = (place - distance[:, None]).clamp(min=0)
     return states.gather(1, source[..., None].expand_as(states))
 
 
 def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[Tensor, Tensor] | None:
-    """Return where each lane's text begins and how long it is, int64 [B] each; None if nothing is padded.
+    """Return the first position and the length of each lane's text, int64 [B] each; None if nothing is padded.
 
     Raises:
-        ValueError: for a mask that cannot be honoured.
+        ValueError: for a wrong shape, gaps, a lane without tokens, or padding after a first segment.
     """
     if mask is None:
         return None
@@ -257,7 +259,7 @@ def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[
 
 
 def _check_labels(targets: Tensor, vocab_size: int) -> None:
-    """Refuse labels outside of the vocabulary."""
+    """Raise a ValueError for labels outside of the vocabulary."""
     if targets.numel() > 0 and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
         raise ValueError(
             f"labels go from {int(targets.min())} to {int(targets.max())}; expected token ids, 0 to {vocab_size - 1}, "

@@ -1,7 +1,7 @@
 """Several processes that train one model, started by torchrun: PyTorch's own process groups, DDP and FSDP2.
 
 The lanes of the batch are divided over the processes in order, so that the global batch, its order and every lane's
-memory are those of one process. Process 0 alone writes and talks.
+memory are the same as with one process. Only process 0 writes files and prints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from txl.errors import ProcessLost, UserError
 
 _TIMEOUT = timedelta(minutes=10)
-"""Longest that a process waits for another in one exchange. One that dies is noticed at once, by its connection."""
+"""Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection."""
 
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process and its fellows. All methods that exchange something have to be called by all of them."""
+    """Rank and number of processes, and exchanges of data. Every process must call the methods that exchange data."""
 
     rank: int = 0
     count: int = 1
@@ -45,7 +45,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, total: int) -> range:
-        """Return the lanes of this process, of `total`."""
+        """Return the lanes of this process, out of `total` lanes."""
         if total % self.count:
             raise UserError(f"{total} lanes cannot be divided over {self.count} processes; expected a multiple")
         each = total // self.count
@@ -60,7 +60,7 @@ class Processes:
         return total.tolist()
 
     def sum_of(self, numbers: Tensor) -> Tensor:
-        """Return the sums of tensors over all processes; on a GPU nobody waits for them."""
+        """Return the elementwise sum of a tensor over all processes; on a GPU, without waiting for the result."""
         if self.count > 1:
             numbers = numbers.clone()
             dist.all_reduce(numbers)
@@ -71,7 +71,7 @@ class Processes:
         return self.sum(float(flag))[0] > 0
 
     def most(self, value: int) -> int:
-        """Return the largest of all processes' values."""
+        """Return the largest value in all processes."""
         if self.count == 1:
             return value
         largest = torch.tensor([value])
@@ -79,7 +79,7 @@ class Processes:
         return int(largest)
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return the tensors of all processes, of the same shape, on process 0's CPU; None elsewhere."""
+        """Return the tensors of all processes (one shape), on the CPU of process 0; return None in other processes."""
         tensor = tensor.detach().cpu().contiguous()
         if self.count == 1:
             return [tensor]
@@ -88,14 +88,14 @@ class Processes:
         return parts
 
     def first_does(self, name: str, action: Callable[[], T]) -> T:
-        """Let process 0 act while the others wait, however long; all get what it returns, a JSON value.
+        """Call `action` in process 0 while the others wait without a limit; return the result in all processes.
 
         Args:
-            name: of the action, used once.
-            action: what to do.
+            name: name of the action, used once.
+            action: function that process 0 calls; returns a JSON value.
 
         Raises:
-            ProcessLost: elsewhere than on process 0, which raises what `action` does.
+            ProcessLost: in the other processes, if `action` fails; process 0 raises the exception of `action`.
         """
         if self.count == 1:
             return action()
@@ -119,14 +119,15 @@ class Processes:
 
 @contextmanager
 def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
-    """Connect the processes that torchrun started and give them with this one's device; a single one if it started
-    none.
+    """Connect the processes that torchrun started, and yield them with the device of this process.
+
+    Without torchrun, yield a single process.
 
     Args:
-        device: "cpu" or "cuda"; each process of a machine gets a GPU of its own.
+        device: "cpu", "cuda" (each process of a machine gets its own GPU), or one GPU by number, "cuda:1".
 
     Raises:
-        UserError: for several processes of a machine with several GPUs, and one GPU by number.
+        UserError: if one GPU by number is given to several processes of a machine with several GPUs.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -156,7 +157,7 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
 
 @contextmanager
 def _lost_peers_named() -> Iterator[None]:
-    """End this process in one line if an exchange fails because another process has died."""
+    """Raise `ProcessLost` if an exchange fails because another process has died."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Losses and times in the units that people read."""
+"""Losses and times in readable units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_character_unit(unit: str) -> bool:
 
 
 def quality(nll: float, unit: str) -> float:
-    """Return bits per token for bytes and characters, perplexity for words and byte pairs, of a mean loss in nats."""
+    """Convert a mean loss in nats to bits per token (bytes, characters) or to perplexity (words, byte pairs)."""
     return nll / math.log(2) if is_character_unit(unit) else math.exp(min(nll, 700))
 
 
@@ -21,11 +21,11 @@ def measure_name(unit: str) -> str:
 
 
 def metric(unit: str, nll: float) -> tuple[str, str]:
-    """Return name and value of the measure of a unit: bits per character with four decimals, or perplexity.
+    """Return the name and the value of a unit's measure: bits per character with four decimals, or perplexity.
 
     Args:
-        unit: of the tokens.
-        nll: mean loss in nats a token.
+        unit: unit of the tokens.
+        nll: mean loss in nats per token.
     """
     value = quality(nll, unit)
     return measure_name(unit), f"{value:.4f}" if is_character_unit(unit) else ppl_text(value)
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def quality_label(unit: str) -> str:
-    """Return the name of `quality`, on an axis or beside a figure."""
+    """Return the full name of `quality`, for an axis or beside a number."""
     return {"byte": "bits per byte", "char": "bits per character"}.get(unit, f"perplexity per {token_name(unit)}")
 
 

@@ -1,4 +1,4 @@
-"""Modules of one command each, with `add_parser(commands)` and the function that it runs.
+"""Commands of `txl`: each module has `add_parser(commands)` and the function that runs the command.
 
-The modules import what is heavy (torch, matplotlib) inside their functions, so that `txl --help` is quick.
+The modules import heavy packages (torch, matplotlib) inside their functions, so that `txl --help` is quick.
 """

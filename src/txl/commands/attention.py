@@ -1,4 +1,4 @@
-"""`txl attention DIR`: where the heads of a model look (Appendix D)."""
+"""`txl attention DIR`: attention of a model's heads, by distance and in the text (Appendix D)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _heads(text: str) -> list[tuple[int, int]]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Average, write figures, page and record, and print which heads look farthest."""
+    """Average the attention, write figures, page and record, and print the heads that look farthest."""
     run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     corpus = run_corpus(run_directory, vocabulary, arguments)
-    corpus.tokens(arguments.split)  # refuses one that is not there
+    corpus.tokens(arguments.split)  # refuses a split that does not exist
     assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(arguments.out or run_directory.path / "attention")
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)

@@ -1,6 +1,6 @@
-"""`txl bench train | eval | table9 | budget`: speed beside the machine's own matrix rate or the vanilla Transformer's.
+"""`txl bench train | eval | table9 | budget`: speed relative to matrix products or to a vanilla Transformer.
 
-`budget` measures memory: the longest segment that trains in a given one.
+`budget` finds the longest segment that trains in a given number of bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    """Add what the workloads on random tokens share."""
+    """Add the options shared by the workloads on random tokens."""
     parser.add_argument(
         "preset",
         metavar="PRESET",
@@ -99,7 +99,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure and print the speed of training or evaluation."""
     from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace) -> None:
     config = preset(arguments.preset)
     transformer_xl_of(config)
     if arguments.workload == "train":
-        # Small enough for a CPU, and without dropout, so that the figure is one of matrix products.
+        # Small enough for a CPU, and without dropout, so that matrix products dominate the time.
         config.model = dataclasses.replace(config.model, mem_len=128, dropout=0.0, dropatt=0.0, dropout_r=0.0)
         config.train = dataclasses.replace(config.train, batch_size=4, segment=128)
     else:
-        config.eval = dataclasses.replace(config.eval, batch_size=1)  # as a stream is read
+        config.eval = dataclasses.replace(config.eval, batch_size=1)  # one lane, as for a stream
     config = with_options(config, config_options(arguments))
     transformer_xl_of(config)
     validate(config)
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _say(speed: Speed, name: str, quiet: bool) -> None:
-    """Print one line about one measurement."""
+    """Print one measurement, unless `quiet`."""
     if not quiet:
         compiled = ", compiled layers" if speed.compiled else ""
         print(
@@ -179,7 +179,7 @@ def _compare(results: list[Speed]) -> None:
 
 
 def run_table9(arguments: argparse.Namespace) -> None:
-    """Measure and print a row a length."""
+    """Measure and print the slowdown at each attention length."""
     from txl.benchmarking import transformer_xl_of
     from txl.presets import preset
 
@@ -259,7 +259,8 @@ def run_budget(arguments: argparse.Namespace) -> None:
         budget = arguments.bytes
     else:
         reference = _configuration(arguments.like, options)
-        reference = with_segment(reference, reference.train.segment)  # options may have changed what it agrees with
+        # Options may have changed the segment, or fields that have to agree with the segment.
+        reference = with_segment(reference, reference.train.segment)
         budget = peak_bytes(reference, vocab_size, device)
         say(f"{reference.name}, segments of {reference.train.segment}: {budget:,} bytes at its peak")
     fit = longest_segment(
@@ -295,7 +296,7 @@ def run_budget(arguments: argparse.Namespace) -> None:
 def _configuration(name: str, options: dict[str, str]) -> RunConfig:
     """Return a configuration with the options set.
 
-    Its segment is checked here: other segments are measured, so no later rule would see a wrong one.
+    The segment is checked here: only other segments are measured, so no later check sees an invalid one.
     """
     config = with_options(base_config(name), options)
     if config.train.segment < 1:

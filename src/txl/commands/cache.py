@@ -1,4 +1,4 @@
-"""`txl cache DIR`: tune a continuous cache on the validation split, and measure what it brings on the test split."""
+"""`txl cache DIR`: tune a continuous cache on the validation split, and measure its gain on the test split."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tune, measure, print, and add the results to the run's log."""
+    """Tune the cache, measure with and without it, print the results, and add them to the run's log."""
     refuse_tuned_split(arguments)
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory

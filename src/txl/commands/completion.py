@@ -1,4 +1,4 @@
-"""`txl completion bash|zsh`: a script by which the shell completes commands, options, presets and files."""
+"""`txl completion bash|zsh`: shell script that completes commands, options, presets and files."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.presets import presets
 
     words_of = {option.name: choices_of(option.hint) for option in options()}
-    root = arguments.parse.__self__  # the method of the whole command line's parser
+    root = arguments.parse.__self__  # `parse` is a method of the whole command line's parser
     for action in _actions(root):
         action.option_strings = [name for name in action.option_strings if "_" not in name]
-        completed: Any = action  # shtab reads an attribute that argparse does not know
+        completed: Any = action  # shtab reads an attribute that argparse does not define
         if action.metavar in _FOLDERS:
             completed.complete = shtab.DIRECTORY
         elif action.metavar in _FILES:
@@ -59,7 +59,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the options and arguments of a parser and of its commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            action.help = "command"  # the help lists commands by task instead; what is hidden is not completed
+            action.help = "command"  # was hidden (the help lists commands by task); shtab skips hidden actions
             for listed in action._choices_actions:
                 action.choices[listed.dest].description = listed.help
             for each in action.choices.values():

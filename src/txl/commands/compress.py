@@ -1,4 +1,4 @@
-"""`txl compress FILE` and `txl decompress FILE`: a file by a model's probabilities, and back."""
+"""`txl compress FILE` and `txl decompress FILE`: lossless compression of a file by a model's probabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from txl.data.prepared import Tokens
 
 _LEARNING_RATE = 0.03
-"""Learning rate of sgd where nothing was tuned."""
+"""Learning rate of sgd for a run whose log has no dynamic evaluation."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -96,7 +96,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compress, and say how far."""
+    """Compress the file, and print sizes and speed."""
     if (arguments.model is None) != arguments.online:
         raise UserError("expected one of --model DIR and --online")
     given = [name for name in ("mem_len", "window", "clamp_len", "checkpoint") if getattr(arguments, name) is not None]
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def run_decompress(arguments: argparse.Namespace) -> None:
-    """Decompress, and say how fast."""
+    """Decompress the file, and print sizes and speed."""
     with _source(arguments) as (source, size):
         from txl.compression.files import decompress
 
@@ -163,7 +163,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
-    """Open the file to read once source and destination are checked; give it and its size."""
+    """Check source and destination, then yield the opened source and its size in bytes (None for standard input)."""
     path = None if arguments.file == "-" else Path(arguments.file)
     check_out(None if arguments.out == "-" else arguments.out, path)
     if arguments.out == "-" and arguments.json:
@@ -180,7 +180,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
 
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
-    """Return the model that codes a file, with the memory lengths of options and run if `lengths` says so."""
+    """Return the model that codes a file; if `lengths`, with the memory lengths that options and run set."""
     from txl.compression.files import CodingModel
     from txl.runs.corpus import open_run_corpus, training_tokens
     from txl.runs.directory import RunDirectory
@@ -201,7 +201,7 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
 
 
 def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
-    """Return how the model adapts: as the options say, or as in the run's newest dynamic evaluation."""
+    """Return the settings of adapting the model: those of the options, or of the run's newest dynamic evaluation."""
     if arguments.dynamic is None:
         return None
     from txl.compression.files import DynamicRecipe

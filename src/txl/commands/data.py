@@ -1,4 +1,4 @@
-"""`txl data prepare | info | list`: corpora."""
+"""`txl data prepare | info | list`: prepare, describe and list corpora."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 _WIDTH = 80
-"""Characters of a line that any terminal shows."""
+"""Characters per line that fit into any terminal."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -50,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run_open(arguments: argparse.Namespace) -> None:
-    """Open a corpus (preparing it if need be) and print what is known of it."""
+    """Open a corpus, prepare it if necessary, and print its counts, notes and identity."""
     from txl.data.corpora import absolute_path, natural_unit, open_corpus, refuse_unused
 
     hints = typing.get_type_hints(DataConfig)

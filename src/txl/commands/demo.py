@@ -1,4 +1,4 @@
-"""`txl demo`: the whole way on real text that every Python has: train, evaluate, generate, report."""
+"""`txl demo`: train, evaluate, generate and report, on text that every Python installation contains."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 _PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1500
-"""The preset, and its steps where the processor has no fast bfloat16: there a step takes 1.7 times as long."""
+"""Preset, and its steps on a processor without fast bfloat16, where a step takes 1.7 times as long."""
 _SAMPLES, _CONTEXT = 3, 256
-"""Texts that the model writes, and the most tokens of the test split that each goes on from. After a prompt of a few
-words a small model soon repeats itself: in training it has nearly always read more."""
+"""Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of
+a few words a small model soon repeats itself, because in training it has nearly always read more."""
 _READ, _WRITTEN = 4, 12
-"""Lines of context and of the model's own text that are printed."""
+"""Lines printed of a context, and of the text that the model writes."""
 MARK = "--- the model goes on: ---"
 
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def arithmetic_of_this_machine() -> dict[str, str]:
-    """Return the options of training that keep the demo short here: bfloat16 where it is fast, else fewer steps."""
+    """Return training options that keep the demo short on this machine: bfloat16 if it is fast, else fewer steps."""
     from txl.commands.options import pick_device
     from txl.runs.environment import multiplies_bfloat16
 
@@ -89,24 +89,24 @@ def arithmetic_of_this_machine() -> dict[str, str]:
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:
-    """Run a command as a user would type it, and show it; `parse` is the command line's (`txl.cli`)."""
+    """Print a command as a user would type it, and run it; `parse` parses command lines (`txl.cli`)."""
     say(f"$ txl {shlex.join(words)}")
     arguments = parse(words)
     arguments.run(arguments)
 
 
 def memory_lengths(config: RunConfig) -> list[int]:
-    """Return the memory lengths to test: none, training's, and the run's test memory."""
+    """Return the memory lengths to test: 0, the length in training, and the length in the run's test settings."""
     return sorted({0, config.model.mem_len, config.eval.mem_len})
 
 
 def write_samples(
     directory: Path, config: RunConfig, *, data_dir: str | None = None, max_tokens: int = 300, seed: int = 1
 ) -> list[tuple[str, str]]:
-    """Go on from passages of the test split, and add the texts to the run's log for the report.
+    """Continue passages of the test split, and add the texts to the run's log for the report.
 
     Returns:
-        Each passage with the model's text.
+        Pairs of a passage and the model's text.
     """
     from txl.commands.generate import record_sample
     from txl.data.corpora import open_corpus
@@ -137,9 +137,9 @@ def write_samples(
 
 
 def whole_lines(text: str) -> str:
-    """Return a text without the parts of lines at its ends, or all of it where these are more than half.
+    """Return a text without the cut lines at its ends, or the whole text if the cut lines are more than half of it.
 
-    Halves of characters at its ends go in both cases.
+    Replacement characters at the ends, left by cut characters, are removed in both cases.
     """
     _, _, rest = text.partition("\n")
     lines = rest[: rest.rfind("\n") + 1]

@@ -1,4 +1,4 @@
-"""`txl dynamic DIR`: tune dynamic evaluation on the validation split, and measure what it brings on the test split."""
+"""`txl dynamic DIR`: tune dynamic evaluation on the validation split, and measure its gain on the test split."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tune, measure, print, and add the results to the run's log."""
+    """Tune dynamic evaluation, measure with and without it, print the results, and add them to the run's log."""
     refuse_tuned_split(arguments)
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")

@@ -1,4 +1,4 @@
-"""`txl eval DIR`: the loss of a trained model, at one memory length or many."""
+"""`txl eval DIR`: loss of a trained model, at one or several memory lengths."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate, print, and add the result to the run's log."""
+    """Evaluate the model, print the results, and add them to the run's log."""
     _refuse_contradictions(arguments)
     directory, config, checkpoint = run_to_read(arguments)
     arguments = with_preset(arguments)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = with_cache(model, arguments)
     corpus = run_corpus(directory, vocabulary, arguments, whole=arguments.split == WHOLE)
     tokens = corpus.tokens(arguments.split)
-    # With more lanes, dynamic evaluation is another algorithm.
+    # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.
     settings = evaluation_settings(arguments, config, 1 if dynamic is not None else config.eval.batch_size)
     statistics = None
     if dynamic is not None:
@@ -132,7 +132,7 @@ def _statistics(
     settings: Settings,
     arguments: argparse.Namespace,
 ) -> GradientStatistics | None:
-    """Return what dynamic evaluation has to know of the training split's gradients."""
+    """Return the gradient statistics of the training split that dynamic evaluation needs; None for sgd."""
     from txl.runs.corpus import training_tokens
 
     where = {"data_dir": arguments.data_dir, "quiet": arguments.json}
@@ -148,7 +148,7 @@ def _measure(
     statistics: GradientStatistics | None,
     arguments: argparse.Namespace,
 ) -> list[EvaluationResult]:
-    """Return the result, or one for each of `--mem-lens`."""
+    """Return one result, or one for each memory length of `--mem-lens`."""
     from txl.evaluation.dynamic import evaluate_dynamically
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
@@ -175,7 +175,7 @@ def _measure(
 def _describe(
     directory: RunDirectory, checkpoint: Path, corpus: Corpus, result: EvaluationResult, split: str
 ) -> tuple[Measured, str | None]:
-    """Return what was measured, as the log has it, and how to measure more of the text, if there is more of it."""
+    """Return the log's description of the measured text, and a hint for measuring all of it (None if not needed)."""
     from txl.data.corpora import is_named
     from txl.data.sources import WHOLE
     from txl.reporting.wording import measured_part
@@ -211,7 +211,7 @@ def _print(
     hint: str | None,
     arguments: argparse.Namespace,
 ) -> None:
-    """Print the results, and which part of the text was measured where that is not plain."""
+    """Print the results, and the measured part of the text where it is not obvious."""
     from txl.data.sources import WHOLE
     from txl.runs.corpus import trained_unknown
 

@@ -1,4 +1,4 @@
-"""Options of the commands that measure a model (`txl eval`, `cache`, `dynamic`, `score`), and what they ask for."""
+"""Options of the commands that measure a model (`txl eval`, `cache`, `dynamic`, `score`), and their settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from txl.runs.directory import RunDirectory
 
 SEGMENTS, BATCH = 500, 1
-"""Segments of the training split that are read for gradient statistics, and their lanes, where nothing is said."""
+"""Default numbers of segments of the training split, and of their lanes, that are read for gradient statistics."""
 _LENGTHS = ("segment", "mem_len", "window", "clamp_len")
 
 
 @dataclass(frozen=True)
 class DynamicRequest:
-    """Dynamic evaluation as it was asked for."""
+    """Settings of dynamic evaluation from the options; `statistics_segments` None: all segments."""
 
     adaptation: Adaptation
     statistics_segments: int | None
@@ -59,7 +59,7 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
 
 
 def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of dynamic evaluation: weights that follow what is read."""
+    """Add the options of dynamic evaluation, in which the weights adapt to the text."""
     group = parser.add_argument_group("dynamic evaluation: score a segment, then adapt a copy of the weights to it")
     group.add_argument(
         "--dynamic",
@@ -78,7 +78,7 @@ def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments with the settings of `--dynamic-preset` where no option sets them."""
+    """Return the arguments, with the settings of `--dynamic-preset` for options that are not given."""
     if arguments.dynamic_preset is None:
         return arguments
     from txl.evaluation.dynamic_tuning import PUBLISHED
@@ -93,20 +93,20 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
             f"the preset's rule is {preset.adaptation.rule}; leave --dynamic out"
         )
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
-    if arguments.mem_len is not None:  # which may set the window too
+    if arguments.mem_len is not None:  # --mem-len without --window sets the window too
         values["window"] = same_length(arguments.mem_len, arguments.window)
     values |= {"batch": preset.batch_size, "dynamic_statistics_batch": preset.statistics_batch_size}
     adaptation = asdict(preset.adaptation)
     values["dynamic"] = adaptation.pop("rule")
     values |= {f"dynamic_{name}": value for name, value in adaptation.items()}
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    # None is a value of this one.
+    # None is a value of this option: all segments.
     given.setdefault("dynamic_statistics_segments", preset.statistics_segments)
     return argparse.Namespace(**vars(arguments) | values | given)
 
 
 def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
-    """Return the dynamic evaluation that the options ask for; None without `--dynamic`."""
+    """Return the dynamic evaluation that the options request; None without `--dynamic`."""
     given = {
         name: value for name, value in vars(arguments).items() if name.startswith("dynamic_") and value is not None
     }
@@ -137,8 +137,10 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
 def load_to_adapt(
     directory: RunDirectory, config: RunConfig, checkpoint: Path, arguments: argparse.Namespace
 ) -> tuple[FamilyModel, Vocabulary | None]:
-    """Load a model whose weights follow what it reads: it takes gradients, by another attention where its own cannot
-    train on this device."""
+    """Load a model for dynamic evaluation.
+
+    Dynamic evaluation needs gradients: if the model's attention backend cannot train on this device, another is used.
+    """
     import torch
 
     from txl.models import FAMILIES
@@ -150,12 +152,12 @@ def load_to_adapt(
         attention = "auto"
         say(f"note: {str(error).partition(', or use')[0]}; the attention of auto, the same function, is used")
     if device != "cpu" and getattr(config.model, "attention", None) == "fastest":
-        attention = "auto"  # what is fastest is chosen for a CPU where the device is not known
+        attention = "auto"  # without a device, "fastest" would choose for a CPU
     return directory.load(checkpoint, device, attention)
 
 
 def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
-    """Refuse options of gradient statistics, which sgd does not take."""
+    """Refuse options of gradient statistics, which sgd does not use."""
     names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch")]
     given = [name for name in names if getattr(arguments, name, None) is not None]
     given += [name for name in vars(arguments) if name == f"{prefix}statistics_segments"]  # "all" is None
@@ -172,7 +174,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel | ContinuousCache:
-    """Return the model, in a continuous cache if the options ask for one."""
+    """Return the model, wrapped in a continuous cache if the options request one."""
     names = ("cache_size", "cache_theta", "cache_lambda")
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
     if len(missing) == len(names):
@@ -185,12 +187,12 @@ def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel
 
 
 def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_size: int) -> Settings:
-    """Return the settings of an evaluation: those given as options, else the run's test settings.
+    """Return the settings of an evaluation: the given options, else the run's test settings.
 
     Args:
-        arguments: of the command.
-        config: the run's.
-        batch_size: lanes, if --batch does not say.
+        arguments: parsed arguments of the command.
+        config: configuration of the run.
+        batch_size: number of lanes if --batch is not given.
     """
     return {
         "segment": config.eval.segment if arguments.segment is None else arguments.segment,
@@ -202,7 +204,7 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
 
 
 def refuse_with_sliding(arguments: argparse.Namespace) -> None:
-    """Refuse options of memory and segments beside a sliding window, which has neither."""
+    """Refuse options of memory and segments together with a sliding window, which has neither."""
     for name in ("mem_len", "mem_lens", "window", "segment"):
         if arguments.sliding is not None and getattr(arguments, name, None) is not None:
             raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
@@ -233,11 +235,11 @@ _OF_EVAL = {
 
 
 def eval_command(arguments: argparse.Namespace, found: Sequence[str]) -> str:
-    """Return the `txl eval` command that measures what was tuned, on the same tokens in the same way.
+    """Return the `txl eval` command that repeats the measurement of a tuning command with the settings found.
 
     Args:
-        arguments: of the command that tuned.
-        found: options for what it found.
+        arguments: parsed arguments of the tuning command.
+        found: options with the settings found.
     """
     words = ["txl", "eval", arguments.directory, *found]
     for name, default in _OF_EVAL.items():

@@ -26,7 +26,7 @@ def collect_statistics(
     settings: Settings,
     quiet: bool,
 ) -> GradientStatistics | None:
-    """Return gradient statistics of a training split, read as the evaluation will be; None for sgd."""
+    """Return gradient statistics of the training split, read with the settings of the evaluation; None for sgd."""
     from txl.evaluation.dynamic import gradient_statistics
 
     if request.adaptation.rule == "sgd":
@@ -47,7 +47,7 @@ def collect_statistics(
 
 
 def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
-    """Return which text a checkpoint was measured on, as the log has it."""
+    """Return the log's description of the text that a checkpoint was measured on."""
     return {
         "split": split,
         "corpus": corpus.name,
@@ -58,14 +58,14 @@ def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
 
 
 def refuse_divergence(result: EvaluationResult, option: str = "--dynamic-learning-rate") -> EvaluationResult:
-    """Return the result, unless the adapted weights diverged; `option` sets their learning rate."""
+    """Return the result; refuse it if the adapted weights diverged (`option` sets the learning rate)."""
     if math.isnan(result.nll):
         raise UserError(f"the weights diverged while adapting; use a smaller {option}")
     return result
 
 
 def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
-    """Refuse losses that are not numbers: the weights are damaged, or of a training that diverged."""
+    """Refuse losses that are not numbers: the weights are damaged, or training diverged."""
     if any(math.isnan(loss) for loss in losses):
         raise UserError(
             f"{checkpoint}: losses are not numbers: training diverged or the file is damaged; use another checkpoint"
@@ -73,7 +73,7 @@ def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
 
 
 def print_rows(rows: Sequence[Evaluation]) -> None:
-    """Print a table of results, with what was scored below it."""
+    """Print a table of results, and below it the number of targets and the settings."""
     from txl.reporting.wording import adaptation_text, split_text
     from txl.units import ppl_text
 
@@ -104,7 +104,7 @@ def print_rows(rows: Sequence[Evaluation]) -> None:
         print(f"{first['tokens']:,} targets, each from the {first['segment']} tokens before it alone")
     else:
         print(f"{first['tokens']:,} targets in {lanes}, segments of {first['segment']}{dropped}")
-    last = rows[-1]  # of `txl cache`, the one with a cache
+    last = rows[-1]  # in `txl cache`, the row with a cache
     if last["cache_size"] is not None:
         shown = f"theta {last['cache_theta']:g}, lambda {last['cache_lambda']:g}"
         print(f"with a continuous cache of {last['cache_size']:,} tokens, {shown}")

@@ -1,4 +1,4 @@
-"""`txl export DIR --format F --out DIR2`: a run for other programs."""
+"""`txl export DIR --format F --out DIR2`: write a run's model for other programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export, and say what can be done with it."""
+    """Export the model, and print how to open it."""
     directory, _, _ = run_to_read(arguments)
     from txl.interop.export_run import export_run
 

@@ -1,4 +1,4 @@
-"""`txl generate DIR`: text from a trained model, shown as it is made."""
+"""`txl generate DIR`: text from a trained model, printed while it is generated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from txl.runs.directory import RunDirectory
 
 KEPT = 2000
-"""Characters of a text that the run's log keeps."""
+"""Most characters of a text that the run's log keeps."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -71,7 +71,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate and print."""
+    """Generate and print texts, and add them to the run's log."""
     prompt = _prompt(arguments)
     from txl.generation.sampling import Sampling
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     keep_freed_memory()
     if arguments.seed is None:
-        arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log tells how to make the text again
+        arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log records the seed
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     note_lacking(vocabulary, prompt)
     tokenised_as = convention(arguments.detokenise, vocabulary)
@@ -131,22 +131,22 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _stream(prompt: str, pieces: Iterator[str]) -> str:
-    """Show a text as it is made, and return all of it but the prompt."""
-    first = next(pieces, "")  # what there is to say about how it is computed is said by now, and not within the text
+    """Print the prompt and then the text while it is generated; return the text, or the beginning of a long text."""
+    first = next(pieces, "")  # any notes are printed while the first piece is generated, and so not within the text
     sys.stdout.write(prompt)
     shown = []
     for piece in chain([first], pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
         shown.append(piece)
-        if len(shown) > KEPT:  # a stream may run for days
+        if len(shown) > KEPT:  # generation may run for days, and the log keeps no more
             shown.pop()
     sys.stdout.write("\n")
     return "".join(shown)
 
 
 def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: JsonObject) -> None:
-    """Add a text (the beginning of a long one) to the run's log, where the report finds it."""
+    """Add a text (only the beginning of a long one) to the run's log, from which the report reads it."""
     names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
         run_directory,

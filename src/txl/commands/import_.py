@@ -1,4 +1,4 @@
-"""`txl import PATH --out DIR`: a checkpoint of an earlier implementation becomes an ordinary run."""
+"""`txl import PATH --out DIR`: convert a checkpoint of an earlier implementation into a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Import, and show the configuration that was recovered."""
+    """Import the checkpoint, and print the recovered configuration."""
     from txl.config import RunConfig, TransformerXLConfig, with_options
     from txl.data.corpora import with_absolute_paths
     from txl.interop.source import checkpoint_path

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they name: configurations, devices, runs, corpora and files."""
+"""Options shared by several commands, and the configurations, devices, runs, corpora and files that they name."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 Parse = TypeVar("Parse", bound=Callable[[str], object])
 _NAMED = 8
-"""Words or characters that a message names before it only counts them."""
+"""Most words or characters that a message lists; the others are only counted."""
 
 
 def named(name: str) -> Callable[[Parse], Parse]:
-    """Return a decorator that gives an option's type a name: what a message expects where it refuses a value."""
+    """Return a decorator that names an option's type for error messages: "expected NAME"."""
 
     def rename(parse: Parse) -> Parse:
         parse.__name__ = name
@@ -61,12 +61,12 @@ def add_config_options(
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
     Args:
-        parser: where they are added, those of each section and each class of models as a group.
-        sections: model, data, train, eval.
-        help_of: a family of models whose options alone are shown in the help. Empty: that of the preset, if one stands
-            before --help, else all of them.
-        short: fields that have a short form too, ``--mem-len`` for ``model.mem_len``.
-        first: the group that has these, instead of their section's.
+        parser: parser that gets the options, in one group for each section and each class of models.
+        sections: sections to add: model, data, train, eval.
+        help_of: family of models whose options the help shows. Empty: the family of the preset, if one precedes
+            --help, else all families.
+        short: fields that also have a short form, ``--mem-len`` for ``model.mem_len``.
+        first: group for the fields in `short`, instead of the group of their section.
     """
     groups: dict[str, Any] = {}
     for option in sorted(options(), key=lambda each: _place(each.name, short)):
@@ -106,14 +106,14 @@ _TITLES = {
 
 
 def _place(name: str, short: Sequence[str]) -> tuple[int, int]:
-    """Return where an option stands: those with a short form in their order, then text, model, training, evaluation."""
+    """Return the sort key of an option: first the order of `short`, then text, model, training, evaluation."""
     if name in short:
         return 0, list(short).index(name)
     return 1, list(_TITLES).index(name.partition(".")[0])
 
 
 class _Help(argparse.Action):
-    """`--help` that shows the fields of one family of models alone, and the values that a preset has."""
+    """Action of `--help` that shows only the fields of one family of models, with the values of the preset."""
 
     def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
@@ -147,7 +147,7 @@ class _Help(argparse.Action):
 
 
 def base_config(name: str) -> RunConfig:
-    """Return the configuration of a preset, or that of a run directory (an imported model's, to fine-tune it)."""
+    """Return the configuration of a preset, or of a run directory (such as an imported model, to fine-tune it)."""
     from txl.presets import preset, presets
 
     if name in presets() or not (Path(name) / "config.json").is_file():
@@ -158,19 +158,19 @@ def base_config(name: str) -> RunConfig:
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return those options of `add_config_options` that were given."""
+    """Return the given options of `add_config_options`: text by dotted field name."""
     return {name: value for name, value in vars(arguments).items() if "." in name}
 
 
 def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
-    """Return a corpus's configuration with the given ``--data.*`` options set."""
+    """Return the corpus configuration `base` with the given ``--data.*`` options set, and with absolute paths."""
     from txl.data.corpora import with_absolute_paths
 
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
 def add_out(parser: argparse._ActionsContainer, metavar: str, help: str, **settings: Any) -> None:
-    """Add the option for where a command writes."""
+    """Add the option for the output path of a command."""
     parser.add_argument("-o", "--out", metavar=metavar, help=help, **settings)
 
 
@@ -189,11 +189,11 @@ def add_device(parser: argparse._ActionsContainer) -> None:
 
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
-"""Kinds of devices of PyTorch."""
+"""Device types of PyTorch."""
 
 
 def _device(text: str) -> str:
-    """Return the name of a device; one of an unknown kind is refused here, before PyTorch is imported."""
+    """Return the name of a device; refuse an unknown device type here, before PyTorch is imported."""
     if text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends"):
         reason = f"expected one of {', '.join(_DEVICES)}"
         raise argparse.ArgumentError(None, f"--device {text} cannot be used here ({reason}); try --device cpu")
@@ -201,7 +201,7 @@ def _device(text: str) -> str:
 
 
 def add_checkpoint(parser: argparse._ActionsContainer) -> None:
-    """Add the option for the checkpoint that is used."""
+    """Add the option for the checkpoint to load."""
     parser.add_argument(
         "--checkpoint", metavar="WHICH", help="best, latest, or a step's number (default: best, else latest)"
     )
@@ -218,7 +218,7 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of memory, window and clamp; unset, they are the run's test settings."""
+    """Add the options of memory, window and clamp; the defaults are the run's test settings."""
     group = parser.add_argument_group("memory (default: the run's test settings)")
     group.add_argument(
         "--mem-len", type=int, metavar="M", help="tokens of memory; without --window, the window is M too"
@@ -232,7 +232,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options of drawing tokens."""
+    """Add the options for drawing tokens."""
     parser.add_argument(
         "--top-k",
         type=_top_k,
@@ -258,7 +258,7 @@ def _top_k(text: str) -> int | None:
 
 
 def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add the option for putting the words of a benchmark together again."""
+    """Add the option for joining the tokenised words of a benchmark into ordinary text."""
     parser.add_argument(
         "--detokenise",
         nargs="?",
@@ -271,7 +271,7 @@ def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
 
 
 def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
-    """Return the way of tokenising that `--detokenise` names; None for none."""
+    """Return the tokenisation convention that `--detokenise` selects; None if there is none."""
     from txl.data.detokenise import check_convention, convention_of
 
     if name == "none":
@@ -299,11 +299,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bounded_int(text: str) -> int:
-    """Return a whole number that no arithmetic rounds; every option of type `int` is read by this (`txl.cli`).
+    """Return a whole number in the range that all arithmetic represents exactly; `txl.cli` uses this for type `int`.
 
     Raises:
-        ValueError: if it is no whole number.
-        argparse.ArgumentTypeError: if it is out of range.
+        ValueError: if the text is not a whole number.
+        argparse.ArgumentTypeError: if the number is out of range.
     """
     try:
         return whole_number(text)
@@ -330,7 +330,7 @@ def numbers(text: str) -> list[int]:
 
 
 def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
-    """Return the lengths of an evaluation: as given, else the run's test settings.
+    """Return memory length, window and clamp of an evaluation: the given options, else the run's test settings.
 
     ``--mem-len M`` without ``--window`` means window M (`Lengths.tested`); without memory each segment is read alone.
     """
@@ -338,12 +338,12 @@ def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
 
 
 def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
-    """Return the clamp of an evaluation: what was given, else the run's test settings; a number or "none"."""
+    """Return the clamp of an evaluation, a number or "none": the given one, else that of the run's test settings."""
     return run.eval.lengths.options()["clamp_len"] if given is None else given
 
 
 def pick_device(name: str | None) -> str:
-    """Return the device to use: the one asked for, else a GPU if there is one."""
+    """Return the device to use: the named one, else a GPU if there is one, else the CPU."""
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -359,7 +359,7 @@ def pick_device(name: str | None) -> str:
 
 
 def existing_run(path: str) -> Path:
-    """Return the path of a run directory."""
+    """Return the path of a run directory; refuse a path that is not a run directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"{path}: no such directory; expected a run directory (made by txl train --out {path})")
@@ -380,7 +380,7 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
 
 
 def check_corpus(name: str) -> None:
-    """Refuse a corpus that is not there, before anything that takes long."""
+    """Refuse a corpus that does not exist, before any slow work begins."""
     from txl.data.catalogue import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
 
@@ -389,7 +389,7 @@ def check_corpus(name: str) -> None:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """Return a folder for results once a file could be written there; folders made to try are removed again."""
+    """Return a folder for results after checking that it is writable; folders made for the check are removed."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {path} cannot be written into: it is a file; expected a folder")
@@ -408,7 +408,7 @@ def writable_folder(path: str | Path) -> Path:
 
 
 def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse the first of some numbers that is below 1; those that were not given are passed over."""
+    """Refuse the first of the named options whose number is below 1; options that were not given are skipped."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -416,7 +416,7 @@ def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def check_out(out: str | None, source: Path | None) -> None:
-    """Refuse an output that cannot be, before anything is computed."""
+    """Refuse an output file that cannot be written, before anything is computed."""
     if out is None:
         return
     path = Path(out)
@@ -431,7 +431,7 @@ def check_out(out: str | None, source: Path | None) -> None:
 def run_corpus(
     run: RunDirectory, vocabulary: Vocabulary | None, arguments: argparse.Namespace, whole: bool = False
 ) -> Corpus:
-    """Open the corpus that the run was trained on, or the one that the options name, in the run's own vocabulary."""
+    """Open the corpus that the run was trained on, or the corpus that the options name, in the run's vocabulary."""
     from txl.runs.corpus import is_trained_on, open_run_corpus
 
     options = config_options(arguments)
@@ -442,7 +442,7 @@ def run_corpus(
 
 
 def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
-    """Say which words or characters of a prompt are read as `<unk>`."""
+    """Print a note with the words or characters of a prompt that are read as `<unk>`."""
     lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
     if lacking:
         words = vocabulary is not None and vocabulary.kind == "word"

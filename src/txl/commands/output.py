@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object on standard output; numbers that JSON has no name for become null."""
+    """Print one JSON object on standard output; infinite numbers and NaN become null."""
     print(json.dumps(with_null(value), ensure_ascii=False))
 
 
@@ -36,16 +36,16 @@ def say(text: str) -> None:
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:
-    """Print a table on standard output, below its title; nothing in it is read as markup.
+    """Print a title and a table on standard output; markup in the table is printed unchanged.
 
-    No number is cut: where the terminal is too narrow, text is wrapped, and then lines run over its edge. In a file or
-    a pipe, a row stays a line.
+    Numbers are never cut. On a terminal that is too narrow, text is wrapped; if that is not enough, lines run over the
+    edge. In a file or a pipe, each row is one line.
 
     Args:
-        title: a line; it may be long.
-        headings: of the columns.
-        rows: what stands below them.
-        text: the columns that hold text, not numbers.
+        title: title line, which may be long.
+        headings: headings of the columns.
+        rows: cells of each row.
+        text: headings of the columns that hold text instead of numbers.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -104,7 +104,7 @@ def progress_bar(description: str, quiet: bool) -> tuple[Progress, Callable[[int
 
 
 class ProgressByPart:
-    """Shows a bar for each part of the work, named by its first argument; a context manager."""
+    """Progress display with one bar for each part of the work; a context manager."""
 
     def __init__(self, quiet: bool):
         self._quiet, self._what = quiet, ""
@@ -115,7 +115,7 @@ class ProgressByPart:
         return self
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Move the bar of a part, which ends the bar of the part before it."""
+        """Move the bar of part `what`; a new part ends the bar of the part before."""
         if what != self._what:
             self.__exit__()
             self._what = what
@@ -130,7 +130,7 @@ class ProgressByPart:
 
 
 def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: object) -> None:
-    """Add an event to the run's log; a run that cannot be written is only read, and a note says so."""
+    """Add an event to the run's log; if the log cannot be written, print a note instead."""
     from txl.runs.checkpoints import checkpoint_step
 
     try:
@@ -143,8 +143,8 @@ def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: o
 def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
     """Open standard output, or a file that appears under its name when it is complete.
 
-    A device or a named pipe (``/dev/null``, ``>(command)``) is written to as it is: a file must not take its place.
-    Nothing half-written is left after Ctrl-C or SIGTERM; what a killed process has left is removed by the next one.
+    A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. After
+    Ctrl-C or SIGTERM no incomplete file is left; an incomplete file of a killed process is removed at the next call.
     """
     if out is None:
         yield sys.stdout.buffer if binary else sys.stdout
@@ -168,17 +168,18 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
 
 @contextmanager
 def _removed_by_signals(path: Path) -> Iterator[None]:
-    """Remove a file at Ctrl-C or SIGTERM, before anything else is done about them.
+    """Remove a file at Ctrl-C or SIGTERM, before the earlier handler of the signal runs.
 
-    Both may end the process at once (see `txl.__main__`; SIGTERM does by default); here SIGTERM raises SystemExit.
+    Both signals may end the process at once (see `txl.__main__`; SIGTERM does by default); here SIGTERM raises
+    SystemExit.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone can have handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
 
     def stop(received: int, frame: FrameType | None) -> None:
         handler = before[signal.Signals(received)]
-        signal.signal(received, handler)  # asked twice, it ends at once
+        signal.signal(received, handler)  # a second signal gets the earlier handler at once
         with suppress(OSError):
             path.unlink()
         if callable(handler):

@@ -1,4 +1,4 @@
-"""`txl presets`: the configurations by name."""
+"""`txl presets`: list of the named configurations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
             "test": [row["test"].replace(" ", "") for row in rows],
             "published": [row["published"] for row in rows],
         }
-        if max(map(len, columns["preset"])) > 30:  # long names leave room for what tells the rows of an ablation apart
+        if max(map(len, columns["preset"])) > 30:  # long names leave room only for columns in which ablations differ
             del columns["layers"], columns["test"]
         print_table(group, tuple(columns), list(zip(*columns.values(), strict=True)), text=("preset",))
         print()

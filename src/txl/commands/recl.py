@@ -89,9 +89,9 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Score every model at every context length, and print what follows.
+    """Score every model at every context length, and print the relative effective context lengths.
 
-    Scoring takes hours where models are large: whatever can be refused is refused before it begins.
+    Scoring large models takes hours, so all checks are made before scoring begins.
     """
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
     result = {"split": arguments.split, **group_record(models, losses, arguments.r, arguments.threshold)}
     result["corpus"] = corpus.name
-    # What took hours is printed before anything can fail.
+    # Scoring took hours: print the results before anything else can fail.
     if arguments.json:
         print_json(result)
     else:
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None) -> list[int | Literal["none"]]:
-    """Return the clamp of each run: what was given, for models that tell distances; else its test settings."""
+    """Return the clamp of each run: the given one if the model's scores depend on distance, else the run's setting."""
     configs = [directory.config() for directory in directories]
     tell_distances = [each.model.tells_distances for each in configs]
     if given not in (None, "none") and not any(tell_distances):
@@ -164,7 +164,7 @@ def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None
 
 
 def _windows(directories: list[RunDirectory], given: int | Literal["none"]) -> list[int | Literal["none"]]:
-    """Return the window of each run: what was given, for a Transformer-XL; others see what they were built for."""
+    """Return the window of each run: the given one for a Transformer-XL, "none" for other models."""
     have_one = [isinstance(directory.config().model, TransformerXLConfig) for directory in directories]
     if given != "none" and given < 1:
         raise UserError(f"--window is {given}; expected 1 key or more, or none")
@@ -174,7 +174,7 @@ def _windows(directories: list[RunDirectory], given: int | Literal["none"]) -> l
 
 
 def _described(directory: RunDirectory, clamp: int | Literal["none"], device: str) -> JsonObject:
-    """Return a model's size and limits, after loading it once to find out whether it is damaged."""
+    """Return a model's size and limits; the model is loaded once here, so that damage is found early."""
     model, _ = directory.load(device=device)
     try:
         state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp)
@@ -188,7 +188,7 @@ def _described(directory: RunDirectory, clamp: int | Literal["none"], device: st
 
 
 def _lengths(arguments: argparse.Namespace) -> range:
-    """Return context lengths step, 2 * step, ... up to the longest, once all options are checked."""
+    """Check the options, and return the context lengths: step, 2 * step, ... up to the longest."""
     refuse_below_one(arguments, "step", "longest", "targets", "batch")
     from txl.evaluation.effective_context import check_fractions
 
@@ -204,7 +204,7 @@ def _lengths(arguments: argparse.Namespace) -> range:
 
 
 def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
-    """Return targets at equal distances over the whole split, each with the longest context before it."""
+    """Return the positions of targets at equal distances over the split, each preceded by the longest context."""
     from txl.evaluation.effective_context import spread_targets
 
     if n_token - longest < arguments.targets:

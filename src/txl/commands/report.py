@@ -1,4 +1,4 @@
-"""`txl report DIR`: one page that tells what a run was and what came of it."""
+"""`txl report DIR`: a page about the settings and the results of a run."""
 
 from __future__ import annotations
 

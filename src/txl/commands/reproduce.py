@@ -1,4 +1,4 @@
-"""`txl reproduce table6 ...`: the whole comparison of a table or figure, run again, and one page about it."""
+"""`txl reproduce table6 ...`: repeat the comparison of a table or figure, and write a page about it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train and measure what is left, and write the page."""
+    """Train and measure the rows that are not done yet, and write the page."""
     from txl.reproduction.catalogue import find_definition
     from txl.reproduction.converging import UntilConverged
     from txl.reproduction.scales import find_scale
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -> DataConfig:
-    """Return the corpus: the scale's for this table, or the one that was asked for."""
+    """Return the corpus configuration: that of the options, else the scale's for this table."""
     from txl.data.corpora import absolute_path, refuse_unused
     from txl.reproduction.scales import named_data
 

@@ -1,4 +1,4 @@
-"""`txl samples DIR`: contexts of the test split continued by a model, beside what follows there (Appendix E)."""
+"""`txl samples DIR`: passages of the test split continued by a model, beside the original text (Appendix E)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate, measure, write the three files, and print the measures."""
+    """Generate samples, measure them, write the three files, and print the measures."""
     refuse_below_one(arguments, "count", "context", "max_tokens")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MARK = b"\xef\xbb\xbf"
 _EVERY = 4096
-"""Rows between two moves of the progress display."""
+"""Rows between two updates of the progress display."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
     if path is not None:
-        open_file(path).close()  # before the model is loaded
+        open_file(path).close()  # refuses an unreadable file before the model is loaded
     check_out(arguments.out, path)
     from txl.allocator import keep_freed_memory
     from txl.data.prepared import unknown_note
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> TextTotals:
-    """Write the table, and its totals on standard error."""
+    """Write the table, print its totals on standard error, and return the totals."""
     from txl.evaluation.surprisal import COLUMNS, TextTotals, json_line, tsv_line
 
     line, total = tsv_line if form == "tsv" else json_line, TextTotals()
@@ -130,7 +130,7 @@ def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int |
     with progress:
         for index, row in enumerate(rows):
             total.add(row)
-            if index == 0 and form == "tsv":  # not before: a text that cannot be read leaves nothing
+            if index == 0 and form == "tsv":  # not before the loop: a text that cannot be read leaves no output
                 file.write("\t".join(COLUMNS) + "\n")
             file.write(line(row))
             if size and index % _EVERY == 0:

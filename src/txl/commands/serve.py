@@ -1,4 +1,4 @@
-"""`txl serve DIR`: a model as an HTTP server."""
+"""`txl serve DIR`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def run(arguments: argparse.Namespace) -> None:
     listening = bound_socket(arguments.host, arguments.port)
     with listening:
         keep_freed_memory()
-        # One thread here, so that the engine's thread alone has a team of workers. Two teams on the same processors are
-        # put to sleep between any two products by OpenMP, and a step of a small model takes half as long again.
+        # One thread here, so that only the engine's thread has a team of workers. If two teams share the processors,
+        # OpenMP puts them to sleep between any two products, and a step of a small model takes 1.5 times as long.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
@@ -156,7 +156,7 @@ def _streams(count: int) -> str:
 
 
 def _farewell(kept: KeptStreams, folder: str | None) -> str:
-    """Return the last line: where the streams are now, if there are any."""
+    """Return the last line of output: the streams that were saved or lost, if there are any."""
     if folder is not None:
         lost = sum(stream.changed for stream in kept)
         parts = [f"{_streams(len(kept) - lost)} saved in {folder}"] if len(kept) > lost else []
@@ -166,7 +166,7 @@ def _farewell(kept: KeptStreams, folder: str | None) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that make no sense, before anything is loaded."""
+    """Refuse invalid numbers and keys, before anything is loaded."""
     if not 0 <= arguments.port < 1 << 16:
         raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
     refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
@@ -176,7 +176,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _key(given: str | None) -> str | None:
-    """Return the key that clients need, of the option or else of the environment; None: none."""
+    """Return the key that clients must send, from the option, else from the environment; None: no key is set."""
     name, key = ("--api-key", given) if given is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
     if not key and given is None:
         return None

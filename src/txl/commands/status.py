@@ -1,4 +1,4 @@
-"""`txl status DIR`: how far a run is, how it fares, and what it could go on from."""
+"""`txl status DIR`: progress, losses and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the state of a run; every file of its checkpoints is read and verified."""
+    """Print the status of a run, after reading and verifying every file of its checkpoints."""
     from txl.runs.status import run_status
 
     status = run_status(existing_run(arguments.directory))

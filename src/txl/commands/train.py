@@ -1,4 +1,4 @@
-"""`txl train PRESET --out DIR`, or `--minutes N` without a preset: train, or go on with a run that was stopped."""
+"""`txl train PRESET --out DIR`, or `--minutes N` without a preset: train a model, or resume a stopped run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHORT = (
     *("data.corpus", "data.unit", "model.n_layer", "model.d_model", "model.mem_len", "train.steps"),
     *("train.batch_size", "train.segment", "train.learning_rate"),
 )
-"""Fields that most users set: text, size, steps."""
+"""Fields with a short form, which most users set: text, size, steps."""
 
 
 _MOST_MINUTES = 366 * 24 * 60
@@ -40,7 +40,7 @@ _CHOSEN = {
     "train.planned_minutes": "these are what is left of the minutes for training",
     "data.source": "a text of your own is not fetched from anywhere",
 }
-"""Options that --minutes leaves no room for, and why."""
+"""Options that --minutes excludes, and the reasons."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -85,18 +85,18 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, or show what would be trained."""
+    """Train a model; with --dry-run, only print the configuration and its costs."""
     from txl.data.corpora import refuse_unused, with_absolute_paths
 
     began = time.perf_counter()
     given, base = config_options(arguments), _base(arguments, began)
     config = with_options(base, given)
     if config.data.corpus != base.data.corpus and "data.source" not in given:
-        config.data.source = None  # that of the preset's own corpus
+        config.data.source = None  # the preset's source belongs to the preset's own corpus
     config.data = with_absolute_paths(config.data)
     validate(config)
     refuse_unused(config.data, given)
-    if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+    if os.environ.get("RANK", "0") == "0":  # so that only one process reports it
         check_corpus(config.data.corpus)
     _check_source(arguments)
     if arguments.dry_run:
@@ -133,11 +133,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
-    """Return the preset's configuration, that of the run in --out, or one for the minutes that are given.
+    """Return the configuration of the preset, or of the run in --out, or a configuration chosen for --minutes.
 
     Args:
-        arguments: of the command.
-        began: when it began, by `time.perf_counter`.
+        arguments: parsed arguments of the command.
+        began: start of the command, in seconds of `time.perf_counter`.
     """
     from txl.presets.minutes import run_name
     from txl.runs.directory import RunDirectory
@@ -157,14 +157,14 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
             )
         if minutes is None or has_checkpoint(RunDirectory(arguments.out)) or _is_of(stored, config_options(arguments)):
             return stored
-        # It came to nothing, and was chosen for another text or other options.
+        # The stored run has no checkpoint, and was chosen for another text or other options: choose again.
     if minutes is None:
         raise UserError("no preset is named, and --out holds no run; give a PRESET (see txl presets), or --minutes N")
     return _chosen(arguments, began)
 
 
 def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
-    """Return whether a configuration is as these options have it."""
+    """Return whether a stored configuration agrees with the given options."""
     from txl.data.corpora import with_absolute_paths
 
     asked = with_options(stored, given)
@@ -173,7 +173,7 @@ def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
 
 
 def _check_minutes(arguments: argparse.Namespace) -> None:
-    """Refuse minutes that cannot be, and what does not go with them."""
+    """Refuse an invalid number of minutes, and options that exclude --minutes."""
     minutes, given = arguments.minutes, config_options(arguments)
     if not 0 < minutes <= _MOST_MINUTES:
         raise UserError(f"--minutes is {minutes:g}; expected a number above 0, at most {_MOST_MINUTES:,} (a year)")
@@ -195,7 +195,7 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
 
 
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
-    """Look at the text and the machine, say what was chosen, and return it."""
+    """Choose a configuration for the text, the machine and the minutes; print the choice and return it."""
     from txl.data.catalogue import BENCHMARKS
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -218,7 +218,7 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """Refuse weights to start from that are not there, before PyTorch is imported."""
+    """Refuse contradictory uses of --fork and --init-from, and missing runs, before PyTorch is imported."""
     from txl.runs.directory import RunDirectory
     from txl.training.starting import has_checkpoint
 
@@ -236,7 +236,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
 
 
 def _inherited_size(arguments: argparse.Namespace) -> int | None:
-    """Return the size of the vocabulary of the run to go on with, or to start from; None without one."""
+    """Return the vocabulary size of the run to resume, or of the run to start from; None without such a run."""
     from txl.runs.directory import RunDirectory
 
     out = arguments.out if arguments.preset is None else None
@@ -246,7 +246,7 @@ def _inherited_size(arguments: argparse.Namespace) -> int | None:
 
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print the resolved configuration, the parameters by part, the tokens a step and an estimate of memory."""
+    """Print the resolved configuration, the parameters by part, the tokens per step and an estimate of memory."""
     from txl.data.corpora import vocabulary_size
     from txl.training.estimate import estimate, softmax_hint
 
