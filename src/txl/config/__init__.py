@@ -1,8 +1,9 @@
-"""The configuration of a run: dataclasses, JSON in and out, and the rules that their values must obey.
+"""The configuration of a run: dataclasses, conversion from and to JSON, and the rules for their values.
 
-`run` has the whole, `sections` its parts on data, training and evaluation, `model` the fields that all models share,
-`transformer_xl`, `vanilla` and `recurrent` those of one family; `families` lists the families. Each field has its
-range, its help and what depends on it in its metadata (`values.setting`). `fields` finds fields by name.
+`run` defines the whole configuration, `sections` its parts for data, training and evaluation, `model` the fields shared
+by all models, and `transformer_xl`, `vanilla` and `recurrent` the fields of one family each. `families` lists the
+families, and `fields` accesses fields by name. The metadata of each field holds its range, its help text and its marks
+(`values.setting`).
 """
 
 from txl.config.families import (

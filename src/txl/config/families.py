@@ -1,4 +1,4 @@
-"""The families of models: each one's configuration by name, and models that become one of another family."""
+"""The families of models: the configuration class of each, and conversion of a model to another family."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from txl.errors import UserError
 MODEL_FAMILIES: dict[str, type[ModelConfig]] = {
     config().family: config for config in (TransformerXLConfig, VanillaConfig, RecurrentConfig)
 }
-"""The configuration of every family by its name; `txl.models.FAMILIES` has the model of each."""
+"""Configuration class of each family by name; `txl.models.FAMILIES` holds the model classes."""
 MODEL_FIELDS = model_fields()
-"""The fields of all families by name, those of every model first."""
+"""The fields of all families by name, the fields shared by all models first."""
 FamilyT = TypeVar("FamilyT", bound=ModelConfig)
 _CHOOSE = ("family", "kind", "encoding")
-"""Fields that choose a model rather than set something of it."""
+"""Names of the fields that select a model instead of changing a property of the model."""
 
 
 def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
-    """Return a model of another family with the settings that both have; the others are left out.
+    """Return a configuration of another family with the settings that both families have, without all others.
 
     Args:
-        model: stays as it is.
-        family: its class. What `model` lacks has its default there, but for memory: without one, none.
+        model: configuration to convert; it is not changed.
+        family: configuration class of the other family. Fields that `model` lacks get their defaults, but the memory
+            length gets 0.
     """
     if type(model) is family:
         return dataclasses.replace(model)
@@ -44,12 +45,12 @@ def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
 
 
 def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> ModelConfig:
-    """Return a copy with fields set; a field of another family makes it a model of that family.
+    """Return a copy with fields set; `family`, `kind` or `encoding` of another family converts it to that family.
 
     Args:
-        model: stays as it is.
+        model: configuration to copy; it is not changed.
         given: values by name.
-        drop: leave out settings of `model` that the other family lacks, rather than refuse them; the lengths of a
+        drop: True: leave out settings of `model` that the other family lacks, instead of refusing them; lengths of a
             memory are refused in either case.
     """
     family = chosen_family(given, model)
@@ -69,10 +70,10 @@ def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> Mo
 
 
 def model_from_dict(values: object) -> ModelConfig:
-    """Build a model's configuration from `dataclasses.asdict` of it; missing fields take their defaults.
+    """Build a model's configuration from the result of `dataclasses.asdict`; missing fields get their defaults.
 
-    Without `family` the values are of a file that has the fields of all families: `kind` and `encoding` then say which
-    one it is, and the fields of the others are left out.
+    If `family` is missing, the values come from a file with the fields of all families: `kind` and `encoding` then
+    select the family. Fields of other families are left out, or refused if their values would make a difference.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration model: expected an object, found {values!r}")
@@ -89,11 +90,11 @@ def model_from_dict(values: object) -> ModelConfig:
 
 
 def chosen_family(given: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:
-    """Return the family that `family` names, or else `kind` and `encoding`.
+    """Return the configuration class that `family` selects, or else `kind` and `encoding`.
 
     Args:
-        given: fields of a model by name.
-        model: whose kind and encoding count where none is given.
+        given: values of model fields by name.
+        model: configuration whose `kind` and `encoding` are used if `given` has none.
     """
     if "family" in given:
         if given["family"] not in MODEL_FAMILIES:

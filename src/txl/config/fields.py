@@ -1,4 +1,4 @@
-"""Fields by their dotted names, as the command line knows them: ``model.mem_len``."""
+"""Configuration fields by their dotted names, as on the command line: ``model.mem_len``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from txl.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Option:
-    """A field as an option."""
+    """A configuration field as a command-line option."""
 
     name: str
-    """Dotted: "model.mem_len"."""
+    """Dotted name of the field: "model.mem_len"."""
     hint: TypeHint
-    """Its type."""
+    """Type of the field."""
     help: str
     owner: type[ModelConfig] | None
-    """The class of models that have it; None for fields of other sections."""
+    """Configuration class of the models that have the field; None for fields of other sections."""
 
 
 def options() -> Iterator[Option]:
@@ -37,7 +37,7 @@ def options() -> Iterator[Option]:
 
 
 def leaf_fields(config: Section, prefix: str = "") -> list[tuple[str, dataclasses.Field[object], TypeHint, object]]:
-    """Return every field that is not itself a dataclass: (dotted name, field, its type, its value)."""
+    """Return every field that is not itself a dataclass: (dotted name, field, type, value)."""
     leaves = []
     hints = hints_of(type(config))
     for item in dataclasses.fields(config):
@@ -53,7 +53,7 @@ def leaf_fields(config: Section, prefix: str = "") -> list[tuple[str, dataclasse
 def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozenset()) -> list[str]:
     """Return the fields in which two configurations differ, as "train.steps 100 -> 200", without the names in `ignore`.
 
-    Of models of different families, those that both have.
+    Models of different families are compared in the fields that both have.
     """
     before, after = ({name: value for name, _, _, value in leaf_fields(each)} for each in (old, new))
     return [
@@ -64,7 +64,7 @@ def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozens
 
 
 def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
-    """Return a copy of a configuration that reads text as a stored run does, where it leaves the way unset."""
+    """Return a copy in which unset fields for the preparation of text (`as_stored`) have the values of a stored run."""
     result = RunConfig.from_dict(config.to_dict())
     for item in dataclasses.fields(DataConfig):
         if item.metadata.get("as_stored") and getattr(result.data, item.name) is None:
@@ -73,25 +73,26 @@ def with_unset_data(config: RunConfig, stored: RunConfig) -> RunConfig:
 
 
 def may_change() -> frozenset[str]:
-    """Return the fields that a run which goes on may change, as no number that it computes depends on them."""
+    """Return the fields that a continued run may change, because no number that it computes depends on them."""
     return frozenset(name for name, item, _, _ in leaf_fields(RunConfig()) if item.metadata.get("may_change"))
 
 
 def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False) -> RunConfig:
-    """Return a copy of a configuration with fields set from text, as the command line gives them.
+    """Return a copy of a configuration with fields set from text, as on the command line.
 
-    A field that belongs to another family makes the model one of that family: ``{"model.encoding": "learned"}`` makes a
-    Transformer-XL a Transformer without memory.
+    A value of `model.family`, `model.kind` or `model.encoding` that belongs to another family converts the model to
+    that family: ``{"model.encoding": "learned"}`` makes a Transformer-XL a Transformer without memory.
 
     Args:
-        config: stays as it is.
-        given: dotted names, "-" allowed for "_", to values: ``{"model.mem-len": "128", "model.window": "none"}``.
-        drop: settings of the configuration's model that another family lacks are left out rather than refused, but for
-            a memory's.
+        config: configuration to copy; it is not changed.
+        given: values as text, by dotted name with "-" allowed for "_":
+            ``{"model.mem-len": "128", "model.window": "none"}``.
+        drop: True: leave out settings of the configuration's model that another family lacks, instead of refusing them;
+            lengths of a memory are refused in either case.
 
     Raises:
-        UserError: for a name that is no field (with the nearest ones), a value of the wrong type, or a setting that the
-            model's family lacks.
+        UserError: for a name that is no field (the message suggests similar names), a value of the wrong type, or a
+            setting that the model's family lacks.
     """
     result = RunConfig.from_dict(config.to_dict())
     of_model: FieldValues = {}
@@ -106,7 +107,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
 
 
 def parsed_options(given: dict[str, str]) -> FieldValues:
-    """Parse the values of options; the result has their names with "_" for "-"."""
+    """Parse the values of options; the names in the result have "_" for "-"."""
     types_of = {option.name: option.hint for option in options()}
     values = {}
     for option, text in given.items():

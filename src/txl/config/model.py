@@ -1,6 +1,6 @@
-"""The configuration that all models share, and the one that all Transformers share.
+"""The base class of all model configurations, and that of all Transformer configurations.
 
-Each family has a subclass of its own in a file of its own, with its own fields and no others.
+Each family has its own subclass in its own file, with only the fields that the family uses.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from txl.config.values import ANYTHING, FieldValues, TypeHint, check_ranges, hin
 from txl.errors import UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
-"""Encodings of positions: the first two are Transformer-XL's, the others of Transformers without memory."""
+"""Encodings of positions: the first two for Transformer-XL, the others for Transformers without memory."""
 ENCODING_HELP = (
     "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
     "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
 )
 LENGTHS = ("mem_len", "window", "clamp_len")
-"""Settings of a memory of positions."""
+"""Names of the settings of a memory that consists of positions."""
 rate = functools.partial(setting, at_least=0, below=1)
-"""A field that is a rate of dropout."""
+"""Field for a dropout rate; arguments as for `setting`."""
 shaping = functools.partial(setting, changes_weights=True)
-"""A field on whose value the meaning of the weights depends."""
+"""Field whose value determines the meaning of the weights; arguments as for `setting`."""
 
 
 def family_name(name: str) -> Any:
-    """Return the field that names a family; it cannot be set."""
+    """Return the field that holds the name of a family; users cannot set it."""
     about = "of models: transformer-xl, vanilla or recurrent"
     return field(default=name, init=False, metadata={"help": about, "changes_weights": True})
 
 
 @dataclass
 class ModelConfig(ABC):
-    """The configuration that models of all families have. Lengths count tokens, widths features."""
+    """The configuration shared by models of all families. Lengths are numbers of tokens, widths numbers of features."""
 
     family: str = family_name("")
     n_layer: int = shaping(12, "number of layers N", at_least=1, at_most=10_000)
@@ -87,36 +87,36 @@ class ModelConfig(ABC):
     )
 
     choice: ClassVar[str] = "encoding"
-    """The field that says which model of the family it is."""
+    """Name of the field that selects a model of the family."""
     title: ClassVar[str] = "every model"
-    """The models that have these fields, as messages call them."""
+    """Name of the models with these fields, for messages."""
     no_memory: ClassVar[str] = ""
-    """Why these models have no memory that a length could be set of; empty if they have one."""
+    """Reason why these models have no memory whose length could be set; empty if they have one."""
     tells_distances: ClassVar[bool] = False
-    """True if scores depend on the distance to a key, which can then be clamped."""
+    """True if attention scores depend on the distance to a key, which can then be clamped."""
     constant_state: ClassVar[bool] = False
     """True if the state has a constant size, so that no position of the past is ever dropped."""
     if TYPE_CHECKING:
         mem_len: int = field(init=False)
         window: int | None = field(init=False)
         clamp_len: int | None = field(init=False)
-    else:  # no fields: models without a memory of positions have nothing to set there
+    else:  # no dataclass fields: models without a memory of positions lack these settings
         mem_len, window, clamp_len = 0, None, None
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dataclass_fields__:
-            self.refuse_lacking({name: value})  # a value that says nothing is no mistake
+            self.refuse_lacking({name: value})  # a value that means the same as having no field is allowed
             return
         super().__setattr__(name, value)
 
     @property
     def chosen_by(self) -> str:
-        """The field that says which model of which family it is, and its value, as messages have it."""
+        """The field that selects the model, and its value, as text for messages."""
         return f"model.{self.choice} is {getattr(self, self.choice)}"
 
     @classmethod
     def choices(cls) -> tuple[str, ...]:
-        """Return the values of the field `choice` in this family."""
+        """Return the values that the field named by `choice` can have in this family."""
         return get_args(hints_of(cls)[cls.choice])
 
     @property
@@ -126,50 +126,50 @@ class ModelConfig(ABC):
 
     @property
     def context(self) -> int | None:
-        """Most tokens that a model without memory reads at once; None if its state carries what it has read."""
+        """Largest number of tokens that a model without memory reads at once; None for a model that carries a state."""
         return None
 
     @property
     def carries_state(self) -> bool:
-        """True if anything goes from one segment to the next."""
+        """True if the model carries a state from one segment to the next."""
         return self.constant_state or self.mem_len > 0
 
     @property
     def has_dropout(self) -> bool:
-        """True if layers have dropout, inside or behind them."""
+        """True if the layers have dropout, inside or after them."""
         return self.dropout > 0
 
     @property
     def score_terms(self) -> str:
-        """Which of the terms (a) to (d) of Section 3.3 its attention scores are the sum of."""
+        """Letters of the terms (a) to (d) of Section 3.3 whose sum is the attention score; empty without such terms."""
         return ""
 
     def with_attention(self, name: str | None) -> Self:
-        """Return a copy with the attention that a run began with, where this leaves it to the machine.
+        """Return a copy with the attention backend that a run began with, if the configuration leaves the choice open.
 
         Args:
-            name: of the attention that the run's log has; None: it has none.
+            name: name of the attention backend in the run's log; None: the log has no name.
         """
         return dataclasses.replace(self)
 
     @property
     def layer_width(self) -> int:
-        """Units of every layer but the last."""
+        """Number of units of every layer but the last."""
         return self.d_model
 
     @property
     def last_width(self) -> int:
-        """Units of the last layer."""
+        """Number of units of the last layer."""
         return self.d_model
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the token embeddings."""
+        """Factor by which the token embeddings are multiplied."""
         return 1.0
 
     @property
     def n_auxiliary(self) -> int:
-        """Number of classifiers that serve in training alone."""
+        """Number of classifiers that are used only in training."""
         return 0
 
     @property
@@ -179,19 +179,21 @@ class ModelConfig(ABC):
 
     @property
     def first_weights(self) -> str:
-        """The distribution of the first weights: "normal" or "xavier"."""
+        """The distribution of the initial weights: "normal" or "xavier"."""
         return "normal"
 
     def weight_settings(self) -> FieldValues:
-        """Return the settings on which the meaning of the weights depends; lengths and dropout are not among them."""
+        """Return the settings that determine the meaning of the weights; lengths and dropout do not."""
         names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
         return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
 
     def parameter_count(self, vocab_size: int) -> int:
-        """Count the parameters of a valid model by arithmetic, tied ones once: building it to count imports PyTorch.
+        """Return the number of parameters of a valid model; tied parameters count once.
+
+        The number is computed from the configuration, because building the model would import PyTorch.
 
         Args:
-            vocab_size: tokens V of the vocabulary; above the last of the cutoffs.
+            vocab_size: number V of tokens in the vocabulary; above the last of the cutoffs.
         """
         d_embed, d_last = self.d_embed or self.d_model, self.last_width
         sizes = [end - first for first, end in pairwise((0, *self.cutoffs, vocab_size))]
@@ -209,19 +211,19 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def _layer_parameters(self, vocab_size: int) -> int:
-        """Count the parameters of the layers and of what belongs to the family alone."""
+        """Return the number of parameters of the layers and of parts that only this family has."""
 
     def for_segment(self, segment: int, random_segments: bool = False) -> Self:
-        """Return a copy with as many positions, or at most as many distances, as segments of a length have.
+        """Return a copy whose number of positions, or largest distance, fits segments of a length.
 
         Args:
-            segment: tokens of a training segment.
-            random_segments: whether their lengths vary around it.
+            segment: number of tokens of a training segment.
+            random_segments: True if the lengths of segments vary around `segment`.
         """
         return dataclasses.replace(self)
 
     def validate(self) -> None:
-        """Check the rules of the model's shape, whatever it is trained on and for how long."""
+        """Check the rules of the model's shape, which do not depend on text or training."""
         check_ranges(self, "model.")
         choices, chosen = self.choices(), getattr(self, self.choice)
         expected = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
@@ -254,7 +256,7 @@ class ModelConfig(ABC):
             )
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """Check the rules of how this model can be trained and tested."""
+        """Check the rules for the training and evaluation of this model."""
         if train.backprop_segments > 1 and (self.constant_state or not self.mem_len):
             raise UserError(
                 f"train.backprop_segments is {train.backprop_segments}, but this model has no memory for gradients to "
@@ -268,12 +270,12 @@ class ModelConfig(ABC):
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
 
     def lengths(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
-        """Return the lengths that a state of the model gets: those given, else the configuration's own.
+        """Return the lengths for a state of the model: the given ones, else those of the configuration.
 
         Args:
-            mem_len: positions of memory; None: the configuration's, as for the other two.
-            window: keys a query sees, itself included; "none": no limit.
-            clamp_len: largest distance told apart; "none": no clamp.
+            mem_len: positions of memory; None: the configuration's value, also for the other two arguments.
+            window: number of keys that a query attends to, itself included; "none": no limit.
+            clamp_len: largest distance that the model tells apart; "none": no clamp.
         """
         if self.no_memory:
             self.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
@@ -283,11 +285,11 @@ class ModelConfig(ABC):
         return lengths
 
     def refuse_lengths(self, lengths: Mapping[str, object], prefix: str = "") -> None:
-        """Refuse the lengths of a memory, for a model that has none.
+        """Refuse lengths of a memory, for a model without memory.
 
         Args:
-            lengths: mem_len, window and clamp_len, as far as they are known; "none" is none.
-            prefix: of their names in errors.
+            lengths: mem_len, window and clamp_len, or some of these; None, "none" and a mem_len of 0 are allowed.
+            prefix: prefix of the names in error messages.
         """
         for name, value in lengths.items():
             nothing = getattr(type(self), name)
@@ -297,12 +299,12 @@ class ModelConfig(ABC):
                 )
 
     def refuse_lacking(self, values: Mapping[str, object], carried: bool = False) -> None:
-        """Refuse settings of other families, unless they have the value that means the same as not having them.
+        """Refuse settings of other families, except values that mean the same as not having the setting.
 
         Args:
-            values: fields of other families, by name.
-            carried: they stood in a configuration and were not asked for now; then those that make no difference
-                (`lacking=ANYTHING`) are passed over.
+            values: values of fields of other families, by name.
+            carried: True: the values come from a stored configuration, not from the user; settings that make no
+                difference (`lacking=ANYTHING`) are then ignored.
         """
         for name, value in values.items():
             of = model_fields().get(name)
@@ -321,7 +323,7 @@ class ModelConfig(ABC):
 
 @dataclass
 class TransformerConfig(ModelConfig):
-    """The configuration that Transformers have, with memory or without."""
+    """The configuration shared by all Transformers, with memory or without."""
 
     n_head: int = shaping(8, "attention heads", at_least=1, at_most=2**12)
     d_head: int = shaping(64, "width of one head; n_head * d_head may differ from d_model", at_least=1, at_most=2**16)
@@ -344,7 +346,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def first_weights(self) -> str:
-        """`init`."""
+        """The value of `init`."""
         return self.init
 
     @property
@@ -365,25 +367,25 @@ class TransformerConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ModelField:
-    """A field of one family or of several."""
+    """A field of one family or of several families."""
 
     item: dataclasses.Field[object]
     hint: TypeHint
-    """Its type; of a field whose values differ between families, that of all of them."""
+    """Type of the field; if its values differ between families, the type of the values of all families."""
     owner: type[ModelConfig]
-    """The class that declares it."""
+    """The class that declares the field."""
 
     @property
     def lacking(self) -> object:
-        """The value that means the same as not having the field; `ANYTHING` where none changes anything."""
+        """The value that means the same as not having the field; `ANYTHING` if no value makes a difference."""
         return self.item.metadata.get("lacking", self.item.default)
 
 
 @functools.cache
 def model_fields() -> dict[str, ModelField]:
-    """Return the fields of all families by name, those of every model first.
+    """Return the fields of all families by name, the fields shared by all models first.
 
-    The families are the subclasses of `ModelConfig`, all of which the package has imported before anybody can ask.
+    The families are the subclasses of `ModelConfig`; the package imports all of them before it calls this function.
     """
     hints = {"encoding": Encoding, "kind": Literal["transformer", "lstm", "qrnn"]}
     found: dict[str, ModelField] = {}

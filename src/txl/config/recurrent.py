@@ -44,29 +44,29 @@ class RecurrentConfig(ModelConfig):
 
     @property
     def display_name(self) -> str:
-        """By its kind; AWD-LSTM where weights are dropped."""
+        """Name of the model, chosen by its kind; an LSTM with dropped weights is an AWD-LSTM."""
         if self.kind == "qrnn":
             return "QRNN"
         return "AWD-LSTM" if self.weight_drop > 0 else "LSTM"
 
     @property
     def layer_width(self) -> int:
-        """Units of every layer but the last."""
+        """Number of units of every layer but the last."""
         return self.d_model if self.d_hidden is None else self.d_hidden
 
     @property
     def last_width(self) -> int:
-        """Units of the last layer."""
+        """Number of units of the last layer."""
         return self.d_last or self.d_model
 
     @property
     def widths(self) -> list[int]:
-        """Features that enter the first layer, and units of each."""
+        """Number of input features of the first layer, then the number of units of each layer."""
         return [self.d_model, *[self.layer_width] * (self.n_layer - 1), self.last_width]
 
     @property
     def kernels(self) -> list[int]:
-        """Tokens that the convolution of each layer of a QRNN reads."""
+        """Number of tokens that the convolution of each layer of a QRNN reads."""
         given = list(self.kernel_sizes[: self.n_layer])
         return given + [given[-1]] * (self.n_layer - len(given))
 
@@ -94,8 +94,7 @@ class RecurrentConfig(ModelConfig):
             )
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """Count 4*H*(I + H) and two biases of 4*H a layer of an LSTM, 3*H*K*I and a bias of 3*H of a QRNN; I inputs, H
-        units."""
+        """Count 4*H*(I + H) + 8*H a layer for LSTM, 3*H*(K*I + 1) for QRNN; I inputs, H units, K kernel size."""
         widths = pairwise(self.widths)
         if self.kind == "lstm":
             return sum(4 * n_unit * (n_in + n_unit) + 8 * n_unit for n_in, n_unit in widths)

@@ -1,4 +1,4 @@
-"""The configuration of a run: a model's and the sections that all models share."""
+"""The configuration of a run: that of the model, and the sections that all models share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txl.files import JsonObject
 
 @dataclass
 class RunConfig:
-    """Everything that determines a run, apart from the machine it happens on."""
+    """Everything that determines a run, apart from the machine."""
 
     name: str = field(default="custom", metadata={"may_change": True})
     model: ModelConfig = field(default_factory=TransformerXLConfig)
@@ -29,10 +29,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: object) -> RunConfig:
-        """Build a configuration from `to_dict` of it; missing fields take their defaults.
+        """Build a configuration from the result of `to_dict`; missing fields get their defaults.
 
         Raises:
-            UserError: for a field that this version does not know, or a value of the wrong type.
+            UserError: for an unknown field, or a value of the wrong type.
         """
         return from_plain(cls, values, prefix="", readers={ModelConfig: model_from_dict})
 

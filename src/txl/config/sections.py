@@ -20,18 +20,18 @@ Boundary = Literal["end", "both"]
 AdaptationRule = Literal["rms", "sgd"]
 StatisticsName = Literal["mean", "sum"]
 AdaptedWeights = Literal["all", "feed-forward", "biases"]
-"""Choices of dynamic evaluation (`txl.Adaptation`)."""
+"""Weights that dynamic evaluation changes; this type and the two above are choices of `txl.Adaptation`."""
 RANDOM_LENGTHS = 40
-"""Most tokens by which a segment of random length exceeds the mean: eight standard deviations."""
+"""Largest number of tokens by which a segment of random length exceeds the mean: eight standard deviations."""
 _FRACTION = "from 0 up to but not including 1"
 
 
 Limit = int | Literal["none"] | None
-"""A window or clamp as a caller gives it: "none" is no limit, None is the configuration's value."""
+"""Window or clamp in a call: "none" is no limit, None is the configuration's value."""
 
 
 class LengthOptions(TypedDict):
-    """Complete lengths as keyword arguments of the public functions."""
+    """Memory length, window and clamp as keyword arguments of the public functions; none is missing."""
 
     mem_len: int
     window: int | Literal["none"]
@@ -40,32 +40,32 @@ class LengthOptions(TypedDict):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Limits of what a model looks back to; None is no limit here: `given` and `options` translate the word "none"."""
+    """Memory length, window and clamp. None is no limit here; `given` and `options` translate the word "none"."""
 
     mem_len: int = 0
-    """Positions of memory carried from segment to segment."""
+    """Number of positions of memory carried from segment to segment."""
     window: int | None = None
-    """Keys a query sees, itself included."""
+    """Number of keys that a query attends to, itself included."""
     clamp_len: int | None = None
-    """Distances above this one count as it."""
+    """Largest distance that the model tells apart; larger distances count as this one."""
 
     @property
     def capacity(self) -> int:
-        """Most positions of memory worth holding: beyond the window nothing is ever seen."""
+        """Largest useful number of positions of memory: no query attends to positions beyond the window."""
         return self.mem_len if self.window is None else min(self.mem_len, self.window - 1)
 
     def given(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
-        """Return the lengths a caller asks for; None leaves one as it is here."""
+        """Return a copy with the given lengths; None keeps the present value."""
         return Lengths(
             self.mem_len if mem_len is None else mem_len, _limit(window, self.window), _limit(clamp_len, self.clamp_len)
         )
 
     def tested(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
-        """Return the lengths of an evaluation that a caller asks for, as `given` with the rule of `same_length`."""
+        """Return a copy with the given lengths for an evaluation: as `given`, with the rule of `same_length`."""
         return self.given(mem_len, same_length(mem_len, window), clamp_len)
 
     def options(self) -> LengthOptions:
-        """Return the lengths as keyword arguments of the public functions, "none" for no limit."""
+        """Return the lengths as keyword arguments of the public functions, with "none" for no limit."""
         return {
             "mem_len": self.mem_len,
             "window": "none" if self.window is None else self.window,
@@ -76,7 +76,7 @@ class Lengths:
         """Check the rules of memory length, window and clamp.
 
         Raises:
-            UserError: naming the first one that breaks a rule, with `prefix` in front of its name.
+            UserError: if a length breaks a rule, naming the first such length with `prefix` in front of the name.
         """
         mem_len, window, clamp_len = self.mem_len, self.window, self.clamp_len
         require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
@@ -92,7 +92,7 @@ class Lengths:
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:
-    """Return an evaluation's window: `mem_len` where only that is given ("none" for 0), the authors' `same_length`."""
+    """Return an evaluation's window: `mem_len` ("none" for 0) if only that is given, as the authors' `same_length`."""
     return window if window is not None or mem_len is None else mem_len or "none"
 
 
@@ -113,7 +113,7 @@ def validate_temperature(temperature: float, name: str = "temperature") -> None:
 
 @dataclass
 class DataConfig:
-    """Which text, and in which units it is read."""
+    """The text of a run, and the unit in which it is read."""
 
     corpus: str = setting("stdlib", "name of a corpus, or a file, folder or glob of the user's")
     unit: Unit = setting("byte", "what one token is")
@@ -151,7 +151,7 @@ class DataConfig:
     verify: bool = setting(True, "refuse a named corpus whose counts or hashes are not the known ones")
 
     def validate(self) -> None:
-        """Check the rules of how a text is prepared."""
+        """Check the rules for the preparation of the text."""
         check_ranges(self, "data.")
 
 
@@ -302,16 +302,16 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step reads, in all lanes and segments; fewer at the end of a pass over the text."""
+        """Number of tokens that one step reads in all lanes and segments; fewer at the end of a pass over the text."""
         return self.batch_size * self.segment * self.backprop_segments
 
     @property
     def step_lengths(self) -> tuple[int, ...] | None:
-        """Lengths of the segments of one step; None of a single one."""
+        """Lengths of the segments of one step; None if a step has one segment."""
         return None if self.backprop_segments == 1 else (self.segment,) * self.backprop_segments
 
     def validate(self) -> None:
-        """Check the rules of how a model is trained."""
+        """Check the rules for the settings of training."""
         check_ranges(self, "train.")
         if self.capture and self.backprop_segments > 1:
             raise UserError(
@@ -346,7 +346,7 @@ class TrainConfig:
             )
 
     def _validate_epoch_shift(self) -> None:
-        """Check that passes over the text begin at different places where they are shifted."""
+        """Check that a shift lets passes over the text begin at different places."""
         by_loss = {"full": 0, "half": self.segment - self.segment // 2, "last": 1}[self.loss]
         moved = "" if by_loss == 0 else f", also with the {by_loss} of train.loss {self.loss} added"
         shift = self.epoch_shift
@@ -358,8 +358,7 @@ class TrainConfig:
         )
 
     def _validate_decay(self) -> None:
-        """Check the rules of a learning rate that is divided at given steps; steps that training does not reach are
-        allowed."""
+        """Check the rules for `decay_at`; steps that training does not reach are allowed."""
         if self.schedule != "steps" and self.decay_at:
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "
@@ -374,11 +373,11 @@ class TrainConfig:
 
     @property
     def follows_validation(self) -> bool:
-        """True if evaluations while training decide what it does: when they come must then stay as it is."""
+        """True if the results of evaluations influence training; their schedule must then not change during a run."""
         return self.average_patience is not None or self.patience is not None or self.schedule == "plateau"
 
     def _validate_averaging(self) -> None:
-        """Check the rules of the average of the weights."""
+        """Check the rules for the average of the weights."""
         begin, patience = self.average_from, self.average_patience
         if begin is not None and patience is not None:
             raise UserError(
@@ -395,7 +394,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """The settings of an evaluation, if the command does not say otherwise."""
+    """Default settings of an evaluation; command-line options override them."""
 
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)
     mem_len: int = setting(512, "positions of memory")
@@ -410,7 +409,7 @@ class EvalConfig:
         return Lengths(self.mem_len, self.window, self.clamp_len)
 
     def validate(self) -> None:
-        """Check the rules of how a model is tested."""
+        """Check the rules for the settings of an evaluation."""
         check_ranges(self, "eval.")
         self.lengths.validate("eval.")
         validate_temperature(self.temperature, "eval.temperature")

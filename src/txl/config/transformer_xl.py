@@ -12,13 +12,13 @@ from txl.config.values import ANYTHING, FieldValues, setting
 from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
-"""Name of this Transformer-XL among the model types of transformers."""
+"""Model type of this Transformer-XL in the library transformers."""
 AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
 
 
 @dataclass
 class TransformerXLConfig(TransformerConfig):
-    """A Transformer-XL (Section 3 of the paper), or the same with the encoding of Shaw et al."""
+    """A Transformer-XL with the encoding of the paper (Section 3) or that of Shaw et al."""
 
     family: str = family_name("transformer-xl")
     encoding: Literal["relative", "shaw"] = shaping("relative", ENCODING_HELP)
@@ -47,29 +47,29 @@ class TransformerXLConfig(TransformerConfig):
 
     @property
     def display_name(self) -> str:
-        """With its encoding, if that is not the paper's, and whether it is without memory."""
+        """Name with the encoding, if it is not the paper's, and "without memory", if the model has none."""
         name = "Transformer-XL" if self.encoding == "relative" else "Transformer with Shaw et al.'s encoding"
         return name if self.mem_len else f"{name} without memory"
 
     @property
     def score_terms(self) -> str:
-        """All four; without u and v, two."""
+        """All four terms for the paper's encoding; two for that of Shaw et al., which has no u and v."""
         return "abcd" if self.encoding == "relative" else "ab"
 
     def weight_settings(self) -> FieldValues:
-        """See `ModelConfig.weight_settings`; the number of distances counts where they are learned."""
+        """See `ModelConfig.weight_settings`; `max_distance` is included only if distances are learned."""
         settings = super().weight_settings()
         if self.encoding != "shaw":
             del settings["max_distance"]
         return settings
 
     def with_attention(self, name: str | None) -> Self:
-        """See `ModelConfig.with_attention`; before names were logged there was `shifted` alone."""
+        """See `ModelConfig.with_attention`; without a name it is `shifted`, the only one before names were logged."""
         chosen = self.attention not in ("auto", "fastest")
         return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
 
     def longest_distance(self, segment: int) -> int:
-        """Return the largest distance between a query and a key that it sees, in segments of that many tokens."""
+        """Return the largest distance from a query to a key that it attends to, in segments of `segment` tokens."""
         limits = [self.mem_len + segment - 1]
         limits += [] if self.window is None else [self.window - 1]
         return min(limits + ([] if self.clamp_len is None else [self.clamp_len]))
@@ -88,7 +88,7 @@ class TransformerXLConfig(TransformerConfig):
             raise UserError(f"model.qk_norm is true, but model.encoding is {self.encoding}; expected relative")
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """Count the Transformer's; W_{k,R}, u and v, and gains of `qk_norm`, or the learned vectors of distances."""
+        """Count the Transformer's parameters, W_{k,R}, u, v and gains of `qk_norm`, or learned vectors of distances."""
         layers, attention = super()._layer_parameters(vocab_size), self.n_head * self.d_head
         if self.encoding == "shaw":
             return layers + self.n_layer * (self.max_distance + 1) * attention
@@ -97,8 +97,7 @@ class TransformerXLConfig(TransformerConfig):
         return layers + self.n_layer * self.d_model * attention + biases + gains
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """Check that training meets every learned vector of a distance; others would be noise in a longer
-        evaluation."""
+        """Check that training uses every learned vector of a distance; others would be noise in longer evaluations."""
         super().validate_use(train, evaluation)
         farthest = self.longest_distance(train.segment)
         if self.encoding == "shaw" and self.max_distance > farthest:

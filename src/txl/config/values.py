@@ -1,4 +1,4 @@
-"""Values of fields: how they are read from JSON and from text, and the messages that refuse them."""
+"""Values of configuration fields: declaration, parsing from JSON and from text, and error messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from txl.errors import UserError
 
 T = TypeVar("T")
 TypeHint = Any
-"""A type as annotations have it (`int | None`, a Literal ...), for which Python 3.11 has no type of its own."""
+"""A type annotation (`int | None`, a Literal ...); Python 3.11 has no type for annotations."""
 FieldValues = dict[str, Any]
-"""Values of fields by name, each of its field's type."""
+"""Values of fields by name, each of the type of its field."""
 
 
 class Section(Protocol):
@@ -26,13 +26,13 @@ class Section(Protocol):
 
 
 LARGEST = 2**53
-"""No whole number is larger, nor below minus this: every reader of JSON keeps all up to here, and sums of them and
-products with small ones fit into the 64 bits that tensors count with."""
+"""Largest absolute value of a whole number. Every JSON reader preserves numbers up to this one, and their sums and
+their products with small numbers fit into the 64-bit integers of tensors."""
 _IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
 
 
 ANYTHING = object()
-"""`lacking` of a setting that a family without it may ignore, whatever its value."""
+"""Value of `lacking` for a setting that a family without the setting ignores, whatever the value."""
 
 
 def setting(
@@ -47,21 +47,21 @@ def setting(
     none: str = "",
     **marks: object,
 ) -> Any:
-    """Declare a field of a configuration, with everything known about it in its metadata.
+    """Declare a field of a configuration, with its help text and rules in its metadata.
 
     Args:
-        default: its value if nothing is said.
-        help: of its command-line option.
-        at_least: the lowest value of a number; `above`, `at_most` and `below` likewise. Infinity is never allowed.
-        above: see `at_least`.
-        at_most: see `at_least`.
-        below: see `at_least`.
-        expected: these in words, if not those that `check_ranges` finds.
-        none: what None stands for, in these words.
-        marks: `changes_weights`: weights mean something else with another value. `may_change`: a run that goes on may
-            have another value, as nothing that it computes depends on it. `as_stored`: a run that goes on keeps its
-            value where none is given. `lacking`: the value that means the same as
-            not having the field, if that is not the default.
+        default: default value of the field.
+        help: help text of the command-line option.
+        at_least: lowest allowed value of a number. Infinity is never allowed.
+        above: limit that a number must exceed.
+        at_most: highest allowed value of a number.
+        below: limit that a number must stay below.
+        expected: the limits in words, for error messages; empty: words made from the limits.
+        none: meaning of None, for the words made from the limits.
+        marks: `changes_weights`: weights mean something else with another value. `may_change`: a continued run may have
+            another value, because no number that it computes depends on the field. `as_stored`: a continued run keeps
+            its stored value if none is given. `lacking`: the value that means the same as not having the field, if that
+            is not the default.
     """
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
@@ -81,7 +81,7 @@ def _limits_in_words(
 
 
 def check_ranges(section: Section, prefix: str) -> None:
-    """Refuse the first number of a section that is outside of its limits."""
+    """Refuse the first number in a section that is outside its limits."""
     for item in dataclasses.fields(section):
         value, limits = getattr(section, item.name), item.metadata.get("limits")
         if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
@@ -106,9 +106,9 @@ def from_plain(
 
     Args:
         cls: the dataclass; its fields may be dataclasses themselves.
-        values: as JSON gives them.
-        prefix: of its fields' names in errors: "" or "train.".
-        readers: for fields that are dataclasses with a reader of their own.
+        values: values as parsed from JSON.
+        prefix: prefix of the names of fields in error messages: "" or "train.".
+        readers: functions that build the value of a field from JSON, by the type of the field.
     """
     if not isinstance(values, dict):
         raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
@@ -135,8 +135,8 @@ def whole_number(text: str) -> int:
     """Parse a whole number.
 
     Raises:
-        ValueError: if it is none.
-        OverflowError: if it is beyond `LARGEST`; says what is expected.
+        ValueError: if the text is not a whole number.
+        OverflowError: if the number is beyond `LARGEST`; the message is the expected range.
     """
     number = int(text)
     if abs(number) > LARGEST:
@@ -145,7 +145,7 @@ def whole_number(text: str) -> int:
 
 
 def parse_value(expected: TypeHint, text: str, name: str) -> Any:
-    """Parse a value of type `expected`; "none" for None, commas in lists, true and false."""
+    """Parse text as a value of type `expected`: "none" for None, commas in lists, "true" and "false"."""
     if text.lower() == "none" and _allows_none(expected):
         return None
     expected = _without_none(expected)
@@ -165,13 +165,13 @@ def parse_value(expected: TypeHint, text: str, name: str) -> Any:
 
 
 def choices_of(hint: TypeHint) -> tuple[str, ...]:
-    """Return the words that a field takes, if it takes some words alone; else none."""
+    """Return the allowed words of a field with a Literal type; for other types an empty tuple."""
     expected = _without_none(hint)
     return typing.get_args(expected) if typing.get_origin(expected) is Literal else ()
 
 
 def placeholder(hint: TypeHint) -> str:
-    """Return what stands for a value in help: its choices if they are short, else a letter for its type."""
+    """Return the placeholder of a value in help texts: the choices if they are short, else a word for the type."""
     expected, choices = _without_none(hint), "|".join(choices_of(hint))
     if choices:
         return choices if len(choices) <= 24 else "NAME"
@@ -187,14 +187,14 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages and the command line have it: none, true, [1, 2]."""
+    """Return a value as text for messages and the command line: none, true, [1, 2]."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(list(value) if isinstance(value, tuple) else value)
 
 
 def checked(hint: TypeHint, value: object, name: str) -> Any:
-    """Return a JSON value as the field's type."""
+    """Convert a JSON value to the type of a field, or refuse the value."""
     if value is None and _allows_none(hint):
         return None
     expected = _without_none(hint)
@@ -222,7 +222,7 @@ def _allows_none(hint: TypeHint) -> bool:
 
 
 def _is_union(hint: TypeHint) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)  # the second where one part is a Literal
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)  # typing.Union if one part is a Literal
 
 
 def _without_none(hint: TypeHint) -> TypeHint:

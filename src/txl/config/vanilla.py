@@ -14,7 +14,7 @@ from txl.errors import UserError
 
 @dataclass
 class VanillaConfig(TransformerConfig):
-    """A Transformer without memory, whose positions are those within a segment."""
+    """A Transformer without memory, whose positions are counted within a segment."""
 
     family: str = family_name("vanilla")
     encoding: Literal["learned", "sinusoid"] = shaping("learned", ENCODING_HELP)
@@ -46,26 +46,26 @@ class VanillaConfig(TransformerConfig):
 
     @property
     def display_name(self) -> str:
-        """By its encoding."""
+        """Name of the model, chosen by its encoding."""
         return "Vanilla Transformer" if self.encoding == "learned" else "Transformer with sinusoids at its input"
 
     @property
     def context(self) -> int:
-        """`max_segment`."""
+        """The value of `max_segment`."""
         return self.max_segment
 
     @property
     def n_auxiliary(self) -> int:
-        """Classifiers of Al-Rfou et al.'s auxiliary losses (`txl.models.vanilla`)."""
+        """Number of classifiers of Al-Rfou et al.'s auxiliary losses (`txl.models.vanilla`)."""
         return (self.n_layer if self.layer_losses else 1) * self.n_target - 1
 
     @property
     def loss_depends_on_progress(self) -> bool:
-        """With `layer_losses`, as layers stop to predict one after the other."""
+        """True with `layer_losses`, because the layers stop predicting one after the other."""
         return self.layer_losses
 
     def weight_settings(self) -> FieldValues:
-        """See `ModelConfig.weight_settings`; the number of positions counts where they are learned."""
+        """See `ModelConfig.weight_settings`; `max_segment` is included only if positions are learned."""
         settings = super().weight_settings()
         if self.encoding != "learned":
             del settings["max_segment"]
@@ -88,12 +88,12 @@ class VanillaConfig(TransformerConfig):
             )
 
     def _layer_parameters(self, vocab_size: int) -> int:
-        """Count the Transformer's; learned positions of every layer, and the classifiers of auxiliary losses."""
+        """Count the Transformer's parameters, learned positions of every layer, and classifiers of auxiliary losses."""
         learned = self.n_layer * self.max_segment * self.d_model if self.encoding == "learned" else 0
         return super()._layer_parameters(vocab_size) + learned + self.n_auxiliary * vocab_size * (self.d_model + 1)
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
-        """Check that no segment is longer than there are positions, and that all targets of one are read."""
+        """Check that no segment is longer than the number of positions, and that all targets of a segment are read."""
         super().validate_use(train, evaluation)
         if train.loss == "last" and self.n_target > 1:
             raise UserError(

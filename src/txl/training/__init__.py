@@ -1,1 +1,1 @@
-"""Training: the loop, its optimisers and schedules, and checkpoints from which it goes on exactly."""
+"""Training: the loop, optimisers, learning rate schedules, and checkpoints from which a run resumes exactly."""

@@ -1,9 +1,10 @@
-"""Peak memory of training, measured, and the longest segment that fits into a budget (Table 10).
+"""Measured peak memory of training, and the longest segment that fits into a memory budget (Table 10).
 
-Table 10 compares models not at one backpropagation length but at one budget of memory: without recurrence a segment may
-be longer. What is measured are whole training steps (forward, backward, clipping, optimiser) on made-up tokens behind a
-full memory: on CUDA the allocator's own peak, elsewhere the bytes of all tensors alive at once, counted operation by
-operation. The latter is the same in every run, and leaves out what an operation takes for itself inside.
+Table 10 compares models at the same memory budget, not at the same backpropagation length: without recurrence a segment
+may be longer. The measurement makes whole training steps (forward, backward, clipping, optimiser) on artificial tokens
+with full memory. On CUDA the result is the allocator's own peak. Elsewhere it is the bytes of all tensors alive at
+once, counted operation by operation; this count is the same in every run, and excludes temporary buffers inside an
+operation.
 
 Shapes: B lanes, T tokens of a segment, V vocabulary.
 """
@@ -28,11 +29,11 @@ from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.step import training_step
 
 STEPS = 2
-"""The optimiser makes its state in the first; the second has everything."""
+"""Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and not yet gone; views count nothing."""
+    """Counter of the bytes of tensors that are made within its context and still exist; views count as 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +68,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
-    """Return the most bytes of tensors that training holds at once, weights and optimiser included.
+    """Return the peak bytes of tensors during training, including weights and optimiser state.
 
-    The caller's random numbers stay as they were.
+    The states of the caller's random generators are preserved.
 
     Args:
-        run: the configuration; its corpus is not read.
-        vocab_size: tokens of the vocabulary.
-        device: where.
+        run: configuration of the run; its corpus is not read.
+        vocab_size: number of tokens in the vocabulary.
+        device: device that trains.
     """
     validate(run)
     devices = [device] if device.startswith("cuda") else []
@@ -112,8 +113,9 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
 def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
     """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
 
-    How much an adaptive softmax takes depends on how many targets its clusters have. Proportions, not draws, so that
-    it grows evenly with the length. Ids are ranks; half of all tokens are among the sqrt(V) most frequent ones.
+    The memory of an adaptive softmax depends on the number of targets in each cluster. The proportions are exact
+    instead of sampled, so that this memory grows evenly with the length. Ids are ranks; half of all tokens are among
+    the sqrt(V) most frequent ones.
     """
     n_token = batch_size * segment
     quantiles = (torch.randperm(n_token) + 0.5) / n_token
@@ -122,22 +124,22 @@ def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fit:
-    """The longest segment that fits."""
+    """The longest segment that fits into a memory budget."""
 
     segment: int
     peak_bytes: int
-    """Peak bytes of that segment."""
+    """Peak bytes with this segment."""
     budget_bytes: int
     measured: dict[int, int]
-    """Peak bytes of every segment that was tried."""
+    """Peak bytes by segment length, for every length that was tried."""
 
     def to_dict(self) -> JsonObject:
-        """Return everything, ready for JSON."""
+        """Return all fields as a dictionary for JSON."""
         return asdict(self)
 
 
 def with_segment(run: RunConfig, segment: int) -> RunConfig:
-    """Return a copy with another backpropagation length, and no more positions than that where they are learned."""
+    """Return a copy with another backpropagation length; positions, distances and evaluation segment are adapted."""
     changed = RunConfig.from_dict(run.to_dict())
     changed.train.segment = segment
     changed.model = changed.model.for_segment(segment, changed.train.random_segments)
@@ -154,20 +156,20 @@ def longest_segment(
     at_most: int = 1 << 14,
     on_measured: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """Return the longest backpropagation length whose training peaks at no more than a budget.
+    """Return the longest backpropagation length whose peak memory is within a budget.
 
-    Lengths are doubled, then halved in between, which takes the peak to grow with the length.
+    The length is doubled, then found by bisection, on the assumption that the peak grows with the length.
 
     Args:
-        run: everything but the segment.
-        budget_bytes: what `peak_bytes` of another configuration gives, say.
-        vocab_size: tokens of the vocabulary.
-        device: where.
-        at_most: no longer segment is tried.
-        on_measured: sees each segment and its peak as they come.
+        run: configuration of the run; lengths 1 and `train.segment` are tried first.
+        budget_bytes: largest allowed peak, for example `peak_bytes` of another configuration.
+        vocab_size: number of tokens in the vocabulary.
+        device: device that trains.
+        at_most: longest segment to try.
+        on_measured: function that is called with each measured segment and its peak.
 
     Raises:
-        UserError: if not even one token fits, or the configuration breaks a rule.
+        UserError: if not even a segment of one token fits, or the configuration breaks a rule.
     """
     measured: dict[int, int] = {}
 
@@ -186,7 +188,7 @@ def longest_segment(
     low, high = 1, min(max(2, run.train.segment), at_most)  # low fits
     while high > low and fits(high):
         low, high = high, min(2 * high, at_most)
-    while high - low > 1:  # high does not fit, or is the limit and does
+    while high - low > 1:  # high does not fit, unless low has reached the limit
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return Fit(low, measured[low], budget_bytes, measured)

@@ -1,6 +1,6 @@
 """Faster training steps: layers compiled by `torch.compile`, and whole steps recorded as CUDA graphs.
 
-A recorded step's thousands of kernels cost one launch.
+A recorded step launches its thousands of kernels at the cost of one launch.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -25,20 +25,20 @@ from txl.training.parallel import TrainedModel
 from txl.training.step import StepResult, training_step
 
 WARM = 3
-"""Steps of the same shapes that run operation by operation before one is recorded: libraries set themselves up."""
+"""Number of eager steps with the same shapes before a step is recorded; libraries initialise in these steps."""
 _ROOM, _MULTIPLE = 1.25, 64
-"""Room for the targets of a tail cluster: so many times as many as were seen before, rounded up to a multiple."""
+"""Room for targets of a tail cluster: the number seen so far times `_ROOM`, rounded up to a multiple of `_MULTIPLE`."""
 
 
 def compile_layers(model: FamilyModel, device: str) -> str | None:
-    """Compile a model's layers where gradients are taken; everything else, and the names of its weights, stay.
+    """Compile the layers of a model for training; all other parts and the names of the weights stay unchanged.
 
-    All layers run one compiled graph, so that compiling takes a layer's time and not the model's. A QRNN's graphs, one
-    for each shape of a layer's weights, are for segments of any length from the first; its recurrence is not part of
-    them (`models.recurrent`). Evaluation reads a view of the model, whose layers run eagerly.
+    All layers share one compiled graph, so that compilation takes the time of one layer, not of the whole model. A QRNN
+    has one graph for each shape of a layer's weights. Each graph serves segments of any length from the start, and does
+    not include the recurrence (`models.recurrent`). Evaluation uses a view of the model whose layers run eagerly.
 
     Returns:
-        Why nothing was compiled, in one line: this machine has no working compiler. None if all is well.
+        Reason why this machine has no working compiler, in one line; None if the layers were compiled.
     """
     reason = _compiler_missing(device)
     if reason is None:
@@ -48,25 +48,25 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
 
 
 def _compiler_missing(device: str) -> str | None:
-    """Compile something small; the first line of the error if that fails."""
-    factor = random.Random().random()  # no earlier attempt has left this one in a cache; torch's generator stays
+    """Compile a small function, and return the first line of the error if compilation fails, else None."""
+    factor = random.Random().random()  # a new constant, not in any cache; PyTorch's generator is not used
 
     def small(values: Tensor) -> Tensor:
         return (values * factor).relu() + 1
 
     try:
         torch.compile(small)(torch.ones(8, device=device))
-    except Exception as error:  # whatever it is, it is the compiler's
+    except Exception as error:  # every exception here comes from the compiler
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return lines[0].strip()
     return None
 
 
 def check_capture(run: RunConfig, device: str) -> None:
-    """Refuse to record what a graph cannot serve.
+    """Refuse a configuration or device whose steps cannot be recorded as a CUDA graph.
 
     Raises:
-        UserError: naming it.
+        UserError: if so, naming the reason.
     """
     train, reason = run.train, None
     if not device.startswith("cuda"):
@@ -85,10 +85,10 @@ def check_capture(run: RunConfig, device: str) -> None:
 
 @dataclass
 class _Shape:
-    """Steps of the same shapes, and their graph once there is one."""
+    """Steps with the same tensor shapes, and their graph once it is recorded."""
 
     seen: int = 0
-    """Steps that ran operation by operation."""
+    """Number of steps with full memory that ran eagerly."""
     room: list[TailRows | None] = field(default_factory=list)
     targets: int = 0
     graph: Captured | None = None
@@ -97,11 +97,11 @@ class _Shape:
 class CapturedStep:
     """`training_step`, recorded as a graph once the memory has its full size, and replayed from then on.
 
-    Segments of each length have a graph of their own; all use the same memory for what they compute in between. Before
-    a graph is recorded steps run operation by operation, and so do steps with more targets in a tail cluster than there
-    is room for, or with none.
+    Each segment length has its own graph; all graphs share the device memory of intermediate results. Steps run eagerly
+    until their graph is recorded. Later steps also run eagerly if a tail cluster has no target, or more targets than
+    there is room for.
 
-    The memory that a replayed step returns is the graph's own: its next replay overwrites it, unless that is void.
+    The memory that a replayed step returns belongs to the graph: the next replay overwrites it, unless `void` is set.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class CapturedStep:
         tail_rows: Sequence[TailRows | None] | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> StepResult:
-        """Make one update; arguments as for `training_step`, of one segment (`TrainConfig.validate`)."""
+        """Make one update. The arguments are those of `training_step`, for one segment (see `TrainConfig.validate`)."""
         assert lengths is None
         held = [each for state in states for each in _tensors(state)]
         shape = self._shapes.setdefault((tokens.shape, *(each.shape for each in held)), _Shape())
@@ -144,7 +144,7 @@ class CapturedStep:
 
     @staticmethod
     def _is_full(held: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Return whether memory has kept its size."""
+        """Return whether the memory is full: the step did not change its size."""
         after = [each for state in states for each in _tensors(state)]
         return all(before.shape == now.shape for before, now in zip(held, after, strict=True))
 
@@ -168,7 +168,7 @@ class CapturedStep:
 
 
 def _has_room(room: Sequence[TailRows | None], rows: Sequence[TailRows | None]) -> bool:
-    """Return whether each tail cluster has targets, so that all weights have gradients, and not too many."""
+    """Return whether each tail cluster has targets, so that all its weights get gradients, and room for them."""
     return all(
         row is None or (most is not None and all(0 < n <= limit for n, limit in zip(row, most, strict=True)))
         for row, most in zip(rows, room, strict=True)
@@ -181,7 +181,7 @@ def _tensors(state: State) -> tuple[Tensor, ...]:
 
 
 def _with_tensors(states: Sequence[State], tensors: Sequence[Tensor]) -> list[State]:
-    """Return the states with other tensors in the places of theirs."""
+    """Return the states with their tensors replaced by `tensors`."""
     left, changed = list(tensors), []
     for state in states:
         if isinstance(state, Memory):
@@ -192,7 +192,7 @@ def _with_tensors(states: Sequence[State], tensors: Sequence[Tensor]) -> list[St
 
 
 def _larger(room: list[TailRows | None], rows: list[TailRows | None]) -> list[TailRows | None]:
-    """Return the room for as many targets as there was room for, and for these."""
+    """Return `room`, enlarged where necessary to hold the targets counted in `rows`."""
     room = room or [None] * len(rows)
     return [
         None

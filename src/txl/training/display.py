@@ -18,7 +18,7 @@ from txl.units import duration, metric
 
 @dataclass
 class Reading:
-    """The figures of one moment of a run."""
+    """Figures of a run after a step."""
 
     step: int
     loss: float
@@ -27,18 +27,18 @@ class Reading:
     grad_norm: float
     seconds_left: float
     tokens: int
-    """Targets trained on since the run began."""
+    """Number of targets trained on since the run began."""
     tokens_read: int
-    """Tokens of all segments since then."""
+    """Number of tokens read since the run began."""
     elapsed: float
-    """Seconds since then."""
+    """Seconds spent on the run since it began."""
 
 
 class Pace:
-    """Takes the time of steps; what lies between them (evaluating, saving) counts for the time left alone.
+    """Timer of the steps. Work between steps (evaluation, saving) counts only in the estimate of the time left.
 
     Args:
-        tokens_read: of the run so far.
+        tokens_read: number of tokens that the run has read so far.
     """
 
     def __init__(self, tokens_read: int):
@@ -52,29 +52,29 @@ class Pace:
         return self._ticked - before
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
+        """Record the beginning of a step."""
         self._step_began = time.perf_counter()
 
     def end_step(self) -> None:
-        """Note that the step is done."""
+        """Record the end of a step."""
         self._line_seconds += time.perf_counter() - self._step_began
         self._steps += 1
 
     def new_line(self, tokens_read: int) -> None:
-        """Begin a new measurement of the speed: a line of the log is written."""
+        """Restart the measurement of the speed, as a log line has been written."""
         self._line_seconds, self._line_tokens = 0.0, tokens_read
 
     def tokens_per_second(self, tokens_read: int) -> float:
-        """Return the speed in the steps since the last line; 0 where the run went back behind it."""
+        """Return the speed of the steps since the last log line; 0 if the run went back to a step before that line."""
         return max(0, tokens_read - self._line_tokens) / self._line_seconds
 
     def seconds_left(self, steps: int) -> float:
-        """Estimate the time that so many more steps take, with all that lies between them."""
+        """Estimate the seconds that `steps` more steps will take, including the work between them."""
         return steps * (time.perf_counter() - self._began) / self._steps
 
 
 class Display:
-    """Shows readings and messages; a context manager, because a live panel has to be put away."""
+    """Output of readings and messages; a context manager, because a live panel has to be closed."""
 
     def __init__(self, name: str, unit: str, steps: int, quiet: bool):
         self.quiet = quiet
@@ -100,7 +100,7 @@ class Display:
             self._live.stop()
 
     def message(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         if self.quiet:
             return
         if self._live:
@@ -109,13 +109,13 @@ class Display:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, reading: Reading) -> None:
-        """Show the reading of a step; only a live panel has a place for it."""
+        """Show the reading of a step in the live panel, if there is one."""
         self._reading = reading
         if self._live:
             self._live.update(self._panel(reading))
 
     def line(self, reading: Reading) -> None:
-        """Print a reading that is also in the log, where there is no live panel."""
+        """Print a reading that is also logged, unless there is a live panel."""
         if self._live or self.quiet:
             return
         name, value = metric(self._unit, reading.loss)

@@ -1,7 +1,7 @@
-"""Costs of a configuration, estimated before it is run: parameters by part, tokens a step, memory.
+"""Estimated costs of a configuration: parameters by part, tokens per step, and memory.
 
-Letters: B lanes of one micro-batch, T tokens, E d_model, V vocabulary, K softmaxes of a mixture; f = 4 bytes, which
-`train.dtype float64` doubles.
+Letters: B lanes of one micro-batch, T tokens of a segment, E d_model, V vocabulary, K softmaxes of a mixture; f = 4
+bytes, which `train.dtype float64` doubles.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 
 _LARGE_VOCABULARY = 16_384
-"""Tokens above which a vocabulary is worth a remark."""
+"""Number of tokens above which `softmax_hint` may advise a smaller vocabulary."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Parameters, tokens a step and bytes of memory that training takes."""
+    """Parameters, tokens per step and bytes of memory that training needs."""
 
     parameters: dict[str, int]
     tokens_per_step: int
     targets_per_step: int
-    """Targets of these tokens that have a loss."""
+    """Targets per step that have a loss."""
     memory_bytes: dict[str, int]
 
     @property
     def total_parameters(self) -> int:
-        """Parameters of all parts."""
+        """Number of parameters of all parts."""
         return sum(self.parameters.values())
 
     @property
@@ -45,12 +45,12 @@ class Costs:
         return sum(self.memory_bytes.values())
 
     def to_dict(self) -> JsonObject:
-        """Return everything, ready for JSON."""
+        """Return all fields and totals as a dictionary for JSON."""
         return asdict(self) | {"total_parameters": self.total_parameters, "total_bytes": self.total_bytes}
 
 
 def parameters_by_part(model: nn.Module) -> dict[str, int]:
-    """Number of parameters of the embedding, positions, attention and so on, as far as the model has them."""
+    """Return the number of parameters of each part (embedding, positions, attention ...) that the model has."""
     names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm")
     names_of_parts += ("recurrent layers", "mixture", "softmax", "auxiliary")
     parts = dict.fromkeys(names_of_parts, 0)
@@ -75,21 +75,21 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 
 
 def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Costs:
-    """Estimate parameters, tokens a step, and bytes of all tensors that live at once while training.
+    """Estimate parameters, tokens per step, and bytes of all tensors that exist at once during training.
 
     With P parameters:
 
     - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments; Muon has
       one for each of its matrices), f*P (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
     - memory or state, activations and scratch of the layers: the model's `layer_costs`,
-    - with the activations, those of the embedding and the softmax: `_states_at_ends` and `_logits`.
+    - activations of the embedding and the softmax: `_states_at_ends` and `_logits`.
 
-    A step of several segments keeps the activations of all of them. Which attention `auto` and `fastest` are depends on
-    the device.
+    A step of several segments keeps the activations of all of them. The backend that the attentions `auto` and
+    `fastest` select depends on the device.
 
-    Held against measurement in the tests. Not counted: the interpreter and its libraries (0.3 GB), and what the
-    allocator loses to fragmentation (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to 0.8 of the
-    total has been seen).
+    The tests compare the estimate with measurements. Not counted are the interpreter and its libraries (0.3 GB), and
+    memory lost to fragmentation in the allocator (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to
+    0.8 of the total was observed).
     """
     with torch.device("meta"):
         model = build_model(run.model, vocab_size, device)
@@ -100,7 +100,7 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     if layers.beside_softmax:
         ends, scratch = ends + logits, layers.scratch
     else:
-        scratch = max(logits, layers.scratch)  # the softmax is done with before the layers' backward pass begins
+        scratch = max(logits, layers.scratch)  # the softmax's tensors are freed before the layers' backward pass
     averaged = train.average_from is not None or train.average_patience is not None
     memory = {
         "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
@@ -121,18 +121,18 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
 
 
 def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
-    """Return advice on a softmax that is most of the arithmetic on a CPU; None where it is not.
+    """Return advice if the softmax takes most of the arithmetic on a CPU, else None.
 
     Args:
-        run: the configuration.
-        vocab_size: V.
-        parameters: of the model, by part.
-        device: that it trains on.
+        run: configuration of the run.
+        vocab_size: size V of the vocabulary.
+        parameters: number of parameters of the model, by part.
+        device: device that the run trains on.
     """
     model = run.model
     if device != "cpu" or model.cutoffs or vocab_size <= _LARGE_VOCABULARY:
         return None
-    softmax = vocab_size * (model.d_embed or model.d_model) * model.n_softmax  # products a target
+    softmax = vocab_size * (model.d_embed or model.d_model) * model.n_softmax  # products per target
     layers = sum(parameters.get(part, 0) for part in ("attention", "feed-forward", "recurrent layers", "mixture"))
     if softmax < layers:
         return None
@@ -148,7 +148,7 @@ def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], de
 
 
 def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
-    """Count the numbers that the optimiser keeps of all weights."""
+    """Return how many numbers the optimiser's state holds."""
     total = sum(parameter.numel() for parameter in model.parameters())
     if train.optimizer == "sgd":
         return total if train.momentum > 0 else 0
@@ -159,8 +159,9 @@ def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
 def _states_at_ends(run: RunConfig) -> int:
     """Return the bytes of the hidden states before and after the layers.
 
-    f*B*T*(2 + m + m')*E, where m and m' are the masks of the embedding's and the last states' dropout, and
-    f*B*T*K*(2 + d + m'')*E for a mixture's states, whose dropout keeps d products and m'' masks (`dropout_copies`).
+    f*B*T*(2 + m + m')*E, where m and m' are 1 if the dropout of the embedding and that of the final states keep a mask,
+    and f*B*T*K*(2 + d + m'')*E for the states of a mixture, whose dropout keeps d products and m'' masks
+    (`dropout_copies`).
     """
     model, train = run.model, run.train
     copies = 2 + sum(dropout_copies(model, rate)[1] for rate in (model.dropout_embed, model.dropout_out))
@@ -171,20 +172,20 @@ def _states_at_ends(run: RunConfig) -> int:
 
 
 def _logits(run: RunConfig, vocab_size: int, compiled: bool) -> int:
-    """Return the bytes of the softmax: f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for
-    a mixture; the log-probabilities for each segment of a step.
+    """Return the bytes of the tensors of the softmax.
 
-    A compiled loss has no log-probabilities, and its f is that of the matrix products. With half or last losses T is
-    the number of logits that count, with cutoffs V is the shortlist, and 3*B*T*V is 2 *
-    `txl.models.cross_entropy.MAX_LOGITS` where B*T*V is above it. Auxiliary losses take f*B*T*V more for every
-    classifier.
+    The bytes are f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for a mixture;
+    log-probabilities count for each segment of a step. A compiled loss has no log-probabilities, and its f is that of
+    the matrix products. With half or last losses T is the number of positions that count; with cutoffs V is the
+    shortlist. If B*T*V*K is above `txl.models.cross_entropy.MAX_LOGITS`, 2 * MAX_LOGITS replaces 3*B*T*V*K. Each
+    classifier of auxiliary losses adds f*B*T*V.
     """
     model, train = run.model, run.train
     tokens = train.batch_size // train.micro_batches * Objective(train.loss).counted(train.segment)
     head = model.cutoffs[0] if model.cutoffs else vocab_size
     number = tokens * head * model.n_softmax
-    classifiers = 4 * model.n_auxiliary * tokens * head  # their losses are PyTorch's
-    if number > MAX_LOGITS:  # in chunks; those of the forward pass are gone before the backward's
+    classifiers = 4 * model.n_auxiliary * tokens * head  # their loss is never compiled
+    if number > MAX_LOGITS:  # in chunks; the forward pass frees its chunks before the backward pass
         return classifiers + 4 * 2 * max(MAX_LOGITS, head)
     width = 2 if compiled and train.dtype == "bfloat16" else 4
     return classifiers + width * number * (train.backprop_segments + (1 if compiled else 2))

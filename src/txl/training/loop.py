@@ -1,4 +1,4 @@
-"""The training loop: steps on an explicit state (`state`), which a checkpoint holds whole (`snapshot`)."""
+"""The training loop: steps that change an explicit state (`state`), all of which a checkpoint stores (`snapshot`)."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from txl.training.validation import ValidationStopped, evaluate_in_training
 from txl.units import duration_text
 
 _LATE, _PACE_SHOWS = 1.1, 0.05
-"""Factor of `train.planned_minutes` above which a run is late; share of the steps before which nobody can tell."""
+"""Factor of `train.planned_minutes` above which a run is late; share of the steps before the pace is reliable."""
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """An update that was handed to the device."""
+    """An update that was launched on the device."""
 
     result: StepResult
     segment: Segment
     random: tuple[Tensor, Tensor | None]
-    """The states of the generators before it."""
+    """States of the random generators before the update: CPU, and GPU if there is one."""
     averaged: bool
-    """True: the average of the weights has counted it."""
+    """True: the average of the weights counts the update."""
     device: str
 
     def forget(self, state: TrainingState) -> None:
-        """Let it not have been: the device has skipped it."""
+        """Restore the random generators and the average's count, because the device has skipped the update."""
         _set_random(self.random, self.device)
         self.forget_average(state)
 
     def forget_average(self, state: TrainingState) -> None:
-        """Let the average not count it; its weights are as they were."""
+        """Remove the update from the average's count; the averaged weights are unchanged."""
         if self.averaged and state.average is not None:
             state.average.count -= 1
 
 
 def _emptied(train: TrainConfig, step: int) -> Tensor:
-    """Draw the lanes whose memory is emptied before a step: bool [B], of all processes.
+    """Draw the lanes, of all processes, whose memory is emptied before a step: bool [B].
 
-    It depends on seed and step alone, so that a resumed run draws the same.
+    The result depends only on seed and step, so that a resumed run empties the same lanes.
     """
     draws = np.random.default_rng((train.seed, step, 0, 1)).random(train.batch_size)
     return torch.from_numpy(draws < train.reset_memory)
@@ -72,10 +72,10 @@ def _set_random(random: tuple[Tensor, Tensor | None], device: str) -> None:
 
 
 def looks_later(setup: TrainingSetup, state: TrainingState) -> bool:
-    """Return whether an update's loss and norm are looked at after the next update was handed over.
+    """Return whether an update's loss and norm are read only after the next update was launched.
 
-    On a GPU, where to look is to wait; unless the host has to decide whether there is an update, or goes back to a
-    checkpoint when the loss leaps.
+    This is so on a GPU, because reading them waits for the device. Exceptions are runs where the host decides whether
+    an update is skipped, or where a spike of the loss leads back to a checkpoint.
     """
     return setup.device != "cpu" and skips_on_device(state.optimizer) and setup.run.train.on_spike == "report"
 
@@ -84,8 +84,8 @@ class TrainingLoop:
     """Steps, evaluations and checkpoints until the configured number of steps is made.
 
     Args:
-        setup: what the run trains with.
-        state: what the steps change; at the beginning, or restored by `resume`.
+        setup: everything that the run trains with and that no step changes.
+        state: training state at the first step; `resume` loads a checkpoint into this state.
     """
 
     def __init__(self, setup: TrainingSetup, state: TrainingState):
@@ -99,12 +99,12 @@ class TrainingLoop:
         self._told_late = False
 
     def train(self) -> None:
-        """Make all steps that are left.
+        """Make all remaining steps.
 
         Raises:
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            TrainingDiverged: if numbers are no longer finite, or the model that came of it is of no use.
-            UserError: if the directory cannot be written.
+            TrainingDiverged: if losses or weights are not finite, or the trained model is useless (`check_end`).
+            UserError: if the run directory cannot be written.
         """
         notice = None if self.setup.display.quiet else "stopping after this step; once more to stop without saving"
         with stop_requests(notice) as self.stop:
@@ -131,7 +131,7 @@ class TrainingLoop:
             counters = self.state.counters
             counters.seconds += pace.tick()
             if counters.rollbacks > rollbacks:
-                continue  # what is due after the step that it went back to has been done
+                continue  # the work due after the step that the run went back to has been done
             step, is_last = counters.step, counters.step == train.steps
             reading = self._reading(rate, pace)
             self.setup.display.show(reading)
@@ -166,7 +166,7 @@ class TrainingLoop:
         )
 
     def _report_late(self, reading: Reading) -> None:
-        """Say once when training will end, if that is later than planned."""
+        """Report once how long training will take, if it will take longer than planned."""
         train = self.setup.run.train
         if train.planned_minutes is None or self._told_late or reading.step < _PACE_SHOWS * train.steps:
             return
@@ -179,7 +179,7 @@ class TrainingLoop:
             )
 
     def _evaluate_and_save(self, step: int, is_last: bool) -> None:
-        """Do what is due after a step."""
+        """Evaluate and save after a step, if due."""
         train, counters = self.setup.run.train, self.state.counters
         is_due = (train.checkpoint_every > 0 and step % train.checkpoint_every == 0) or is_last
         if is_due:
@@ -192,14 +192,14 @@ class TrainingLoop:
         self.saver.check(self.state)
 
     def _asked_to_stop(self) -> int:
-        """Return the signal that any process has received; 0 for none."""
+        """Return the number of the signal that a process has received; 0 if none has."""
         return self.setup.trained.processes.most(self.stop.received or 0)
 
     def _is_to_stop(self) -> bool:
         return self._asked_to_stop() > 0
 
     def _begin_average(self) -> None:
-        """Average the weights of every step from here on, if it is time."""
+        """Begin the average of the weights if it begins after this step (`average_begins`)."""
         state, train = self.state, self.setup.run.train
         step = state.counters.step
         if state.average is None and average_begins(step, state.counters.validation_losses, train):
@@ -210,9 +210,9 @@ class TrainingLoop:
     def _step(self, rate: float) -> None:
         """Make one update.
 
-        The device computes it while the loop goes on: what came of it is looked at after the next one was handed over
-        (`_settle`). An update that turns out to have been skipped has the next one skipped on the device too, and made
-        anew, so that all is as if each had been looked at in its turn.
+        The device computes the update while the host continues: the result is read after the next update was launched
+        (`_settle`). If an update was skipped, the device skips the next one too, and the next one is made again. The
+        results are the same as if each update had been read before the next one was launched.
         """
         launched = self._launch(rate)
         if not self._settle():
@@ -223,10 +223,10 @@ class TrainingLoop:
             self._settle()
 
     def _launch(self, rate: float) -> _Launched:
-        """Hand over the next update; of the state only weights, optimiser and averages change.
+        """Launch the next update; of the training state, only weights, optimiser and averages change.
 
-        With segments of random length the learning rate is in proportion to the length, as AWD-LSTM has it: short
-        segments would otherwise weigh more, a token, than long ones.
+        With segments of random length the learning rate is proportional to the length, as in AWD-LSTM. Otherwise a
+        token of a short segment would have more weight than a token of a long one.
         """
         state, setup, train = self.state, self.setup, self.setup.run.train
         device, count = setup.device, state.counters.step
@@ -251,7 +251,7 @@ class TrainingLoop:
         try:
             result = step(setup.trained, state.optimizer, *text, *rest)
         except StepAbandoned:
-            # As if it had not begun: only random numbers had been drawn for it.
+            # Restore the state before the step: only random numbers have been drawn.
             _set_random(random, device)
             self._settle()
             self._interrupt(self._asked_to_stop())
@@ -262,7 +262,7 @@ class TrainingLoop:
         return _Launched(result, segment, random, averaged, device)
 
     def _commit(self, launched: _Launched) -> None:
-        """Let the state be that after an update, but for what its loss and norm decide."""
+        """Advance memory, position and counters past an update; `_settle` does what depends on its loss and norm."""
         state = self.state
         state.memory, state.position = launched.result.states, launched.segment.next
         state.counters.step += 1
@@ -271,9 +271,9 @@ class TrainingLoop:
         self._unsettled = launched
 
     def _settle(self) -> bool:
-        """Look at what came of the update that was committed last, and return whether all is well.
+        """Read the loss and norm of the last committed update, and return False if the update was skipped.
 
-        False: it was skipped, and whatever was handed over after it has to be forgotten.
+        An update that was launched after a skipped one has to be undone (`_Launched.forget`).
         """
         launched, self._unsettled = self._unsettled, None
         if launched is None:
@@ -295,7 +295,7 @@ class TrainingLoop:
         return True
 
     def _is_due(self, step: int) -> bool:
-        """Return whether something after this step needs to know all about it."""
+        """Return whether a log line, evaluation or checkpoint after this step needs the loss and norm of its update."""
         train = self.setup.run.train
         every = (train.log_every, train.eval_every, train.checkpoint_every)
         return step == train.steps or any(each and step % each == 0 for each in every)
@@ -309,7 +309,7 @@ class TrainingLoop:
         self.setup.display.line(reading)
 
     def _validate(self) -> None:
-        """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
+        """Evaluate on the validation split, and save a checkpoint if the result is the best so far."""
         setup, state, counters = self.setup, self.state, self.state.counters
         try:
             result = evaluate_in_training(state.best_model, setup.run, setup.corpus, setup.trained, self._is_to_stop)
@@ -328,26 +328,26 @@ class TrainingLoop:
             self.saver.save(state)
 
     def _validate_again(self) -> None:
-        """Make up the evaluation that a stop cut short, and write the checkpoint as it would have been after it."""
+        """Make the evaluation that a stop interrupted, and write the checkpoint that would have followed it."""
         self.state.counters.validation_due = False
         self._validate()
         self.saver.save(self.state, required=self.state.counters.step == self.setup.run.train.steps)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint, so that training continues from it."""
         restore(self.state, self.setup, checkpoint)
         train, counters = self.setup.run.train, self.state.counters
         if train.follows_validation and counters.step < train.steps:
-            # The evaluation at the end of a run that was extended is none of those that decide.
+            # In an extended run, the evaluation at the former end does not count unless it was on the schedule.
             del counters.validation_losses[counters.step // train.eval_every :]
             counters.validation_due &= counters.step % train.eval_every == 0
-        if not counters.validation_due:  # else it is saved once more, after its evaluation
+        if not counters.validation_due:  # else this step is saved again, after its evaluation
             self.saver.saved_step = counters.step
         if self.setup.trained.processes.is_first:
-            point_at_best(self.setup.directory, counters.best_step)  # a crash may have come between the two pointers
+            point_at_best(self.setup.directory, counters.best_step)  # a crash may have left `best` behind `latest`
 
     def _interrupt(self, received: int) -> NoReturn:
-        """Save and stop."""
+        """Save the state and stop the run."""
         step = self.state.counters.step
         self.saver.save(self.state, required=True)
         name = signal.Signals(received).name

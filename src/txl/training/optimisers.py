@@ -1,9 +1,9 @@
 """Updates of the weights: learning rate by step, optimisers and their state as named tensors, averages of weights.
 
-The average over the later part of training, which evaluation uses, is with the plain mean that of averaged SGD (Polyak
-and Juditsky 1992), begun at a step of the user's or, as AWD-LSTM begins it, when the validation stops improving (Merity
-et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step counted from its beginning, is that
-same mean.
+Evaluation uses an average of the weights over the later part of training. With the plain mean this is averaged SGD
+(Polyak and Juditsky 1992). The average begins at a given step or, as in AWD-LSTM, when the validation loss stops
+improving (Merity et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step counted from the
+beginning of the average, equals this plain mean.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from txl.models.family import FamilyModel
 from txl.runs.environment import multiplies_bfloat16
 
 _MUON_MOMENTUM = 0.95
-"""The value of all published recipes."""
+"""Momentum of Muon in all published recipes."""
 _MOST_AT_ONCE = 1 << 22
-"""Elements of a batch of matrices above which it is orthogonalised; a bound on the memory that this takes."""
+"""Number of elements above which a batch of matrices is orthogonalised, to bound the memory of the batch."""
 
 
 def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) -> float:
@@ -34,22 +34,23 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
     Linear warm-up to the peak over `warmup_steps` updates, then
 
     - cosine: half a cosine from the peak to `min_learning_rate` over the remaining updates (shifted by the warm-up, as
-      in the authors' TensorFlow code; their PyTorch code does not shift it and jumps at the warm-up's end),
+      in the authors' TensorFlow code; the cosine of their PyTorch code is not shifted and jumps at the end of the
+      warm-up),
     - inverse_sqrt: the peak times sqrt(warmup_steps / updates made), not below `min_learning_rate`,
     - constant: the peak,
-    - linear: the peak, then a line from it to `min_learning_rate` over the last `decay_share` of all updates (of those
-      after the warm-up, if that ends later),
+    - linear: the peak, then a line to `min_learning_rate` over the last `decay_share` of all updates (not before the
+      end of the warm-up),
     - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
-    - plateau: as linear, divided by four for each of `losses` that is no better than the best before it (Zaremba et al.
-      2014 and others divide in this way), not below `min_learning_rate`. The line lets a training that comes to its
-      last step without such losses end at a low rate too.
+    - plateau: as linear, divided by four for each of `losses` that is no better than the best before it (as in Zaremba
+      et al. 2014 and others), not below `min_learning_rate`. Because of the line, a run without such losses also ends
+      at a low rate.
 
-    Cosine and line end where an average of the weights begins (`average_from`), and stay there from then on.
+    Cosine and line end where an average of the weights begins (`average_from`); the rate is constant from then on.
 
     Args:
-        step: updates made before it.
-        config: the schedule.
-        losses: of all evaluations so far, oldest first; only a plateau depends on them.
+        step: number of updates made before this one.
+        config: training configuration with the schedule.
+        losses: validation losses of all evaluations so far, oldest first; only plateau uses them.
     """
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
@@ -72,14 +73,14 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
 
 
 class _Muon(torch.optim.Muon):
-    """PyTorch's Muon, for parameters that may hold several matrices: each one is orthogonalised by itself.
+    """PyTorch's Muon, for parameters that may hold several matrices: each matrix is orthogonalised by itself.
 
-    Matrices of one shape are orthogonalised at once, in batched products. PyTorch's takes one matrix after another,
-    which on several threads of a CPU takes more than twice as long for small ones. They are multiplied in bfloat16, as
-    PyTorch's are, where the device has instructions for it, else in float32.
+    Matrices of the same shape are orthogonalised together, in batched products. PyTorch's Muon processes one matrix
+    after another, which for small matrices on several threads of a CPU takes more than twice as long. The products are
+    in bfloat16, as in PyTorch, if the device has instructions for it, else in float32.
 
-    A group's `matrices` are how many stand in each of its parameters, below and beside one another. The momentum has
-    its parameter's shape.
+    The key `matrices` of a group holds the number of matrices in each of its parameters, below and beside one another.
+    The momentum has the shape of the parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float):
@@ -99,14 +100,14 @@ class _Muon(torch.optim.Muon):
                 momentum.lerp_(grad, 1 - group["momentum"])
                 shorter, longer = sorted(matrix.shape)
                 batch = batches.setdefault((shorter, longer), [])
-                batch.append((matrix, grad.lerp(momentum, group["momentum"])))  # Nesterov's
+                batch.append((matrix, grad.lerp(momentum, group["momentum"])))  # Nesterov momentum
                 if len(batch) * matrix.numel() > _MOST_AT_ONCE:
                     self._update(batches.pop((shorter, longer)), group)
             for batch in batches.values():
                 self._update(batch, group)
 
     def _matrices(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each matrix with its gradient and its momentum, views of the parameters' own."""
+        """Yield each matrix with its gradient and its momentum, all as views of the stored tensors."""
         whole: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         self._init_group(group, *whole)
         rows, columns = group["matrices"]
@@ -116,11 +117,11 @@ class _Muon(torch.optim.Muon):
                 yield from zip(*(each.chunk(columns, dim=1) for each in parts), strict=True)
 
     def _update(self, batch: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
-        """Move the matrices of a batch, which have one shape or its transpose."""
+        """Update the matrices of a batch, which have one shape or its transpose."""
         wide = torch.stack([each if _is_wide(each) else each.T for _, each in batch])
         low = torch.bfloat16 if self._low[wide.device] else torch.float32
         moves = orthogonalised(wide.to(low), group["ns_coefficients"], group["ns_steps"], group["eps"])
-        rate = group["lr"] * 0.2 * math.sqrt(wide.shape[-1])  # the root mean square of Adam's
+        rate = group["lr"] * 0.2 * math.sqrt(wide.shape[-1])  # moves get the root mean square of Adam's
         for (matrix, _), move in zip(batch, moves, strict=True):
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             matrix.add_(move if _is_wide(matrix) else move.T, alpha=-rate)
@@ -133,13 +134,13 @@ def _is_wide(matrix: Tensor) -> bool:
 def orthogonalised(
     matrices: Float[Tensor, "N I O"], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Float[Tensor, "N I O"]:
-    """Return about U V^T for each matrix U S V^T: Newton-Schulz iterations (Jordan et al. 2024).
+    """Return approximately U V^T for each matrix U S V^T: Newton-Schulz iterations (Jordan et al. 2024).
 
     Args:
-        matrices: no higher than wide.
-        coefficients: a, b and c of X <- a X + (b X X^T + c (X X^T)^2) X.
+        matrices: matrices with at most as many rows I as columns O.
+        coefficients: coefficients a, b and c of X <- a X + (b X X^T + c (X X^T)^2) X.
         steps: number of iterations.
-        eps: least norm that a matrix is divided by.
+        eps: smallest norm that a matrix is divided by.
     """
     a, b, c = coefficients
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
@@ -156,8 +157,8 @@ class MuonWithAdam(torch.optim.Optimizer):
     learning rate and weight decay.
 
     Args:
-        groups: of parameters; those with `matrices` are Muon's.
-        config: learning rate, Adam's betas and epsilon.
+        groups: groups of parameters; Muon updates the groups with a key `matrices`.
+        config: training configuration with the learning rate, and Adam's betas and epsilon.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: TrainConfig):
@@ -170,7 +171,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both work on this optimiser's groups and state."""
+        """Let Muon and AdamW use this optimiser's groups and state."""
         for part, is_muon in ((self._muon, True), (self._adam, False)):
             part.param_groups = [group for group in self.param_groups if ("matrices" in group) == is_muon]
             part.state = self.state
@@ -183,7 +184,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters: Muon's, if the group has `matrices`, else Adam's."""
+        """Add a group of parameters: to Muon if the group has `matrices`, else to AdamW."""
         part = self._muon if "matrices" in param_group else self._adam
         super().add_param_group({**part.defaults, "lr_factor": 1.0, **param_group})
         self._share()
@@ -197,7 +198,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:
     """Build Adam, AdamW, SGD, or Muon with AdamW; weight decay acts on matrices only, not on biases, norms, u and v.
 
-    Every group of parameters has an `lr_factor`, by which its learning rate differs from the schedule's.
+    Every group of parameters has an `lr_factor`, by which the schedule's learning rate is multiplied.
     """
     matrices = model.layer_matrices() if config.optimizer == "muon" else {}
     groups: dict[tuple[float, float, tuple[int, int] | None], list[nn.Parameter]] = {}
@@ -220,8 +221,8 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
             lr=config.learning_rate,
             momentum=momentum,
             nesterov=momentum > 0,
-            # PyTorch has no fused update of shards for this one, and none with momentum once a parameter has its first
-            # gradient later than others (a tail cluster that no target was in). None: the best of its other ways.
+            # PyTorch's fused SGD does not serve shards, nor momentum if a parameter has its first gradient later than
+            # others (a tail cluster without targets). None: PyTorch chooses the best of its other implementations.
             fused=(momentum == 0 and not is_sharded) or None,
         )
     adaptive = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -233,14 +234,14 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
         fused=True,
         capturable=config.capture,
     )
-    if config.capture:  # a recorded step reads its rate from where `set_learning_rate` puts it
+    if config.capture:  # a recorded step reads its rate from the tensor that `set_learning_rate` fills
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(config.learning_rate, device=model.softmax.bias.device)
     return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next update, times each group's own factor."""
+    """Set the learning rate of the next update: in each group `rate` times `lr_factor`."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate * group["lr_factor"])
@@ -249,7 +250,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the optimiser's state, as PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
+    """Return the optimiser's state as tensors named PARAMETER/KEY; `load_optimizer_tensors` is the inverse."""
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -258,20 +259,20 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put the state back."""
+    """Load an optimiser's state from the result of `optimizer_tensors`."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, what = key.rpartition("/")
         by_name.setdefault(name, {})[what] = value
     parameters = dict(model.named_parameters())
-    # The optimiser counts parameters group by group; its own loader takes care of devices and types.
+    # The optimiser numbers parameters group by group; `load_state_dict` converts devices and dtypes.
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     fits = by_name.keys() <= parameters.keys()
     for group in groups:
-        fits &= len({frozenset(by_name[name]) for name in group if name in by_name}) <= 1  # all have the same tensors
+        fits &= len({frozenset(by_name[name]) for name in group if name in by_name}) <= 1  # the same keys in all
         for name in group:
-            moments = [value for key, value in by_name.get(name, {}).items() if key != "step"]  # which is a number
+            moments = [value for key, value in by_name.get(name, {}).items() if key != "step"]  # step: a number
             fits &= all(each.shape == parameters[name].shape for each in moments)
     if not fits:
         raise UserError("the optimiser's state in the checkpoint belongs to another model")
@@ -284,28 +285,28 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class WeightAverage(Generic[ModelT]):
-    """The running average of a model's weights; the model itself goes on training.
+    """The running average of a model's weights, while the model itself continues training.
 
     Args:
-        model: the one that trains. The average begins as a copy of its weights.
-        mu: weight of the newest weights; None: 1/n at the n-th update, the plain mean of the n.
+        model: model that is trained; the average begins as a copy of its weights.
+        mu: weight of the newest weights in the average; None: 1/n at the n-th update, the plain mean of n weights.
     """
 
     def __init__(self, model: ModelT, mu: float | None = None):
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         """The model with the averaged weights, to evaluate and to save."""
         self.count = 0
-        """Weights averaged so far; 0: the copy it began with."""
+        """Number of updates averaged so far; 0: the average is the initial copy."""
         self._mu = mu
 
     @torch.no_grad()
     def update(self, model: nn.Module, unless: Tensor | None = None) -> None:
-        """Take in the weights that a step has led to: average + mu (newest - average).
+        """Add the weights after a step to the average: average + mu (newest - average).
 
         Args:
-            model: the one that trains.
-            unless: on the device, no dimension: true if the step was skipped. Nothing waits for it; the average stays
-                then, and its count is the caller's to put right.
+            model: model that is trained.
+            unless: bool without dimension, on the device: true if the step was skipped. The host does not wait for it.
+                The averaged weights then stay unchanged, and the caller has to correct `count`.
         """
         weight = 1 / (self.count + 1) if self._mu is None else self._mu
         for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
@@ -321,7 +322,7 @@ class WeightAverage(Generic[ModelT]):
 
 
 def improvements(losses: Sequence[float]) -> list[int]:
-    """Return the numbers of those evaluations, counted from 0, that were better than all before them."""
+    """Return the indices of the evaluations, counted from 0, that were better than all earlier ones."""
     better, best = [], math.inf
     for number, loss in enumerate(losses):
         if loss < best:
@@ -339,13 +340,14 @@ def has_converged(losses: Sequence[float], config: TrainConfig) -> bool:
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
-    """Return whether an average of the weights begins after this step.
+    """Return whether the average of the weights begins after this step.
 
     Args:
-        step: steps made.
-        losses: of all evaluations so far, oldest first.
-        config: its `average_from`; or its `average_patience` n: the last loss is above the best of those that are more
-            than n evaluations older (the non-monotonic trigger, as AWD-LSTM's code has it).
+        step: number of steps made.
+        losses: validation losses of all evaluations so far, oldest first.
+        config: training configuration. With `average_from` the average begins at that step. With `average_patience` n
+            it begins when the last loss is above the best loss of evaluations that are more than n evaluations older
+            (the non-monotonic trigger, as in AWD-LSTM's code).
     """
     if config.average_from is not None:
         return step >= config.average_from

@@ -1,4 +1,4 @@
-"""The model as one process or several train it: as it is, with DDP's averaged gradients, or sharded by FSDP2.
+"""The model in training: in one process, with gradients averaged by DDP, or with weights sharded by FSDP2.
 
 Every process has the same number of lanes, so the mean of the processes' gradients is the gradient of the mean loss.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class TrainedModel:
-    """A model and the engine that keeps its copies, or its shards, in step.
+    """A model, with the engine that synchronises its copies or shards between processes.
 
     Args:
-        model: on its device, with the same weights in every process. With "fsdp" its parameters become shards.
-        processes: those that train it.
+        model: model on its device, with the same weights in every process. With "fsdp" its parameters become shards.
+        processes: processes that train the model.
         engine: "ddp" or "fsdp"; a single process needs neither.
     """
 
@@ -40,34 +40,34 @@ class TrainedModel:
         self._sharded: list[FSDPModule] = []
         self._ddp: DistributedDataParallel | None = None
         if self.is_sharded:
-            # Imported here: a second of time, for those alone who need it.
+            # Imported here, because the import takes a second and only FSDP2 needs it.
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
             self.mesh = init_device_mesh(_device_of(model).type, (processes.count,))
-            # Saving goes on beside training, so it has a group of its own, and copies on the CPU.
+            # Checkpoints are saved in the background, so saving has its own process group, and copies on the CPU.
             self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
             self.saving_group = cast("torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo"))
-            # A layer at a time is whole on each process; what is left (embedding, softmax, shared biases) stays so.
+            # Each process gathers one layer at a time; the rest (embedding, softmax, shared biases) stays gathered.
             self._sharded = [fully_shard(module, mesh=self.mesh) for module in (*model.layers, model)]
             register_fsdp_forward_method(model, "training_terms")
         elif processes.count > 1:
-            # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient;
-            # the same goes for the heads of auxiliary losses that have been switched off.
+            # With an adaptive softmax a step may have no target in some cluster, whose weights then get no gradient.
+            # The same is true of the classifiers of auxiliary losses that no longer count.
             may_be_unused = bool(model.config.cutoffs) or model.config.n_auxiliary > 0
             self._ddp = DistributedDataParallel(_Terms(model), find_unused_parameters=may_be_unused)
 
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: State, objective: Objective = EVERY_TARGET
     ) -> tuple[Tensor, Tensor, State]:
-        """See `LanguageModel.training_terms`; for this process's lanes."""
+        """Return the terms for this process's lanes; see `LanguageModel.training_terms`."""
         if self._ddp is not None:
             return self._ddp(tokens, targets, state, objective)
         return self.model.training_terms(tokens, targets, state, objective)
 
     @contextmanager
     def part(self, is_last: bool) -> Iterator[None]:
-        """Exchange gradients after the last part of the lanes alone; the block is the passes of one part."""
+        """Enclose the passes of one part of the lanes; gradients are exchanged only after the last part."""
         for module in self._sharded[-1:]:
             module.set_requires_gradient_sync(is_last)
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
@@ -79,7 +79,7 @@ class TrainedModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Let every process hold all weights within the block, so that `nll` and its like can be called."""
+        """Gather all weights in every process within the block, so that `nll` and similar methods can be called."""
         with torch.no_grad():
             for module in self._sharded:
                 module.unshard()
@@ -90,13 +90,13 @@ class TrainedModel:
                 module.reshard()
 
     def first_says_yes(self, answer: bool) -> bool:
-        """Return process 0's answer in all processes; exchanged beside training, as saving is."""
+        """Return process 0's answer in all processes, exchanged through the process group for saving."""
         said = torch.tensor([int(answer)])
         torch.distributed.broadcast(said, src=0, group=self.saving_group)
         return bool(said)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """Copy this process's shard, or a tensor that is whole, to the CPU."""
+        """Return a copy of this process's shard, or of a whole tensor, on the CPU."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -107,23 +107,23 @@ class TrainedModel:
         )
 
     def of_lanes(self, local: Tensor) -> Tensor:
-        """Copy this process's lanes [B/P,...] as its shard of all lanes [B,...]."""
+        """Return a copy of this process's lanes [B/P,...] as a shard of all lanes [B,...], with P processes."""
         from torch.distributed.tensor import DTensor, Shard
 
         return DTensor.from_local(local.detach().cpu().clone(), self._cpu_mesh, [Shard(0)], run_check=False)
 
     def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return room for the lanes of all processes, of which this one holds its own."""
+        """Return an uninitialised tensor of all lanes, of which each process holds its own lanes."""
         return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
 
     def local_lanes(self, tensor: Tensor) -> Tensor:
-        """Return this process's part of a tensor from `empty_lanes`; a whole tensor as it is."""
+        """Return this process's part of a tensor from `empty_lanes`; return a whole tensor unchanged."""
         from torch.distributed.tensor import DTensor
 
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded or whole, from the safetensors files of a folder, however those are sharded."""
+        """Fill sharded or whole tensors from the safetensors files of a folder, whatever the sharding of the files."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -138,7 +138,7 @@ class TrainedModel:
 
 
 class _Terms(nn.Module):
-    """The model as DDP calls it: by `forward`."""
+    """A wrapper of the model for DDP, which calls `forward`."""
 
     def __init__(self, model: FamilyModel):
         super().__init__()
@@ -151,12 +151,12 @@ class _Terms(nn.Module):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded, whole; all processes have to ask for it."""
+    """Return the whole of a tensor that may be sharded; all processes have to call this function."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return whether each process holds a part of a parameter."""
+    """Return whether a parameter is sharded: each process holds a part."""
     return hasattr(parameter, "to_local")
 
 

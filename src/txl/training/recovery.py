@@ -1,4 +1,4 @@
-"""Reactions of training to trouble: updates that are not finite, losses that leap, a model that is of no use."""
+"""Handling of failures in training: updates that are not finite, spikes of the loss, and a useless model at the end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from txl.training.step import StepResult
 def skip_update(
     state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult, segment: Segment
 ) -> None:
-    """Count and report an update that was skipped, as its loss or gradient was not finite.
+    """Count and report an update that was skipped because its loss or gradient was not finite.
 
-    Memory that the segment has filled with numbers that are not finite is emptied, in all lanes and processes alike.
+    If the memory holds numbers that are not finite, the memory of all lanes in all processes is emptied.
 
     Raises:
         TrainingDiverged: if too many updates in a row were skipped, or the weights themselves are not finite.
@@ -42,7 +42,7 @@ def skip_update(
     }
     setup.log.record(EventName.SKIPPED, counters.step, in_a_row=counters.skipped_in_a_row, **fields)
     what = f"the loss ({result.loss}) or the gradient's norm ({result.grad_norm}) is not finite"
-    # Weights that are not finite themselves will never be so again, and must not get into a checkpoint.
+    # Weights that are not finite stay so in later steps, and must not be saved in a checkpoint.
     lost = is_lost(setup, state.model)
     if counters.skipped_in_a_row <= train.max_skipped and not lost:
         setup.display.message(f"step {counters.step}: {what}; the update is skipped")
@@ -61,10 +61,10 @@ def skip_update(
 
 
 def check_end(state: TrainingState, setup: TrainingSetup) -> None:
-    """Refuse a trained model that is of no use; its last checkpoint is written.
+    """Refuse a trained model that is useless; its last checkpoint is already written.
 
     Raises:
-        TrainingDiverged: if it is of no use.
+        TrainingDiverged: if the last loss shows that the model is useless (`uselessness`).
     """
     counters = state.counters
     if setup.run.train.eval_every and counters.validation_losses:
@@ -84,10 +84,11 @@ def check_end(state: TrainingState, setup: TrainingSetup) -> None:
 
 
 def uselessness(loss: float | None, first_loss: float | None, vocab_size: int) -> str | None:
-    """Return why a model with this mean loss, in nats, is of no use; None if it may be of some.
+    """Return why a model with this mean loss (nats per token) is useless, or None if it may be usable.
 
-    Guessing evenly costs log V nats a token, and a model that has learnt nothing about that (with an adaptive softmax
-    up to twice as much). A loss of more than twice as much, and more than at the first update, means divergence.
+    Uniform guessing costs log V nats per token, and a model that has learnt nothing costs about as much (with an
+    adaptive softmax up to twice as much). A loss above twice log V that is also above the loss of the first update
+    means divergence.
     """
     if loss is None:
         return None
@@ -100,12 +101,12 @@ def uselessness(loss: float | None, first_loss: float | None, vocab_size: int) -
 
 
 def is_finite(memory: Any) -> bool:
-    """Return whether a state of a model holds only finite numbers."""
+    """Return whether a model's state holds only finite numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in memory.to_tensors().values() if tensor.is_floating_point())
 
 
 def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult) -> None:
-    """Report a leap of the loss, and go back to the last checkpoint that was due, if that is configured."""
+    """Report a spike of the loss, and go back to the last scheduled checkpoint if `train.on_spike` is "rollback"."""
     counters, train = state.counters, setup.run.train
     mean = counters.watch.mean
     setup.log.record(EventName.SPIKE, counters.step, loss=result.loss, grad_norm=result.grad_norm, recent_mean=mean)
@@ -123,19 +124,19 @@ def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSa
 
 
 def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver) -> bool:
-    """Put back weights, averages, optimiser, counters and random generators of the last checkpoint that was due.
+    """Restore weights, averages, optimiser, counters and random generators from the last scheduled checkpoint.
 
-    The text goes on after the spike, with an empty memory: the same text again would lead to the same spike.
+    Training continues with the text after the spike and an empty memory: the same text would cause the same spike.
 
     Returns:
-        False if the checkpoint cannot be used; the state is then as it was.
+        False if the checkpoint cannot be used; the state is then unchanged.
     """
     was, position, processes = state.counters, state.position, setup.trained.processes
     target = was.scheduled_step
     assert target is not None
     saver.finish(state)
     checkpoint = setup.directory.checkpoints / checkpoint_name(target)
-    # Process 0 has waited for its disk and looks; the exchange makes the others wait for it.
+    # Process 0, which has finished writing, verifies the checkpoint; `any` makes the other processes wait for it.
     if processes.any(processes.is_first and not _is_good(checkpoint)):
         return False
     restore(state, setup, checkpoint)

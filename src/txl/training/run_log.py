@@ -1,4 +1,4 @@
-"""The record of a run while it trains: events in log.jsonl, the source of truth, and figures for TensorBoard."""
+"""The log of a run during training: events in log.jsonl, the source of truth, and figures for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from txl.training.display import Reading
 
 
 class Scalars:
-    """Writes figures by step.
+    """Writer of figures by step for TensorBoard.
 
     Args:
-        directory: the run's, in which the folder `tensorboard` is made; None: writes nothing.
+        directory: run directory, in which the folder `tensorboard` is created; None: nothing is written.
     """
 
     def __init__(self, directory: Path | None):
@@ -34,27 +34,27 @@ class Scalars:
             self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def add(self, step: int, figures: dict[str, float]) -> None:
-        """Write figures of a step; those that are not finite are left out."""
+        """Write the figures of a step; figures that are not finite are left out."""
         if self._writer is not None:
             for name, value in figures.items():
                 if math.isfinite(value):
                     self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write the buffered figures and close the writer."""
         if self._writer is not None:
             self._writer.close()
 
 
 class RunLog:
-    """The log of a run, which process 0 alone writes.
+    """The log of a run; only process 0 writes to it.
 
     Args:
-        directory: the run's.
-        writes: False for every process but the first; nothing is then written.
-        needed: whether a line that cannot be written (a full disk) stops the run.
-        tensorboard: whether TensorBoard gets the figures too.
-        say: shows a line to the user.
+        directory: run directory.
+        writes: True in process 0; the other processes write nothing.
+        needed: True if a line that cannot be written (a full disk) stops the run.
+        tensorboard: True if the figures are also written for TensorBoard.
+        say: function that shows a line to the user.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RunLog:
         self._is_full = False
 
     def record(self, event: EventName, step: int, **fields: Any) -> None:
-        """Add an event.
+        """Append an event to the log.
 
         Raises:
-            UserError: if it cannot be written and is needed.
+            UserError: if the event cannot be written and the log is needed.
         """
         if not self._writes:
             return
@@ -83,17 +83,17 @@ class RunLog:
             self._is_full = True
 
     def training(self, reading: Reading) -> None:
-        """Add the figures of the steps since the last line."""
+        """Record the figures of the steps since the last log line."""
         figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
         counts = {name: getattr(reading, name) for name in ("tokens", "tokens_read", "elapsed")}
         self.record(EventName.TRAIN, reading.step, **figures, **counts)
         self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
 
     def validation(self, step: int, result: EvaluationResult, averaged: int | None) -> None:
-        """Add an evaluation's figures; `averaged` is the number of steps whose weights are averaged."""
+        """Record the figures of an evaluation; `averaged` is the number of steps whose weights are averaged, if any."""
         self.record(EventName.VALID, step, averaged=averaged, **result.to_dict())
         self._scalars.add(step, {f"valid/{name}": getattr(result, name) for name in ("nll", "bpc", "ppl")})
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write the buffered TensorBoard figures."""
         self._scalars.close()

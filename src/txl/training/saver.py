@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: the loop waits for a copy of its state, not for the disk."""
+"""Checkpoints written in the background: training waits for a copy of its state, not for the disk."""
 
 from __future__ import annotations
 
@@ -28,39 +28,41 @@ from txl.training.snapshot import capture
 from txl.training.state import TrainingSetup, TrainingState
 
 REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
-"""Advice for a training that diverges."""
+"""Advice for a run that diverges."""
 
 
 class CheckpointSaver:
-    """Writes a run's checkpoints, one at a time, in a thread of its own or at once, and lets the pointers follow.
+    """Writer of a run's checkpoints and of the pointers `latest` and `best`.
 
-    What cannot be written (a full disk) stops the run, or is reported and the run goes on (`train.on_save_error`).
+    A background thread writes one checkpoint at a time; without `train.async_checkpoints` training waits for it. If a
+    checkpoint cannot be written (a full disk), the run stops, or reports the failure and continues
+    (`train.on_save_error`).
     """
 
     def __init__(self, setup: TrainingSetup):
         self._setup, self._directory = setup, setup.directory
         self._writes = setup.trained.processes.is_first
         self.belongs: JsonObject = {}
-        """Configuration and vocabulary that the weights belong to (`checkpoints.weights_identity`)."""
+        """Configuration, vocabulary and run that the weights belong to (`checkpoints.weights_identity`)."""
         self.saved_step: int | None = None
-        """The step whose state the last checkpoint holds; None if the next one has to be written in any case."""
+        """Step of the last checkpoint; None if `save` must write the next checkpoint in any case."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, state: TrainingState, required: bool = False) -> None:
-        """Write a checkpoint, unless this step has one.
+        """Write a checkpoint, unless the last one is of this step.
 
         Args:
-            state: is copied, so that training may go on.
-            required: without it the run's work would be lost, so that it has to be there before this returns.
+            state: training state; it is copied, so that training may continue.
+            required: True: return only when the checkpoint is written, because the run's work would be lost without it.
 
         Raises:
             TrainingDiverged: if the weights are not finite.
-            UserError: if it cannot be written, unless the run goes on without it.
+            UserError: if a checkpoint cannot be written and either is required or `train.on_save_error` is "stop".
         """
         step, counters = state.counters.step, state.counters
         self.finish(state)
-        # All processes or none: what one process could not write, the others believe to be there.
+        # All processes save or none: a process does not notice that another one could not write the last checkpoint.
         if self._setup.trained.processes.any(self.saved_step != step):
             self._refuse_lost_weights(state)
             began = time.perf_counter()
@@ -80,22 +82,22 @@ class CheckpointSaver:
             self.wait()
 
     def finish(self, state: TrainingState) -> None:
-        """Return when nothing is being written; a checkpoint that could not be is dealt with as in `check`."""
+        """Wait for the thread that writes, then handle a failed checkpoint as `check` does."""
         self._join()
         self.check(state)
 
     def check(self, state: TrainingState) -> None:
-        """Report a checkpoint that could not be written in the background, once."""
+        """Report a checkpoint that could not be written, once, or raise its error (`train.on_save_error`)."""
         try:
             self._raise()
         except UserError as error:
             self._tolerate(error, state)
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait for the thread that writes.
 
         Raises:
-            UserError: if what was written last could not be, whether the run goes on without it or not.
+            UserError: if the last checkpoint could not be written, whatever the value of `train.on_save_error`.
         """
         self._join()
         self._raise()
@@ -108,7 +110,7 @@ class CheckpointSaver:
         self._setup.log.record(EventName.SAVE_FAILED, state.counters.step, reason=str(error))
 
     def _refuse_lost_weights(self, state: TrainingState) -> None:
-        """Keep weights that are not finite out of checkpoints: an update by finite gradients may have made them so."""
+        """Refuse to save weights that are not finite; even an update with finite gradients can produce such weights."""
         if is_lost(self._setup, state.best_model):
             self._setup.log.record(EventName.STOP, state.counters.step, reason="not finite")
             raise TrainingDiverged(
@@ -119,14 +121,14 @@ class CheckpointSaver:
     def _begin(
         self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
     ) -> None:
-        """Write a checkpoint; return at once if it is written in the background.
+        """Start to write a checkpoint; wait for it unless checkpoints are written in the background.
 
         Args:
-            step: its number.
-            contents: a copy, which nothing changes any more.
-            best_step: of the best checkpoint, for the pointer.
-            protected: steps whose checkpoints stay.
-            copy_seconds: time that making the copy took, for the log.
+            step: step of the checkpoint.
+            contents: copy of the state, which nothing else changes.
+            best_step: step of the best checkpoint, for the pointer `best`.
+            protected: steps whose checkpoints must not be deleted.
+            copy_seconds: seconds that copying the state took, for the log.
         """
         self._thread = threading.Thread(
             target=self._write,
@@ -156,7 +158,7 @@ class CheckpointSaver:
                 self._write_and_point(step, contents, best_step, protected, copy_seconds)
             elif contents.write_shards is not None:
                 folder = self._directory.checkpoints / f".{checkpoint_name(step)}.partial" / STATE_SHARDS
-                contents.write_shards(folder)  # what goes wrong is told by the process that writes
+                contents.write_shards(folder)  # process 0 reports the errors
         except BaseException as error:  # raised again in the training thread
             self._error = error
 
@@ -168,13 +170,13 @@ class CheckpointSaver:
             written = write_checkpoint(folder, step, contents)
         finally:
             if contents.give_up is not None:
-                contents.give_up()  # the others still wait, if it did not come to the shards
-        # The pointers move before anything that they named is deleted.
+                contents.give_up()  # the other processes wait for this if writing failed before the shards
+        # The pointers move before a checkpoint that they named is deleted.
         self._directory.set_pointer("latest", written.name)
         point_at_best(self._directory, best_step)
         seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
         self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=best_step == step, **seconds)
-        # The best that stands stays until a better one does: the save of that one may have failed.
+        # The checkpoint that `best` names is kept until `best` moves: saving a better one may have failed.
         best = self._directory.pointer("best")
         kept = {checkpoint_name(each) for each in protected} | {written.name} | ({best.name} if best else set())
         for name in prune(folder, self._setup.run.train.keep_checkpoints, kept):
@@ -182,7 +184,7 @@ class CheckpointSaver:
 
 
 def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
-    """Let `best` name the best checkpoint, if it is there."""
+    """Set the pointer `best` to the checkpoint of `best_step`, if that checkpoint exists."""
     if best_step is None:
         return
     name, named = checkpoint_name(best_step), directory.pointer("best")
@@ -191,10 +193,10 @@ def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
 
 
 def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint of this run, and why newer ones cannot be used; those are set aside.
+    """Return the newest intact checkpoint of a run, and the reasons why newer ones were refused and set aside.
 
     Raises:
-        UserError: if there are checkpoints and none is intact; they then stay where they are.
+        UserError: if there are checkpoints and none is intact; none of them is then moved.
     """
     folder, refused = directory.checkpoints, []
     names = names_in(folder)
@@ -212,7 +214,7 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
 
 
 def is_lost(setup: TrainingSetup, model: nn.Module) -> bool:
-    """Return whether a weight is not finite, in any process."""
+    """Return whether any process holds a weight that is not finite."""
     return setup.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(model)))
 
 
@@ -224,6 +226,6 @@ def _local_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def last_checkpoint(directory: RunDirectory) -> str:
-    """Return a clause that names the newest checkpoint."""
+    """Return a clause for messages that names the newest checkpoint."""
     last = directory.newest()
     return f"the last checkpoint is {last.name if last else 'none'}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop at a good moment."""
+"""Ctrl-C and SIGTERM as requests to stop once the state can be saved."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """The number of the signal that asked for a stop, if one has."""
+    """A request to stop: the number of the signal that was received; None if none was."""
 
     received: int | None = None
 
 
 @contextmanager
 def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
-    """Note SIGINT and SIGTERM instead of dying of them; a second one ends the program at once.
+    """Record SIGINT and SIGTERM instead of ending the program; a second signal ends it at once.
 
-    Outside the main thread, which alone can have handlers, nothing is noted.
+    Only the main thread can install signal handlers; in another thread no signal is recorded.
 
     Args:
-        notice: a line that the first signal prints on standard error, so that a person need not ask twice.
+        notice: line that is printed on standard error at the first signal, to confirm it to the user; None: no line.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -34,13 +34,13 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
 
     def note(received: int, frame: FrameType | None) -> None:
         if request.received is not None:
-            # Not SystemExit: another thread may be in the middle of writing, and would be torn out of it noisily.
+            # Not SystemExit: another thread may be writing, and its interruption would print errors.
             if os.isatty(2):
-                os.write(2, b"\x1b[?25h\n")  # the cursor, which a live panel hides
+                os.write(2, b"\x1b[?25h\n")  # show the cursor, which a live panel hides
             os._exit(128 + received)
         request.received = received
         if notice is not None:
-            # Not print: the signal may have come in the middle of one, and buffered files cannot be entered twice.
+            # Not print: the signal may have arrived during a print, and buffered files are not reentrant.
             os.write(2, f"\n{notice}\n".encode())
 
     previous = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -48,5 +48,5 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
         yield request
     finally:
         for each, handler in previous.items():
-            # None: the handler was not set from Python, and cannot be put back from it.
+            # None: the previous handler was not set from Python and cannot be restored from Python.
             signal.signal(each, signal.SIG_DFL if handler is None else handler)

@@ -1,7 +1,7 @@
-"""The training state, copied into a checkpoint and put back.
+"""The training state: copied for a checkpoint, and restored from one.
 
-A snapshot does not depend on how many processes the run has: tensors are whole, or shards that any number of processes
-can read, and memory is kept by the lane of the global batch.
+A checkpoint does not depend on the number of processes of the run: tensors are whole, or shards that any number of
+processes can read, and memory is stored by the lanes of the global batch.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from txl.training.parallel import TrainedModel, full_tensor
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
 SHARED = "limits"
-"""The tensor of a state that is not one of lanes; all others have the lanes as their first dimension."""
+"""Name of the tensor of a state that has no lanes; all other tensors have the lanes as their first dimension."""
 
 
 def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
-    """Copy the state so that training does not change the copy; every process has to call it.
+    """Copy the training state, so that training does not change the copy; every process has to call this function.
 
-    Process 0's copy holds everything, the others' what they write themselves: nothing, or shards.
+    Process 0 returns everything that it writes. The other processes return only their shards, if there are any.
     """
     trained = setup.trained
     processes, copied = trained.processes, _Copies()
     weights = {name: copied(full_tensor(tensor)) for name, tensor in state.best_model.state_dict().items()}
     memory, sharded = _joined(state.memory, processes), {}
     tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(state.optimizer, state.model).items()}
-    if state.average is not None:  # the weights that train, beside those that are used
+    if state.average is not None:  # the weights that are trained; `weights` holds their average
         tensors |= {f"weights.{name}": tensor for name, tensor in state.model.state_dict().items()}
     if trained.is_sharded:
         sharded = {name: trained.on_cpu(tensor) for name, tensor in tensors.items()}
@@ -66,7 +66,7 @@ def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
         generators = processes.gather(generator)
         if generators is not None:
             tensors[f"random.{name}"] = torch.stack(generators)
-    # "progress" is the format's name of the counters.
+    # "progress" is the name of the counters in the format of checkpoints.
     numbers: JsonObject = {"progress": asdict(state.counters), "position": state.position.to_dict()}
     numbers["corpus"], numbers["processes"] = setup.corpus.info()["identity"], processes.count
     if state.average is not None:
@@ -84,7 +84,7 @@ def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
 
 
 class _Copies:
-    """Copies tensors to the CPU, once for all names of the same tensor."""
+    """Callable that copies tensors to the CPU; a tensor with several names is copied once."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -99,7 +99,7 @@ class _Copies:
 
 
 class _ShardWriter:
-    """Writes shards, all processes together; process 0 says first whether there is a folder to write into."""
+    """Writer of shards in all processes together; process 0 decides first whether they are written."""
 
     def __init__(self, tensors: dict[str, Tensor], trained: TrainedModel):
         self._tensors, self._trained, self._begun = tensors, trained, False
@@ -120,14 +120,14 @@ class _ShardWriter:
             raise OSError(5, "; ".join(dict.fromkeys(reasons))) from None
 
     def give_up(self) -> None:
-        """Let the other processes go on, if they wait."""
+        """Tell the other processes, if they wait, that no shards will be written."""
         if not self._begun:
             self._begun = True
             self._trained.first_says_yes(False)
 
 
 def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
-    """Give a state that was built from the same configuration the content of a checkpoint."""
+    """Load a checkpoint into a training state that was built from the same configuration."""
     numbers = read_state(checkpoint)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
@@ -155,7 +155,7 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
 def _restore_tensors(
     state: TrainingState, setup: TrainingSetup, checkpoint: Path, averaged: int | None, n_process: int, step: int
 ) -> None:
-    """Put back weights, averaged weights, optimiser, memory and random generators."""
+    """Restore weights, averaged weights, optimiser, memory and random generators."""
     trained = setup.trained
     state.average = None
     if averaged is not None:
@@ -174,7 +174,7 @@ def _restore_tensors(
 
 
 def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tensor]:
-    """Read all tensors but the weights; sharded where the model is."""
+    """Read all tensors of a checkpoint except the weights, as shards if the model is sharded."""
     tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
     folder = checkpoint / STATE_SHARDS
     if not trained.is_sharded and not folder.is_dir():
@@ -200,7 +200,7 @@ def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tens
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and type of every tensor in a folder of shards, or of whole files."""
+    """Return the shape and dtype of every tensor in a folder of shards or of whole files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -210,8 +210,8 @@ def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
     """Join the memory of all parts along the lanes.
 
-    Where a part's lanes were all emptied (`train.reset_memory`) it holds fewer positions than others. It gets unfilled
-    ones up to the most that any part of any process holds.
+    If all lanes of a part were emptied (`train.reset_memory`), the part holds fewer positions than others. It is padded
+    with unfilled positions to the largest number that any part of any process holds.
     """
     length = processes.most(max(state.length or 0 for state in states))
     parts = []
@@ -227,7 +227,7 @@ def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
 
 
 def _divided(memory: dict[str, Tensor], setup: TrainingSetup) -> list[Any]:
-    """Return the memory of this process's lanes, part by part."""
+    """Return the states of this process's lanes, one for each part."""
     train, processes, model = setup.run.train, setup.trained.processes, setup.trained.model
     share, parts = processes.share(train.batch_size), train.micro_batches
     size, states = len(share) // parts, []
@@ -238,7 +238,7 @@ def _divided(memory: dict[str, Tensor], setup: TrainingSetup) -> list[Any]:
             if name == SHARED:
                 tensors[name] = tensor
                 continue
-            # Sharded memory is this process's already.
+            # Sharded memory holds only this process's lanes.
             offset = 0 if len(tensor) == len(share) else share.start
             if len(tensor) not in (len(share), train.batch_size):
                 raise UserError(f"the checkpoint's memory has {len(tensor)} lanes; expected {train.batch_size}")
@@ -252,7 +252,7 @@ def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
     """Refuse memory whose names, shapes or types, apart from lanes and positions, differ from the model's empty memory.
 
     Raises:
-        ValueError: naming the tensor that does not fit.
+        ValueError: if a tensor does not fit; the message names the tensor.
     """
     if memory.keys() != empty.keys():
         raise ValueError(f"memory of {sorted(memory)}, expected {sorted(empty)}")
@@ -260,10 +260,10 @@ def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
         tensor = memory[name]
         if name == SHARED:
             fits = torch.equal(tensor, expected)
-        else:  # a second dimension of 0 is one of positions, of which there may be any number
+        else:  # a dimension of 0 in the empty memory counts positions, of which there may be any number
             shapes = zip(tensor.shape[1:], expected.shape[1:], strict=False)
             fits = tensor.ndim == expected.ndim and all(theirs in (ours, 0) for ours, theirs in shapes)
-        # Under autocast states may be in a smaller type than the weights.
+        # Under autocast states may have a smaller dtype than the weights.
         if not fits or tensor.is_floating_point() != expected.is_floating_point():
             raise ValueError(f"memory.{name} is {tensor.dtype} {list(tensor.shape)}, which this model has no use for")
 
@@ -281,7 +281,7 @@ def _random_states(device: str) -> dict[str, Tensor]:
 
 
 def _set_random_states(states: dict[str, Tensor], setup: TrainingSetup, n_process: int, step: int) -> None:
-    """Set this process's random generators; seed them anew if the run had another number of processes."""
+    """Restore this process's random generators, or seed them anew if the run had another number of processes."""
     processes = setup.trained.processes
     if any(len(states[name]) != n_process for name in {"cpu", *states}):
         raise ValueError(f"random states of {len(states['cpu'])} processes, of a run with {n_process}")
@@ -299,5 +299,5 @@ def _set_random_states(states: dict[str, Tensor], setup: TrainingSetup, n_proces
 
 
 def seed_of_process(seed: int, rank: int, step: int) -> None:
-    """Seed the random generators of a process, so that it draws numbers of its own from a step on."""
+    """Seed the random generators of a process, so that each process draws its own numbers from a step on."""
     torch.manual_seed(hash((seed, rank, step)) % 2**63)

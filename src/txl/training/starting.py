@@ -1,4 +1,4 @@
-"""The start of a run: one begins in the directory of `--out` or goes on there, or takes weights (`--init-from`)."""
+"""The start of training: a new or resumed run in the directory of `--out`, and initial weights (`--init-from`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
 
-if TYPE_CHECKING:  # what is there is known without PyTorch, which takes seconds to import
+if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
-"""Files that a start which failed before its config.json was written may leave behind."""
+"""Files that a start may leave behind if it failed before config.json was written."""
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Make a directory and return the folders that were missing, innermost first."""
+    """Create a directory with its parents, and return the folders that were missing, innermost first."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,16 @@ def make_directory(path: Path) -> list[Path]:
 def begins_here(
     directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False, init_from: str | Path | None = None
 ) -> bool:
-    """Return whether a run begins here, rather than goes on; remnants of a start that failed are then removed.
+    """Return True if a new run begins in the directory, False if the stored run continues.
+
+    If a new run begins, the files of a failed start are removed.
 
     Args:
-        directory: that of `--out`; it is there.
-        run: the configuration to train.
-        was_ours: whether a trainer has been in this directory before.
-        extend: whether the run may have more steps than the one that is there.
-        init_from: the run whose weights it starts from, if it begins here.
+        directory: directory of `--out`, which exists.
+        run: configuration to train.
+        was_ours: True if a trainer has used the directory before.
+        extend: True if the run may have more steps than the stored one.
+        init_from: run directory whose weights a new run starts with.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -61,9 +63,9 @@ def begins_here(
     there_now = directory.config()
     if not has_checkpoint(directory):
         if init_from is not None:
-            RunDirectory(init_from).config()  # refused before anything is removed
-        # A run that came to nothing (its first steps failed, say) does not stand in the way of a better one. Had it
-        # started from weights, these would be its first checkpoint.
+            RunDirectory(init_from).config()  # raises an error before anything is removed
+        # A run without a checkpoint (its first steps failed, say) is replaced by another one. A run that starts from
+        # given weights saves these as its first checkpoint.
         if init_from is not None or differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
             directory.config_path.unlink()
             remove_begun(path)
@@ -75,7 +77,7 @@ def begins_here(
 
 
 def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
-    """Refuse an `--out` that cannot be written, or holds another run, before anything is computed."""
+    """Refuse a directory for `--out` that cannot be written or holds another run, before any computation."""
     directory = RunDirectory(path)
     for each in make_directory(path):
         each.rmdir()
@@ -84,7 +86,7 @@ def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
 
 
 def has_checkpoint(directory: RunDirectory) -> bool:
-    """Return whether a run has come to a checkpoint, if only to one that was refused since."""
+    """Return whether a run has written a checkpoint, including one that was later refused."""
     folder = directory.checkpoints
     return folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
 
@@ -106,13 +108,13 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
 
 
 def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
-    """Refuse weights to start from where a run goes on that did not start from them."""
+    """Refuse `--init-from` for a run that continues and did not start from these weights."""
     started = directory.started()
     if init_from is None or started is None:
         return
     first = started.get("init_from")
     if first is not None and not os.path.isabs(first):
-        return  # of an older log: relative to a folder that it does not name
+        return  # from an older log: relative to a folder that the log does not name
     if first is None or first != os.path.abspath(init_from):
         began = "random weights" if first is None else f"those of {first}"
         raise UserError(
@@ -122,9 +124,9 @@ def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None)
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
-    """Return the fields that make a configuration another run's, as "train.batch_size 4 -> 8".
+    """Return the changed fields that make the configuration one of another run, as "train.batch_size 4 -> 8".
 
-    A text of the user's is known by its hash, which is compared when it is open, and not by its path.
+    A text of the user is identified by its hash, which is compared after the corpus is opened, not by its path.
     """
     ignore = set(may_differ(run)) | {"data.source"}
     if not is_named(before.data.corpus) and not is_named(run.data.corpus):
@@ -135,13 +137,12 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
 
 
 def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
-    """Return how a run that gets more steps at a step differs from one that had them from the start; mostly in
-    nothing."""
-    from txl.training.optimisers import learning_rate  # with PyTorch, which takes seconds
+    """Return the differences, often none, of an extended run from one that had all steps from the start."""
+    from txl.training.optimisers import learning_rate  # imports PyTorch, which takes seconds
 
     changes = []
     old, new = before.train, run.train
-    # Two cosines or lines part for good once they fall, so the last rate tells whether all were the same.
+    # Two cosines or lines stay apart once they fall, so if the last rates are equal, all earlier ones were.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
         rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
         shape = "line" if new.schedule == "linear" else new.schedule
@@ -160,13 +161,13 @@ def may_differ(run: RunConfig) -> frozenset[str]:
     fixed = set()
     if run.train.follows_validation:
         fixed |= {"train.eval_every"}
-    if run.train.on_spike == "rollback":  # checkpoints decide where the run goes back to
+    if run.train.on_spike == "rollback":  # the run goes back to scheduled checkpoints
         fixed |= {"train.checkpoint_every"}
     return may_change() - fixed
 
 
 def remove_begun(path: Path) -> None:
-    """Remove what a start that failed has left, but for the lock."""
+    """Remove the files of a failed start, except for the lock."""
     for each in path.iterdir():
         if each.name != ".lock" and _is_of_a_begun_run(each):
             if each.is_dir() and not each.is_symlink():
@@ -176,18 +177,18 @@ def remove_begun(path: Path) -> None:
 
 
 def _is_of_a_begun_run(path: Path) -> bool:
-    """Return whether a file may have been left by a start that failed before the run had a config.json."""
+    """Return whether a file may come from a start that failed before config.json was written."""
     if path.name == "checkpoints":
         return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
     return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
 
 
 _AUXILIARY = "auxiliary."
-"""Beginning of the names of weights that auxiliary losses alone need (`txl.models.vanilla`)."""
+"""Prefix of the names of weights that only auxiliary losses need (`txl.models.vanilla`)."""
 
 
 def check_same_model(source: RunDirectory, run: RunConfig) -> None:
-    """Refuse weights that would mean something else in this configuration."""
+    """Refuse weights that would have another meaning in this configuration."""
     theirs, ours = source.config().model.weight_settings(), run.model.weight_settings()
     changed = [
         f"model.{name} {theirs[name]} -> {value}"
@@ -202,13 +203,13 @@ def check_same_model(source: RunDirectory, run: RunConfig) -> None:
 
 
 def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:
-    """Load another run's best checkpoint, else its latest, as first weights.
+    """Load the weights of another run's best checkpoint, or of its latest if there is no best, into a new model.
 
-    Classifiers of auxiliary losses serve in training alone: those that `model` has no place for are left out, those
-    that the weights lack stay as they began.
+    Classifiers of auxiliary losses are used only in training. Classifiers that `model` lacks are left out; those that
+    the checkpoint lacks keep their initial weights.
 
     Returns:
-        What became of such classifiers, in a few words; None if both models have the same.
+        Short description of the classifiers left out or not loaded; None if both models have the same.
     """
     weights = read_tensors(source.checkpoint(), MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))

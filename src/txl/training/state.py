@@ -1,7 +1,7 @@
-"""The state that the steps of training change, and the setup that they leave as it is.
+"""The training state, which every step changes, and the training setup, which stays the same.
 
-`TrainingState` is everything that the next step depends on: `snapshot` copies it into a checkpoint and puts it back.
-`TrainingSetup` is what stays the same from the first step to the last.
+`TrainingState` is everything that the next step depends on: `snapshot` copies it into a checkpoint and restores it.
+`TrainingSetup` is everything that stays the same from the first step to the last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from txl.training.parallel import TrainedModel
 from txl.training.run_log import RunLog
 
 _RECENT = 100
-"""Updates over which the mean and the deviation of the loss are taken, and before which no loss is called a spike."""
+"""Number of updates for the mean and deviation of the loss; before so many updates no loss is a spike."""
 
 
 @dataclass
 class LossWatch:
-    """Running mean and variance of the loss of the recent updates, by which a spike is told from noise."""
+    """Running mean and variance of the loss over recent updates, for the detection of spikes."""
 
     count: int = 0
     mean: float = 0.0
@@ -39,14 +39,14 @@ class LossWatch:
     in_spike: bool = False
 
     def limit(self, threshold: float) -> float:
-        """Return the loss above which it is a spike: `threshold` standard deviations above the mean."""
+        """Return the limit above which a loss is a spike: `threshold` standard deviations above the mean."""
         return math.inf if self.count < _RECENT else self.mean + threshold * math.sqrt(self.variance)
 
     def sees(self, loss: float, threshold: float) -> bool:
-        """Take in a finite loss, in nats, and return whether a spike begins with it.
+        """Add a finite loss, in nats, to the statistics, and return whether a spike begins with this loss.
 
-        A loss above the limit counts as the limit: a spike does not hide the next one, and a loss that stays high
-        becomes the new mean in time.
+        A loss above the limit is added as the limit. So a spike does not hide the next one, and a loss that stays high
+        gradually becomes the new mean.
         """
         limit = self.limit(threshold)
         begins = loss > limit and not self.in_spike
@@ -62,43 +62,43 @@ class LossWatch:
 
 @dataclass
 class Counters:
-    """Numbers counted since the first step, over all interruptions; a checkpoint has them as JSON."""
+    """Counts since the first step of a run, across all interruptions; a checkpoint stores them as JSON."""
 
     step: int = 0
-    """Steps made, skipped updates included: the position in every schedule."""
+    """Number of steps made, including skipped updates: the position in every schedule."""
     tokens: int = 0
-    """Targets that had a loss."""
+    """Number of targets that had a loss."""
     tokens_read: int = 0
-    """Tokens of all segments; more than `tokens` where not every position has a loss."""
+    """Number of tokens read, in all segments; above `tokens` if not every position has a loss."""
     seconds: float = 0.0
     """Time spent training, evaluating and saving."""
     best_nll: float | None = None
-    """Lowest validation loss in nats a token, and the step that reached it."""
+    """Lowest validation loss in nats per token; `best_step` is the step that reached it."""
     best_step: int | None = None
     loss_sum: float = 0.0
-    """Nats of all targets since the last line of the log, and the number of these targets."""
+    """Sum of the losses since the last log line, in nats; `loss_count` is the number of targets in the sum."""
     loss_count: int = 0
     validation_losses: list[float] = field(default_factory=list)
-    """Nats a token of all evaluations so far, oldest first."""
+    """Validation losses of all evaluations so far in nats per token, oldest first."""
     validation_due: bool = False
-    """True if the run was stopped in the middle of this step's evaluation."""
+    """True if the run was stopped during the evaluation after this step."""
     skipped: int = 0
-    """Updates skipped because the loss or the gradient was not finite."""
+    """Number of updates skipped because the loss or the gradient was not finite."""
     skipped_in_a_row: int = 0
     scheduled_step: int | None = None
-    """Step of the newest checkpoint that was written because it was due; those of an interruption do not count."""
+    """Step of the newest scheduled checkpoint; checkpoints of an interruption do not count."""
     scheduled_best: int | None = None
-    """The best step when that checkpoint was due: a run that goes back to it has that best again."""
+    """`best_step` at the scheduled checkpoint; a run that goes back to that checkpoint also restores this value."""
     rollbacks: int = 0
-    """Times that the run went back to a checkpoint because of a spike of the loss."""
+    """Number of times that the run went back to a checkpoint because of a spike of the loss."""
     watch: LossWatch = field(default_factory=LossWatch)
     first_loss: float | None = None
-    """Nats a target of the first update that was not skipped, and of the last."""
+    """Loss of the first update that was not skipped, in nats per target; `last_loss` is that of the last one."""
     last_loss: float | None = None
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> Counters:
-        """Build the counters from `dataclasses.asdict` of them."""
+        """Build counters from the result of `dataclasses.asdict`."""
         try:
             fields: JsonObject = values | {"watch": LossWatch(**values["watch"])}
             counters = cls(**fields)
@@ -113,25 +113,25 @@ class Counters:
 
 @dataclass
 class TrainingState:
-    """Everything that the next step depends on, so that a run that goes on from it is as if it had never stopped.
+    """Everything that the next step depends on: a run resumed from it continues as if it had never stopped.
 
-    The state of PyTorch's global random generators belongs to it too; `snapshot` reads and sets them.
+    The state of PyTorch's global random generators is also needed; `snapshot` reads and sets it.
     """
 
     model: FamilyModel
-    """The model that trains; its state of memory is of a type of its own in every family."""
+    """The model that is trained; the class of its state depends on the family."""
     optimizer: torch.optim.Optimizer
     memory: list[State]
-    """The memory of each part of this process's lanes: states of `model`."""
+    """State of `model` for each part of this process's lanes."""
     position: StreamPosition
-    """The next segment to read."""
+    """Position of the next segment to read."""
     counters: Counters = field(default_factory=Counters)
     average: WeightAverage[FamilyModel] | None = None
     """The average of the weights, once it has begun."""
 
     @property
     def best_model(self) -> FamilyModel:
-        """The model to evaluate and to save: that of the averaged weights, if there is one."""
+        """The model to evaluate and to save: the average of the weights if there is one, else `model`."""
         return self.model if self.average is None else self.average.model
 
 
@@ -144,17 +144,17 @@ class TrainingSetup:
     corpus: Corpus
     device: str
     trained: TrainedModel
-    """The model and the engine that keeps the processes' copies of it in step."""
+    """The model, with the engine that synchronises it between processes."""
     stream: LaneStream | SentenceStream
     display: Display
     log: RunLog
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """Return the state at the beginning of the text."""
+        """Return the training state at the beginning of the text."""
         return TrainingState(self.trained.model, optimizer, self.empty_memory(), self.stream.start())
 
     def empty_memory(self) -> list[State]:
-        """Return the memory of each part of the lanes at the beginning of a text."""
+        """Return empty memory for each part of this process's lanes."""
         train = self.run.train
         lanes = len(self.trained.processes.share(train.batch_size)) // train.micro_batches
         return [self.trained.model.init_state(lanes) for _ in range(train.micro_batches)]

@@ -1,4 +1,4 @@
-"""One update of the weights.
+"""The training step: one update of the weights.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -19,12 +19,12 @@ from txl.training.parallel import TrainedModel, full_tensor, is_sharded
 
 
 class StepResult:
-    """Loss, gradient norm and new memory of an update. To ask for its loss or norm is to wait for the device.
+    """Loss, gradient norm and new memory of an update. Reading the loss or the norm waits for the device.
 
     Args:
-        numbers: the loss, the gradient's norm, and 1 if the update was skipped, else 0.
-        skipped: the third one on the device: bool, no dimension.
-        states: the memory of each part of the lanes.
+        numbers: loss, gradient norm, and 1 if the update was skipped, else 0, on the device: float64 [3].
+        skipped: third number as a bool without dimension, on the device.
+        states: new memory of each part of the lanes.
         targets: number of targets that had a loss, in all processes.
     """
 
@@ -34,7 +34,7 @@ class StepResult:
         self._sent: Late | None = None
 
     def send(self) -> None:
-        """Let the device copy the numbers to the host when it has them, so that what comes later is not waited for."""
+        """Start to copy the numbers to the host, so that reading them does not wait for work launched later."""
         self._sent = self._sent or Late(self.numbers)
 
     def _read(self, place: int) -> float:
@@ -44,8 +44,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean nats over the targets that count, before the update and without what a model adds to regularise
-        itself."""
+        """Mean loss in nats over the targets that count, before the update and without regularisation terms."""
         return self._read(0)
 
     @property
@@ -55,12 +54,12 @@ class StepResult:
 
     @property
     def updated(self) -> bool:
-        """False if the loss or the gradient was not finite; the weights are then as they were."""
+        """False if the update was skipped (not finite, or `void` was set); the weights are then unchanged."""
         return self._read(2) == 0
 
 
 class StepAbandoned(Exception):
-    """A stop was asked for between two parts of the lanes; the weights are as they were."""
+    """Exception for a stop that was requested between two parts of the lanes; the weights are unchanged."""
 
 
 def training_step(
@@ -78,25 +77,26 @@ def training_step(
 ) -> StepResult:
     """Make one update of the weights: forward, backward, clip, optimiser.
 
-    The lanes are divided into as many parts as there are states; each part has a forward and a backward pass of its
-    own and keeps its own memory, and the gradient is that of the mean over all lanes, those of other processes too.
-    Where the optimiser can (`skips_on_device`), an update that is not finite is skipped on the device, and nothing here
-    waits for it.
+    The lanes are divided into as many parts as there are states. Each part has its own forward and backward pass and
+    its own memory. The gradient is that of the mean over all lanes, including those of other processes. If the
+    optimiser supports it (`skips_on_device`), an update that is not finite is skipped on the device, and this function
+    does not wait for the device.
 
     Args:
-        model: in training mode.
-        optimizer: with the learning rate of this update already set.
-        tokens, targets: int64 [B,T], of this process's lanes.
-        states: one for each part.
-        config: its dtype, clip and loss are used.
-        progress: fraction of all updates that are made, for schedules of auxiliary losses.
-        abandon: asked between two parts whether to give up the step.
-        void: on the device: true if this update is to be skipped whatever it is; an optimiser that `skips_on_device`.
-        tail_rows: for each part, as in `Objective`.
-        lengths: of the consecutive segments that the T tokens are, as in `Objective`; None: one segment.
+        model: model in training mode.
+        optimizer: optimiser with the learning rate of this update already set.
+        tokens, targets: tokens and targets of this process's lanes, int64 [B,T].
+        states: state of each part.
+        config: training configuration, of which dtype, clip and loss are used.
+        progress: fraction of all updates already made, for schedules of auxiliary losses.
+        abandon: function called between two parts; if it returns True, the step is abandoned.
+        void: bool without dimension, on the device: true if this update must be skipped in any case; for an optimiser
+            that `skips_on_device`.
+        tail_rows: room for the targets of tail clusters in each part, as in `Objective`.
+        lengths: lengths of the consecutive segments that make up the T tokens, as in `Objective`; None: one segment.
 
     Raises:
-        StepAbandoned: if it was.
+        StepAbandoned: if `abandon` returned True.
     """
     trained = model if isinstance(model, TrainedModel) else TrainedModel(model)
     processes, parts = trained.processes, len(states)
@@ -130,16 +130,17 @@ def training_step(
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimiser takes a decision to skip an update that the device has made, unread.
+    """Return whether an optimiser can skip an update by a flag on the device, which the host does not read.
 
-    PyTorch's fused ones do, as mixed precision needs it; not with shards, nor with momentum of theirs and ours (Muon).
+    PyTorch's fused optimisers can, because mixed precision needs it, but not with sharded parameters. SGD with momentum
+    and Muon cannot.
     """
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(map(is_sharded, parameters))
 
 
 def _update(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Let the optimiser update the weights, unless it is to be skipped: bool, no dimension."""
+    """Update the weights, unless `skipped` (a bool without dimension) is true."""
     if skips_on_device(optimizer):
         optimizer.found_inf = skipped.float()  # pyright: ignore[reportAttributeAccessIssue] (PyTorch's interface)
         optimizer.step()

@@ -1,6 +1,6 @@
-"""Training a configuration into a run directory: the same call starts a run and goes on with it, exactly.
+"""Training of a configuration in a run directory: the same call starts a run or resumes it exactly.
 
-Started by torchrun, it trains with several processes; process 0 alone writes and talks.
+Under torchrun several processes train together; only process 0 writes files and prints.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from txl.training.validation import check_validation_split
 
 
 class Trainer:
-    """Trains a configuration into a run directory.
+    """Training of one configuration in one run directory.
 
     Args:
-        run: the configuration.
-        out: the run directory; made if it is missing, continued if it holds a run of the same configuration.
-        device: "cpu", "cuda" ...; None: a GPU if there is one.
-        data_dir: where prepared corpora live.
-        init_from: another run directory whose weights and vocabulary a new run starts from.
-        extend: go on with a run beyond its end, to a larger `train.steps`.
-        quiet: nothing on standard error.
+        run: configuration to train.
+        out: run directory; created if missing, continued if it holds a run of the same configuration.
+        device: device to train on: "cpu", "cuda" ...; None: a GPU if there is one, else the CPU.
+        data_dir: directory of the prepared corpora.
+        init_from: run directory whose weights and vocabulary a new run starts with.
+        extend: True: continue a run beyond its end, to a larger `train.steps`.
+        quiet: True: write nothing to standard error.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Trainer:
         """Train up to the last step; resume first if the directory holds a run.
 
         Returns:
-            directory, step, tokens, seconds, best_nll and best_step (None without validation).
+            Values of directory, step, tokens, seconds, best_nll and best_step (the last two None without validation).
 
         Raises:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
-                is then as it was.
+            is then left unchanged.
             RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
-            TrainingDiverged: if losses are no longer finite, or the model is worse than guessing at the end.
+            TrainingDiverged: if losses are not finite, or the model is worse than guessing at the end.
         """
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
@@ -109,9 +109,9 @@ class Trainer:
             return self._fit_first()
 
     def _fit_first(self) -> JsonObject:
-        """Do `fit` in the process that writes."""
+        """Run `fit` in process 0, which writes the files."""
         made = make_directory(self.directory.path)
-        # Without this sign that a trainer has been here, nothing in the directory is ours to remove.
+        # Without a lock file no trainer has used the directory, and nothing in it may be removed.
         was_ours = (self.directory.path / ".lock").exists()
         try:
             with self.directory.locked():
@@ -151,11 +151,11 @@ class Trainer:
 
         def open_and_verify() -> None:
             opened.append(self._corpus(is_new, source))
-            opened[0].verify()  # the text's identity is that of its source; here are the tokens that are trained on
+            opened[0].verify()  # the corpus's identity is that of its source text; this verifies the token files
 
         self.processes.first_does("corpus", open_and_verify)
         corpus = opened[0] if opened else self._corpus(is_new, source)
-        # The caller's random numbers stay as they were.
+        # Preserve the states of the caller's random generators.
         devices = [self.device] if self.device.startswith("cuda") else []
         precision = float32_products(self.run.train.tf32) if devices else nullcontext()
         with torch.random.fork_rng(devices=devices), precision, self._display(corpus.unit) as display:
@@ -175,7 +175,7 @@ class Trainer:
         return Display(self.run.name, unit, self.run.train.steps, self.quiet)
 
     def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """Open the corpus, in the vocabulary that the run has or inherits."""
+        """Open the corpus with the vocabulary that the run has, or inherits from `source`."""
         data = self.run.data
         vocabulary = inherited = None
         if source is not None:
@@ -190,7 +190,7 @@ class Trainer:
             started = self.directory.started()
             inherited = vocabulary if started is not None and started.get("init_from") else None
 
-        # Bytes are the same everywhere; a run's own vocabulary is found again by preparing the corpus anew.
+        # The byte vocabulary is always the same; preparing the corpus again yields a run's own vocabulary again.
         if vocabulary is None or vocabulary.kind == "byte" or inherited is None:
             corpus = open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
             if vocabulary is None or corpus.vocabulary == vocabulary:
@@ -198,12 +198,12 @@ class Trainer:
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
     def _attention_begun_with(self) -> str | None:
-        """Return the attention that the run's log says it began with; another one would add in another order."""
+        """Return the attention backend logged at the start of the run; another backend would add in another order."""
         started = self.directory.started()
         return None if started is None else started.get("attention")
 
     def _check_arithmetic(self) -> None:
-        """Refuse what the model cannot train with on the device, in the dtype of the matrix products."""
+        """Refuse a model that cannot train on the device with this dtype of the matrix products."""
         shape = self.run.model
         if self.directory.newest() is not None:
             shape = shape.with_attention(self._attention_begun_with())
@@ -223,7 +223,7 @@ class Trainer:
             if reason:
                 display.message(f"train.compile: no working compiler here ({reason}); the layers run eagerly")
         trained = TrainedModel(model, self.processes, train.parallel)
-        if not self.processes.is_first:  # other lanes, other dropout
+        if not self.processes.is_first:  # each process draws its own dropout
             seed_of_process(train.seed, self.processes.rank, 0)
         stream = training_stream(
             corpus.tokens("train"),
@@ -231,7 +231,7 @@ class Trainer:
             train.segment,
             random_segments=train.random_segments,
             seed=train.seed,
-            # A whole segment is no shift: with the full loss it is `epoch_shift` alone that moves them.
+            # A shift by a whole segment has no effect: with the full loss only `epoch_shift` moves the segments.
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
         log = RunLog(
@@ -247,13 +247,13 @@ class Trainer:
         return loop
 
     def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
-        """Write what makes the directory a run; config.json comes last."""
+        """Write the files that make the directory a run; config.json is written last."""
         if self.processes.is_first:
             self.directory.write_vocabulary(loop.setup.corpus.vocabulary)
         self._announce(loop, EventName.START)
         self._note_what_belongs(loop)
         if keep_weights:
-            # The run no longer depends on where its weights came from.
+            # With its own checkpoint the run does not depend on the source of its weights.
             loop.saver.save(loop.state)
             loop.saver.wait()
         if self.processes.is_first:
@@ -262,7 +262,7 @@ class Trainer:
     def _go_on(self, loop: TrainingLoop) -> None:
         found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display))
         if found is None:
-            self._announce(loop, EventName.START)  # it was stopped, the hard way, before its first checkpoint
+            self._announce(loop, EventName.START)  # the run was killed before its first checkpoint
         else:
             loop.resume(self.directory.checkpoints / found)
             before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
@@ -273,7 +273,7 @@ class Trainer:
             self.directory.write_config(self.run)
 
     def _note_changes(self, loop: TrainingLoop, before: RunConfig) -> None:
-        """Report the changes of the configuration: the text's name, the number of steps."""
+        """Report changes of the configuration: another path of the text, another number of steps."""
         display, step = loop.setup.display, loop.state.counters.step
         old, new = absolute_path(before.data.corpus), self.run.data.corpus
         if old != new:
@@ -286,7 +286,7 @@ class Trainer:
             display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
 
     def _newest_good(self, display: Display) -> str | None:
-        """Return the name of the checkpoint to go on from, if there is one, and report those that cannot be used."""
+        """Return the name of the checkpoint to resume from, or None, and report newer ones that cannot be used."""
         remove_partial(self.directory.checkpoints)
         found, refused = newest_good(self.directory)
         for reason in refused:
@@ -299,7 +299,7 @@ class Trainer:
         loop.saver.belongs = weights_identity(asdict(self.run.model), vocabulary, self.directory.run_id())
 
     def _announce(self, loop: TrainingLoop, event: EventName) -> None:
-        """Show and log what is trained on what, if this is the process that writes."""
+        """Show and log the model, the corpus and the device, if this is the process that writes."""
         if not self.processes.is_first:
             return
         setup, model, step = loop.setup, loop.state.model, loop.state.counters.step
@@ -352,8 +352,11 @@ class Trainer:
 
 
 def _check_processes(run: RunConfig, processes: Processes) -> None:
-    """Refuse what several processes cannot do: lanes that they and the parts do not divide, captured steps, and, with
-    sharded weights, averages and Muon."""
+    """Refuse a configuration that these processes cannot train.
+
+    The batch size must be a multiple of processes times parts. Several processes cannot capture steps, or average
+    weights or use Muon when weights are sharded.
+    """
     train, count = run.train, processes.count
     if count > 1 and train.capture:
         raise UserError(f"train.capture serves one process, and these are {count}; leave it out")
@@ -377,18 +380,18 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
 def fork_of(
     config: RunConfig, out: Path, device: str | None = None, data_dir: str | Path | None = None
 ) -> tuple[Path, Path | None]:
-    """Return the directory of a run that starts from another run's weights, and the directory of these weights.
+    """Return the directory of a fork that starts from another run's weights, and the directory of these weights.
 
-    The run is the first of OUT, OUT-fork-1, OUT-fork-2 ... that is free or has this configuration and text.
+    The fork's directory is OUT, OUT-fork-1, OUT-fork-2 ...: the first that is free or has this configuration and text.
 
     Args:
-        config: of the run.
-        out: a directory that holds a run.
-        device: that the run trains on.
-        data_dir: where prepared corpora live.
+        config: configuration of the fork.
+        out: directory that holds a run.
+        device: device that the fork trains on.
+        data_dir: directory of the prepared corpora.
 
     Returns:
-        Weights from None if the run is the one in `out`.
+        Both directories; the second is None if the first is `out`, whose run then continues.
     """
     candidate, number = out, 0
     beside = out if out.name not in ("", "..") else Path(os.path.abspath(out))

@@ -1,4 +1,4 @@
-"""Evaluations on the validation split while a model trains."""
+"""Evaluations on the validation split during training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from txl.training.parallel import TrainedModel
 
 
 class ValidationStopped(Exception):
-    """A stop was asked for in the middle of an evaluation."""
+    """Exception for a stop that was requested during an evaluation."""
 
 
 def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse a validation split that cannot be evaluated now rather than after thousands of steps."""
+    """Refuse a validation split that cannot be evaluated, at the start rather than after thousands of steps."""
     if run.train.eval_every:
         tokens = corpus.tokens("valid")
         limit = run.train.eval_tokens
@@ -30,19 +30,19 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
 def evaluate_in_training(
     model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
 ) -> EvaluationResult:
-    """Evaluate with memory that makes the attention as long as in training: memory and segment have the same sum.
+    """Evaluate on the validation split with attention as long as in training: memory and segment have the same sum.
 
-    Nothing in it draws random numbers or touches the lanes' memory, so it does not change what comes after.
+    The evaluation draws no random numbers and does not touch the lanes' memory, so later steps do not depend on it.
 
     Args:
-        model: the one to evaluate: that which trains, or the average of its weights.
-        run: the configuration.
-        corpus: whose validation split is read.
-        trained: the model that trains, in all processes.
-        stop: asked again and again whether to give up.
+        model: model to evaluate: the one that is trained, or the average of its weights.
+        run: configuration of the run.
+        corpus: corpus whose validation split is read.
+        trained: model that is trained, in all processes.
+        stop: function called repeatedly; the evaluation ends when it returns True.
 
     Raises:
-        ValidationStopped: if it was.
+        ValidationStopped: if `stop` returned True.
     """
     train = run.train
     segment = min(run.eval.segment, train.segment) if run.model.mem_len else train.segment
