@@ -1,1 +1,1 @@
-"""Checkpoints of the earlier implementations: read safely, converted exactly."""
+"""Import of checkpoints of earlier implementations, read safely and converted exactly; export of runs."""

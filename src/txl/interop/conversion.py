@@ -1,5 +1,6 @@
-"""Convert the authors' tensors to ours: the model's shape is found in them, and nothing is computed anew.
+"""Conversion of the authors' tensors to this package's names and configuration; no weight is recomputed.
 
+Tensor shapes determine most fields of the configuration; the file's settings and the user's options state the others.
 Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i width of cluster i.
 """
 
@@ -18,15 +19,15 @@ from txl.interop.source import Source
 
 FREE = {name for name, field in MODEL_FIELDS.items() if not field.item.metadata.get("changes_weights")}
 FREE.add("layer_norm_eps")
-"""Fields that an option may say otherwise than the file: those that do not change what the weights mean, and the
-epsilon, which most files do not state themselves."""
+"""Fields in which an option may differ from the file: fields that do not change the meaning of the weights, and
+`layer_norm_eps`, which most files do not state."""
 
 
 def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
-    """Return the configuration and weights of a foreign checkpoint; the tensors are emptied on the way.
+    """Return the configuration and weights of a foreign checkpoint; `source.tensors` is emptied.
 
     Args:
-        source: what was read.
+        source: checkpoint as read from its file.
         options: fields of `TransformerXLConfig` that the user states.
     """
     tensors = {name: _floating(name, tensor) for name, tensor in source.tensors.items()}
@@ -40,20 +41,20 @@ def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig
 
 
 def _floating(name: str, tensor: Tensor) -> Tensor:
-    """Return weights in float32, whatever they were saved in."""
+    """Return a tensor of any floating-point type as float32."""
     if not tensor.dtype.is_floating_point:
         raise UserError(f"the tensor {name} holds {tensor.dtype}; expected floating-point numbers")
     if tensor.ndim == 0:
         raise UserError(f"the tensor {name} is a single number; expected a vector or a matrix")
     tensor = tensor.to(torch.float32)
-    # Not `isfinite`, which takes several times the tensor's memory; the extremes of one that holds NaN are NaN.
+    # Not `isfinite`, which needs several times the tensor's memory. If a tensor contains NaN, `aminmax` returns NaN.
     if tensor.numel() and not all(math.isfinite(each) for each in tensor.aminmax()):
         raise UserError(f"the tensor {name} holds numbers that are not finite; use another checkpoint")
     return tensor
 
 
 def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldValues) -> TransformerXLConfig:
-    """Return the shape, from tensors, the file's own statements, and options for what neither tells."""
+    """Return the configuration from the tensors' shapes, the settings in the file, and the user's options."""
     found = shape_of(tensors, source.kind)
     cutoffs = found.pop("cutoffs", None)
     stated = dict(source.settings)
@@ -63,7 +64,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
         stated[name] = value
     memory, window = (source.settings.get(name) for name in ("mem_len", "window"))
     if memory is not None and window is not None and "mem_len" in options and "window" not in options:
-        # The file's is `same_length`, which goes with memory: a query sees as many keys as it holds, or one more.
+        # The file's window comes from `same_length` and depends on memory: a query sees mem_len or mem_len + 1 keys.
         stated["window"] = options["mem_len"] + window - memory if options["mem_len"] > 0 else None
     for name, value in found.items():
         if name == "div_val" and not n_cluster_of(tensors):
@@ -87,7 +88,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
             f"model.cutoffs is {list(stated.get('cutoffs', ()))}, but the checkpoint has {n_cluster} tail clusters"
         )
     stated.setdefault("cutoffs", ())
-    stated.setdefault("div_val", 2)  # one cluster with a projection though it is as wide as the model: any but 1
+    stated.setdefault("div_val", 2)  # one table with a projection though as wide as the model: any value but 1
     stated["tie_embeddings"] = _embeddings_are_tied(tensors)
     tie = _projections_tied(tensors, len(stated["cutoffs"]) + 1)
     if "tie_projections" in options and options["tie_projections"] != tie:
@@ -100,7 +101,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
 
 
 def shape_of(tensors: dict[str, Tensor], kind: str) -> FieldValues:
-    """Return the fields of a `TransformerXLConfig` that tensors' shapes tell; `cutoffs` if each cluster has a table."""
+    """Return the `TransformerXLConfig` fields that the shapes determine; `cutoffs` only if each cluster has a table."""
 
     def shape(name: str, dimensions: int) -> list[int]:
         if name not in tensors:
@@ -139,7 +140,7 @@ def shape_of(tensors: dict[str, Tensor], kind: str) -> FieldValues:
     elif "word_emb.emb_projs.0" not in tensors:
         found["div_val"] = 1
     elif tables[0][1] != d_model:
-        found["div_val"] = 1  # a narrower embedding; one cluster cannot tell, and it is the same function
+        found["div_val"] = 1  # a narrower embedding; with one table, div_val does not change the function
     return found
 
 
@@ -149,7 +150,7 @@ def n_cluster_of(tensors: dict[str, Tensor]) -> int:
 
 
 def _embeddings_are_tied(tensors: dict[str, Tensor]) -> bool:
-    """Return whether the output's tables are the embedding's; drop copies of them."""
+    """Return whether the output's tables equal the embedding's; if so, remove the output's from `tensors`."""
     same = True
     for i in range(_count(tensors, "word_emb.emb_layers.{}.weight")):
         own = tensors.get(f"crit.out_layers.{i}.weight")
@@ -161,7 +162,7 @@ def _embeddings_are_tied(tensors: dict[str, Tensor]) -> bool:
 
 
 def _projections_tied(tensors: dict[str, Tensor], n_cluster: int) -> Literal["all", "all_but_first", "none"]:
-    """Return for which clusters the output's projection is the embedding's (missing in the file, or equal)."""
+    """Return `tie_projections`: a cluster is tied if its output projection is missing or equals the embedding's."""
     split = _count(tensors, "word_emb.emb_layers.{}.weight") > 1
 
     def shared(cluster: int) -> bool:
@@ -183,7 +184,7 @@ def _count(tensors: dict[str, Tensor], name: str) -> int:
 
 
 def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
-    """Return our state dictionary; tensors that are taken are removed from `tensors`."""
+    """Return the state dictionary of this package's model; used tensors are removed from `tensors`."""
     ours: dict[str, Tensor] = {}
 
     def take(name: str) -> Tensor:
@@ -209,7 +210,7 @@ def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[st
         own = tensors.pop(f"crit.out_projs.{cluster}", None)
         tied = config.tie_projections == "all" or (config.tie_projections == "all_but_first" and cluster > 0)
         if projections[0] is not None and not tied:
-            # With nothing of its own in the file, it is a copy of the embedding's.
+            # A projection that is missing from the file is a copy of the embedding's.
             embedding = projections[cluster if n_table > 1 else 0]
             assert embedding is not None
             ours[f"softmax.own_projections.{cluster}"] = embedding.clone() if own is None else own
@@ -242,18 +243,18 @@ def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[st
 
 
 def flip_clusters(tensors: dict[str, Tensor]) -> None:
-    """Move cluster i's logit from row C-i, where the authors' PyTorch code reads it, into row i-1."""
+    """Move the logit of cluster i of C from row C-i, where the authors' PyTorch code reads it, to row i-1."""
     for name in ("crit.cluster_weight", "crit.cluster_bias"):
         if name in tensors:
             tensors[name] = tensors[name].flip(0)
 
 
 def restore_shared(tensors: dict[str, Tensor], all_but_first: bool) -> None:
-    """Put back embeddings and projections that a file left out because the output has the same ones.
+    """Restore embeddings and projections that a file left out because the output layer shares them.
 
     Args:
-        tensors: by the authors' names.
-        all_but_first: whether the first cluster's output projection is its own.
+        tensors: tensors by the authors' names; changed in place.
+        all_but_first: True if the first cluster does not share its projection.
     """
     for i in range(_count(tensors, "crit.out_layers.{}.bias")):
         name = f"word_emb.emb_layers.{i}.weight"

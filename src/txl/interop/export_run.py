@@ -1,6 +1,6 @@
-"""Export a run for transformers 5 (with code and tokenizer, to be opened alone) or as plain safetensors.
+"""Export a run for transformers 5 (with code and tokenizer, so that it opens without this package) or as safetensors.
 
-The same files are read back, so that an export can be imported.
+The module also reads its own exports, so that an export can be imported.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     """Write a run's model for other programs.
 
     Args:
-        path: a run directory.
-        out: the directory to write; it must not hold anything.
+        path: run directory.
+        out: directory to write; must be missing or empty.
         kind: "huggingface" or "safetensors".
-        checkpoint: "best", "latest" or the number of a step; None: best, else latest.
+        checkpoint: "best", "latest" or the number of a step; None: best if it exists, else latest.
 
     Returns:
-        What the user should know.
+        Notes for the user.
 
     Raises:
-        UserError: if there is no such run or checkpoint, or `out` cannot be written; nothing is then left of it.
+        UserError: if the run or checkpoint does not exist or cannot be exported, or if `out` cannot be written; created
+            directories are then removed.
     """
     if kind not in FORMATS:
         raise UserError(f"--format is {kind!r}; expected one of {', '.join(FORMATS)}")
@@ -79,14 +80,14 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
 
 
 def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
-    """Fill a directory beside `out`, then let it take that name, or an empty `out` its files."""
+    """Fill a temporary directory beside `out`, then rename it to `out`, or move the files into an existing `out`."""
     out = Path(os.path.abspath(out))
     temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = make_scratch(out.parent, out.name)
         notes = fill(temporary)
-        if out.is_dir():  # it stays: somebody may work in it
+        if out.is_dir():  # keep the directory: a process may work in it
             for each in sorted(temporary.iterdir()):
                 os.rename(each, out / each.name)
         else:
@@ -106,7 +107,7 @@ def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
 
 
 def _tested(run: RunConfig) -> JsonObject:
-    """Return the model's fields, with the lengths that the run is tested with."""
+    """Return the model's fields, with memory length, window and clamp from the run's test settings."""
     lengths = {"mem_len": run.eval.mem_len, "window": run.eval.window, "clamp_len": run.eval.clamp_len}
     return asdict(run.model) | lengths
 
@@ -165,11 +166,11 @@ def _fill_huggingface(
 
 
 def flat_modules(start: str) -> dict[str, str]:
-    """Return the source of a module of this package and of all of its that it imports, as files of one flat folder.
+    """Return the source of a module and of all modules of this package that it imports, as files of one flat folder.
 
-    transformers opens such a folder by itself: `from txl.models.adaptive import X` becomes
-    `from .txl_models_adaptive import X`. Imports of jaxtyping go: annotations are never evaluated, and it may not be
-    installed there.
+    transformers can open such a folder without this package: `from txl.models.adaptive import X` becomes
+    `from .txl_models_adaptive import X`. Imports of jaxtyping are removed: annotations are never evaluated, and
+    jaxtyping may not be installed where the export is opened.
     """
     found: dict[str, str] = {}
     waiting = [start]
@@ -194,7 +195,7 @@ def flat_modules(start: str) -> dict[str, str]:
 
 
 def _with_texts(sources: dict[str, str]) -> str:
-    """Return a `txl.native.sources` that holds the C++ texts, for a folder of Python files alone."""
+    """Return the source of a `txl.native.sources` that contains the C++ texts, for a folder of only Python files."""
     lines = ['"""The C++ sources of the compiled library."""', "", "", "def cpp_sources() -> dict[str, str]:"]
     lines += ['    """Texts by file name."""', "    return {"]
     for name, text in sources.items():
@@ -214,9 +215,9 @@ PADDING = "<|pad|>"
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return tokenizer.json and tokenizer_config.json; encoding gives the same ids as the vocabulary.
+    """Return the texts of tokenizer.json and tokenizer_config.json; the tokenizer encodes to the vocabulary's ids.
 
-    Decoded words are joined by spaces, line ends too, and marks as their joiners say.
+    Decoding joins words and line ends by spaces, and punctuation marks as the joiners in the tokens state.
     """
     config: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -231,7 +232,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
         tokenizer.normalizer = normalizers.Sequence([*before, *after])  # pyright: ignore[reportAttributeAccessIssue]
     if not tokenizer.add_special_tokens([PADDING]):
         raise UserError(f"the vocabulary has a token {PADDING!r} of its own")
-    config["pad_token"] = PADDING  # the id behind the vocabulary, which the model takes for no token
+    config["pad_token"] = PADDING  # the id after the vocabulary's last, which is no token of the model
     return {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
@@ -240,7 +241,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
 
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     if isinstance(vocabulary, BpeVocabulary):
-        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy: the padding is added to it
+        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy, to which the padding token is added
     if isinstance(vocabulary, ByteVocabulary):
         if not vocabulary.is_complete:
             raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
@@ -283,7 +284,7 @@ def is_own_export(folder: Path) -> bool:
 
 
 def _stated(folder: Path) -> JsonObject | None:
-    """Return the model's fields as config.json has them, if it is one of ours."""
+    """Return the model's fields from config.json; None if `txl export` did not write the directory."""
     values = stated_config(folder)
     if values is None:
         return None
@@ -293,7 +294,7 @@ def _stated(folder: Path) -> JsonObject | None:
 
 
 def read_test_settings(folder: Path) -> EvalConfig | None:
-    """Return the test settings of the exported run, if the export states them."""
+    """Return the test settings of the exported run; None if the export does not state them."""
     values = stated_config(folder) or {}
     return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
@@ -301,10 +302,10 @@ def read_test_settings(folder: Path) -> EvalConfig | None:
 def read_own_export(
     folder: Path, options: JsonObject
 ) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
-    """Read configuration, weights and vocabulary.
+    """Read configuration, weights and vocabulary of an export.
 
     Args:
-        folder: what `txl export` wrote, or transformers' `save_pretrained` after it.
+        folder: directory that `txl export` wrote, or transformers' `save_pretrained` after loading an export.
         options: fields of `TransformerXLConfig` that the user states.
     """
     stated = _stated(folder) or {}

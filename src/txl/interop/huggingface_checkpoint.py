@@ -1,6 +1,6 @@
-"""A directory of Hugging Face's `TransfoXLLMHeadModel`: config.json, safetensors or pytorch_model.bin, vocabulary.
+"""Directories of Hugging Face's `TransfoXLLMHeadModel`: config.json, safetensors or pytorch_model.bin, vocabulary.
 
-Tensors that are shared in the model may be left out of the file. Cluster i's logit is in row i-1, as here.
+The file may leave out tensors that the model shares. The logit of cluster i is in row i-1, as in this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a directory holds a Transformer-XL of Hugging Face's."""
+    """Return whether a directory holds a Transformer-XL in Hugging Face's format."""
     config = stated_config(folder)
     return config is not None and (
         config.get("model_type") == MODEL_TYPE or "TransfoXL" in str(config.get("architectures"))
@@ -33,7 +33,7 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def stated_config(folder: Path) -> JsonObject | None:
-    """Return the content of config.json; None if there is none, or it is no JSON object."""
+    """Return the content of config.json; None if the file is missing or is not a JSON object."""
     try:
         values = read_json(folder / "config.json")
     except (OSError, UserError):
@@ -70,7 +70,7 @@ def read_huggingface(folder: Path) -> Source:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a directory that `save_pretrained` wrote, from one file or from several with an index."""
+    """Read all tensors of a directory that `save_pretrained` wrote, from one file or from several and an index."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return _tensors_of(folder / name)

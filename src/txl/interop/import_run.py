@@ -1,4 +1,4 @@
-"""Import a foreign checkpoint as an ordinary run: read, converted, verified, written whole or not at all."""
+"""Import a foreign checkpoint as an ordinary run: read, convert and verify, then write completely or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from txl.runs.events import EventName
 
 
 def read_source(path: Path) -> Source:
-    """Read a checkpoint of any known kind, recognised by its content."""
+    """Read a checkpoint of any supported kind; the kind is recognised from the content."""
     if not path.exists() and tensorflow_prefix(path) is None:
         raise UserError(f"{path}: no such file or directory; expected a checkpoint")
     if path.is_dir() and is_huggingface(path):
@@ -60,21 +60,21 @@ def import_run(
     model_options: JsonObject | None = None,
     data: DataConfig | None = None,
 ) -> tuple[RunConfig, list[str]]:
-    """Bring a foreign checkpoint into a new run directory.
+    """Import a foreign checkpoint into a new run directory.
 
     Args:
-        path: of the checkpoint.
-        out: the directory to write; it must not hold anything.
-        vocabulary: to use instead of what the checkpoint brings.
-        model_options: fields of `TransformerXLConfig` that the file does not say.
-        data: the text that `txl eval` is to read if nothing else is said; None: it has to be said.
+        path: path of the checkpoint.
+        out: directory to write; must be missing or empty.
+        vocabulary: vocabulary that replaces the checkpoint's; None: the checkpoint's.
+        model_options: fields of `TransformerXLConfig` that the file does not state.
+        data: default text of `txl eval`; None: `txl eval` requires an option that names the text.
 
     Returns:
-        The run's configuration, and what the user should know.
+        The run's configuration, and notes for the user.
 
     Raises:
-        UserError: if the checkpoint cannot be read, contradicts itself or the options, or `out` cannot be written. What
-            was written of `out` is then removed.
+        UserError: if the checkpoint cannot be read, contradicts itself or the options, or `out` cannot be written. All
+            files written to `out` are then removed.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: not empty; give another directory")
@@ -95,10 +95,10 @@ def import_run(
         lengths = {"mem_len": model.mem_len, "window": model.window, "clamp_len": model.clamp_len}
         run.eval = dataclasses.replace(tested, **lengths)
     validate(run)
-    RunConfig.from_dict(run.to_dict())  # what could not be read again is not written
+    RunConfig.from_dict(run.to_dict())  # write only a configuration that can be read again
     with torch.device("meta"):
         network = build_model(run.model, n_token)
-    load_weights(network, weights, str(path), assign=True)  # every tensor is there, and of the right shape
+    load_weights(network, weights, str(path), assign=True)  # requires every tensor, with the right shape
     _write(RunDirectory(out), run, vocabulary, network.state_dict(), source)
     notes = list(source.notes)
     if vocabulary is None:
@@ -146,7 +146,7 @@ def _write(
     except BaseException:
         if missing:
             shutil.rmtree(directory.path, ignore_errors=True)
-            for each in missing[1:]:  # those in which nobody else has put anything
+            for each in missing[1:]:  # removes only parents that are empty
                 with suppress(OSError):
                     each.rmdir()
         else:

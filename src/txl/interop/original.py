@@ -1,7 +1,7 @@
-"""The authors' PyTorch checkpoints: `model.pt`, a pickled module, or a dictionary of its weights; and NVIDIA's.
+"""The authors' PyTorch checkpoints (`model.pt`, a pickled module, or a dictionary of weights), and NVIDIA's.
 
-The module's options are read from its attributes. In the authors' code cluster i's logit is in row C-i of the cluster
-weights; NVIDIA's kept that.
+The settings of a pickled module are read from its attributes. In the authors' and NVIDIA's code, the logit of cluster i
+of C is in row C-i of the cluster weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENCODINGS = {
 
 
 def source_of(value: object, path: str) -> Source:
-    """Return the checkpoint that torch.save was given."""
+    """Return the checkpoint in an object read from a torch.save file."""
     if isinstance(value, StandIn):
         return _from_module(_unwrapped(value), path)
     if isinstance(value, dict) and "model_state" in value:
@@ -42,14 +42,14 @@ def source_of(value: object, path: str) -> Source:
 
 
 def refuse_encoding(kind: object, path: str) -> None:
-    """Refuse every encoding but type 0, by name."""
+    """Refuse every positional encoding except type 0, with an error that names the encoding."""
     if kind not in (0, None):
         name = ENCODINGS.get(kind, "unknown") if isinstance(kind, int) else "unknown"
         raise UserError(f"{path}: encoding type {kind} ({name}); only type 0, the paper's own, can be imported")
 
 
 def refuse_extended_context(ext_len: object, path: str) -> None:
-    """Refuse an extended context above 0."""
+    """Refuse an extended context (`ext_len`) above 0."""
     if isinstance(ext_len, int) and ext_len > 0:
         raise UserError(
             f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
@@ -57,7 +57,7 @@ def refuse_extended_context(ext_len: object, path: str) -> None:
 
 
 def refuse_sampled_softmax(n_sample: object, path: str) -> None:
-    """Refuse a softmax over a sample of the vocabulary; -1 or 0 is none."""
+    """Refuse a softmax over a sample of the vocabulary; -1 or 0 means no sampling."""
     if isinstance(n_sample, (int, float)) and n_sample > 0:
         raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
 
@@ -67,15 +67,15 @@ _RATES = ("dropout", "dropatt", "layer_norm_epsilon")
 
 
 def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool) -> FieldValues:
-    """Return the fields that the configuration of an earlier implementation states.
+    """Return the `TransformerXLConfig` fields that the configuration of an earlier implementation states.
 
     Args:
-        stated: names to values, as Hugging Face's config.json and NVIDIA's `model_config` have them.
-        path: for messages.
-        itself_extra: as in `window_of`.
+        stated: values by name, as in Hugging Face's config.json and NVIDIA's `model_config`.
+        path: path of the checkpoint, for messages.
+        itself_extra: True if a query's own key is not among the `mem_len` keys, see `window_of`.
 
     Raises:
-        UserError: if it is of a model that cannot be imported, or a value is of the wrong type.
+        UserError: if the model cannot be imported, or a value has the wrong type.
     """
     refuse_encoding(stated.get("attn_type"), path)
     refuse_extended_context(stated.get("ext_len"), path)
@@ -97,7 +97,7 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
 
 
 def _unwrapped(module: StandIn) -> StandIn:
-    """Return the model inside of DataParallel, FP16_Module and the like."""
+    """Return the model inside wrappers such as DataParallel and FP16_Module."""
     seen = 0
     while "module" in _modules(module) and seen < 8:
         module, seen = _modules(module)["module"], seen + 1
@@ -191,7 +191,7 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
         if isinstance(tensor, Tensor):
             name = _bare(str(name))
             if name.startswith("crit.shared_out_projs."):
-                continue  # the embedding's own, once more
+                continue  # a copy of the embedding's projections
             if name.startswith("crit.out_layers_biases."):
                 name = f"crit.out_layers.{name.rpartition('.')[2]}.bias"
             elif name.startswith("crit.out_layers_weights."):

@@ -1,11 +1,12 @@
-"""Read pickles from outside without running anything of theirs.
+"""Unpickler for untrusted files that runs no code from a file.
 
-A pickle is a program: it names functions and calls them. Here a name either stands on a short list of harmless ones, or
-belongs to a module whose classes are replaced by inert stand-ins that only keep their attributes, or the whole file is
-refused by that name. Nothing is ever imported because a file asks for it.
+A pickle is a program: it names functions and calls them. This unpickler accepts a name only if it is on a short list of
+harmless functions, or if it belongs to a module whose classes are replaced by inert stand-ins, which only keep
+attributes. At any other name it refuses the whole file, with an error that states the name. A file never causes an
+import.
 
-The pure-Python unpickler is used, not the C one: every operation can be overridden, and its memo is a dictionary, which
-no index in the file can blow up.
+The pure-Python unpickler is used instead of the C one: every operation can be overridden, and its memo is a dictionary,
+so that a large index in the file does not allocate memory.
 """
 
 from __future__ import annotations
@@ -37,29 +38,32 @@ STAND_IN_MODULES = (
     "numpy",
     "__main__",
 )
-"""Modules (with all below them) of the implementations whose classes files may hold; they are never imported."""
+"""Modules, with their submodules, whose classes a file may contain; these modules are never imported."""
 
 
 class UnsafePickle(Exception):
-    """A pickle that is damaged, or names what is on no list."""
+    """A pickle that is damaged, or that contains a name which is not allowed."""
 
 
 class StandIn:
-    """Keeps the attributes of an object whose class is not run."""
+    """Stand-in that keeps the attributes of an object without its class."""
 
     origin = "?"
-    """Module and name of the class it stands for."""
+    """Module and name of the class that the stand-in replaces."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the pickled object; called by the class, as an object may have one of this name."""
+        """Return an attribute of the pickled object.
+
+        Call `StandIn.attribute(object, name)`, because the object may have an attribute with the name "attribute".
+        """
         return self.__dict__.get(name, default)
 
 
 def stand_in(module: str, name: str) -> type[StandIn]:
-    """Return a class of stand-ins for one class."""
+    """Return a stand-in class for the class `name` in `module`."""
 
     class Named(StandIn):
         origin = f"{module}.{name}"
@@ -68,14 +72,14 @@ def stand_in(module: str, name: str) -> type[StandIn]:
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
-    """Stand in for `_codecs.encode`, by which Python 3 writes bytes in protocol 2."""
+    """Replace `_codecs.encode`, which Python 3 uses to write bytes in protocol 2."""
     if not isinstance(text, str) or encoding != "latin1":
         raise UnsafePickle("bytes in an unknown encoding")
     return text.encode("latin1")
 
 
 def _plain_dict(*args: Any) -> dict[object, object]:
-    """Return a dictionary in place of an OrderedDict or Counter: of a list of pairs, a mapping, or nothing."""
+    """Return a dict in place of an OrderedDict or Counter, from a list of pairs, from a mapping, or empty."""
     return dict(*args) if args else {}
 
 
@@ -93,12 +97,12 @@ _PurePython: Any = vars(pickle)["_Unpickler"]
 
 
 class SafeUnpickler(_PurePython):
-    """Reads one pickle; `load` returns plain values and stand-ins.
+    """Unpickler of one pickle; `load` returns plain values and stand-ins.
 
     Args:
         file: an open binary file.
-        names: further (module, name) pairs and what they mean.
-        persistent: resolves persistent ids (torch's storages); None: there may be none.
+        names: further allowed (module, name) pairs, each with the object that replaces it.
+        persistent: function that resolves persistent ids (torch's storages); None: persistent ids are refused.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class SafeUnpickler(_PurePython):
         """Return the stand-in or function for a name.
 
         Raises:
-            UnsafePickle: if it is on no list.
+            UnsafePickle: if the name is not allowed.
         """
         key = (str(module), str(name))
         if key in self._names:
@@ -128,17 +132,17 @@ class SafeUnpickler(_PurePython):
         raise UnsafePickle(f"it asks for {key[0]}.{key[1]}, which no checkpoint of a Transformer-XL needs")
 
     def get_extension(self, code: int) -> None:
-        """Refuse copyreg's extensions, which are a process's own."""
+        """Refuse copyreg's extensions, whose numbers have a meaning only within a process."""
         raise UnsafePickle(f"it asks for the extension number {code}, which no checkpoint needs")
 
     def persistent_load(self, pid: object) -> object:
-        """Return a storage of torch's."""
+        """Return the object with a persistent id (a storage of torch)."""
         if self._persistent is None:
             raise UnsafePickle("it refers to data outside of it")
         return self._persistent(pid)
 
     def load_build(self) -> None:
-        """Do BUILD: set attributes on stand-ins alone (a dictionary's own attributes are dropped)."""
+        """Execute BUILD: set attributes on a stand-in, ignore attributes of a dictionary, refuse any other object."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, StandIn):
@@ -160,11 +164,11 @@ class SafeUnpickler(_PurePython):
         """Return the pickled value.
 
         Raises:
-            UnsafePickle: for a damaged pickle, or one that names what is on no list.
+            UnsafePickle: if the pickle is damaged, or contains a name that is not allowed.
         """
         try:
             return super().load()
         except UnsafePickle:
             raise
-        except Exception as error:  # whatever a damaged or hostile program of opcodes leads to
+        except Exception as error:  # damaged or hostile opcodes can raise any exception
             raise UnsafePickle(f"damaged pickle ({type(error).__name__}: {str(error)[:100]})") from None

@@ -1,12 +1,12 @@
-"""Source of an import: tensors by the authors' names, and what the checkpoint's file says of itself.
+"""Source of an import: tensors by the authors' names, and the settings that the checkpoint's file states.
 
-The authors' names (their PyTorch code; Hugging Face's and NVIDIA's are brought to them):
+The authors' names are those in their PyTorch code; names of other implementations are converted to the authors' names:
 `word_emb.emb_layers.i.weight`, `word_emb.emb_projs.i`, `layers.n.dec_attn.{qkv_net,r_net,o_net}.weight`,
 `layers.n.dec_attn.layer_norm.*`, `layers.n.pos_ff.CoreNet.{0,3}.*`, `layers.n.pos_ff.layer_norm.*`, `r_w_bias` (u) and
 `r_r_bias` (v), in every layer's `dec_attn` if they are not shared, `crit.cluster_{weight,bias}`,
 `crit.out_layers.i.{weight,bias}`, `crit.out_projs.i`.
 
-`checkpoint_path` downloads a model named on the Hugging Face Hub with the Hub's own client.
+If a model on the Hugging Face Hub is named instead of a path, `checkpoint_path` downloads it with the Hub's own client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _PATTERNS = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin
 
 
 def checkpoint_path(given: str, quiet: bool = False) -> Path:
-    """Return the path of a checkpoint on disk; download a model's name first (continued after a break, then cached)."""
+    """Return the path of a checkpoint on disk; if `given` names a model on the Hub, download it first.
+
+    The Hub's client resumes an interrupted download and caches a complete one.
+    """
     path = Path(os.path.expanduser(given))
     if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) or path.with_name(path.name + ".index").exists():
         return path
@@ -48,26 +51,26 @@ class Source:
     """A foreign checkpoint."""
 
     kind: str
-    """For people: which implementation wrote it."""
+    """Name of the implementation that wrote the checkpoint, for messages."""
     tensors: dict[str, Tensor]
     """Tensors by the authors' names, with cluster i's logit in row i-1."""
     settings: FieldValues = field(default_factory=dict)
-    """Fields of `TransformerXLConfig` that the file states; the others are found from the tensors."""
+    """Fields of `TransformerXLConfig` that the file states; other fields are derived from the tensors."""
     segment: int | None = None
-    """Tokens of a segment, if the file states it."""
+    """Number of tokens in a segment; None if the file does not state it."""
     vocabulary: Vocabulary | None = None
-    """The vocabulary, if the file brings it."""
+    """The vocabulary; None if the file contains none."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user."""
 
 
 def window_of(same_length: object, mem_len: object, itself_extra: bool) -> int | None:
-    """Return the `window` that `same_length` means: `mem_len` keys, the query's own among them or in addition."""
+    """Return the `window` of `same_length`: `mem_len` keys, or one more if the query's own key is extra."""
     if not same_length or not isinstance(mem_len, int) or mem_len < 1:
         return None
     return mem_len + 1 if itself_extra else mem_len
 
 
 def length_or_none(value: object) -> int | None:
-    """Return a clamp as the authors write it: -1 or 0 is none."""
+    """Return a clamp from the authors' notation; None for -1 or 0, which mean no clamp."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,8 +1,8 @@
 """Checkpoints of the authors' TensorFlow code, among them the released large models.
 
-They are read with TensorFlow itself (the extra `tensorflow`). Kernels are transposed, all layers' u and v are stacked.
-Cluster i's logit is in row i-1, as here. A checkpoint holds weights only: memory, clamp and window come by option
-(their `same_length` with `mem_len` M is `window` M + 1).
+Reading requires TensorFlow itself (the extra `tensorflow`). In a checkpoint, kernels are transposed, and u and v of all
+layers are stacked. The logit of cluster i is in row i-1, as in this package. A checkpoint holds only weights: memory,
+clamp and window must be given as options (`same_length` with `mem_len` M in the authors' code is `window` M + 1).
 
 Shapes: E d_model, L layers, H heads, D width of a head, d_i width of cluster i.
 """
@@ -25,7 +25,7 @@ _EMBED, _SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 
 
 def tensorflow_prefix(path: Path) -> Path | None:
-    """Return the prefix of a checkpoint's files (PREFIX.index, PREFIX.data-...), if the path is or holds one."""
+    """Return the prefix of the checkpoint files (PREFIX.index, PREFIX.data-...) at or in a path; None without any."""
     if path.is_dir():
         listing = path / "checkpoint"
         if listing.is_file():
@@ -45,7 +45,7 @@ def _step(path: Path) -> tuple[int, str]:
 
 
 def read_tensorflow(prefix: Path) -> Source:
-    """Read the checkpoint with that prefix."""
+    """Read the checkpoint whose files have the given prefix."""
     try:
         from tensorflow.train import load_checkpoint  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     except ImportError:
@@ -59,7 +59,7 @@ def read_tensorflow(prefix: Path) -> Source:
         return source_of({name: reader.get_tensor(name) for name in names}, str(prefix))
     except UserError:
         raise
-    except Exception as error:  # TensorFlow's own classes of errors, which come with it
+    except Exception as error:  # TensorFlow's error classes, which only TensorFlow itself defines
         raise UserError(f"{prefix}: damaged ({type(error).__name__}: {str(error).splitlines()[0][:150]})") from None
 
 
@@ -71,8 +71,8 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
     """Return TensorFlow's variables by the authors' PyTorch names.
 
     Args:
-        arrays: variables by name; what is taken leaves it.
-        path: for messages.
+        arrays: variables by name; used variables are removed.
+        path: path of the checkpoint, for messages.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -96,7 +96,7 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
         for name, place in (("layer_1", 0), ("layer_2", 3)):
             tensors[f"{ours}pos_ff.CoreNet.{place}.weight"] = take(f"{theirs}ff/{name}/kernel", transposed=True)
             tensors[f"{ours}pos_ff.CoreNet.{place}.bias"] = take(f"{theirs}ff/{name}/bias")
-        if u.ndim == 3:  # one pair a layer
+        if u.ndim == 3:  # one pair per layer
             if n_layer >= len(u) or v.shape != u.shape:
                 raise UserError(f"{path}: transformer/r_w_bias has shape {list(u.shape)}; expected one pair a layer")
             tensors[f"{ours}dec_attn.r_w_bias"], tensors[f"{ours}dec_attn.r_r_bias"] = u[n_layer], v[n_layer]
@@ -123,7 +123,10 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
 def _take_embeddings(
     arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor], d_model: int
 ) -> None:
-    """Take one table for all, or one a cluster; a cluster as wide as the model may have no projection: the identity."""
+    """Move the embedding's tables and projections, one for all clusters or one per cluster, to `tensors`.
+
+    A missing projection of a cluster, which is then as wide as the model, becomes the identity.
+    """
     if f"{_EMBED}/lookup_table" in arrays:
         tensors["word_emb.emb_layers.0.weight"] = take(f"{_EMBED}/lookup_table")
         if f"{_EMBED}/proj_W" in arrays:
@@ -142,7 +145,7 @@ def _take_embeddings(
 def _take_softmax(
     arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor]
 ) -> FieldValues:
-    """Take biases, clusters and projections of the output; return the cutoffs, which the biases' lengths tell."""
+    """Move the output's biases, cluster weights and projections to `tensors`; return the cutoffs, from the biases."""
     if f"{_SOFTMAX}/bias" in arrays:
         tensors["crit.out_layers.0.bias"] = take(f"{_SOFTMAX}/bias")
         return {"cutoffs": ()}

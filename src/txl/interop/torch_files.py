@@ -1,9 +1,9 @@
-"""Files that torch.save wrote: today's zip archives and the stream of 2019 and before. No code of theirs is run.
+"""Files that torch.save wrote: zip archives, and the stream format of 2019 and before. No code in a file is run.
 
-Zip: NAME/data.pkl refers to storages by key, each an uncompressed record NAME/data/KEY. Tensors are views of the
-memory-mapped file: reading costs no memory of its own.
-Stream: pickles of a magic number, a protocol, the writer's system, the value, and the list of storage keys; then for
-each key an int64 with its number of elements, and these.
+Zip: NAME/data.pkl refers to storages by key; each storage is an uncompressed record NAME/data/KEY. Tensors are views of
+the memory-mapped file, so that reading needs no additional memory.
+Stream: pickles of a magic number, a protocol number, the writer's system, the value, and the list of storage keys; then
+for each key the number of elements (int64) and the elements.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES = {
 
 @dataclass
 class _Storage:
-    """A storage that the pickle refers to; its bytes come later."""
+    """A storage that the pickle refers to; `data` is None until its bytes are read."""
 
     key: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class _Storage:
 
 @dataclass
 class _PendingTensor:
-    """A tensor of a storage whose bytes are not known yet."""
+    """A tensor of a storage whose bytes may not have been read yet."""
 
     storage: _Storage
     offset: int
@@ -66,7 +66,7 @@ class _PendingTensor:
         """Return the tensor, as a view of its storage.
 
         Raises:
-            UnsafePickle: if it does not lie inside.
+            UnsafePickle: if the storage is missing or too small, or the shape is not possible.
         """
         data = self.storage.data
         if data is None:
@@ -85,7 +85,7 @@ class _PendingTensor:
 
 @dataclass
 class _StorageKind:
-    """torch.FloatStorage and its like."""
+    """A storage class such as torch.FloatStorage."""
 
     dtype: torch.dtype
 
@@ -129,17 +129,17 @@ _NAMES: dict[tuple[str, str], object] = {
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins like one that torch.save wrote (or another pickle)."""
+    """Return whether a file begins like a file of torch.save (or like another pickle of protocol 2)."""
     with open(path, "rb") as file:
         head = file.read(4)
     return head[:2] == b"\x80\x02" or head == b"PK\x03\x04"
 
 
 def read_torch_file(path: Path) -> object:
-    """Read a file of torch.save: plain values, tensors that are views of the file, and stand-ins for all objects.
+    """Return the content of a torch.save file: plain values, tensors, and stand-ins for all other objects.
 
     Raises:
-        UserError: if the file is damaged, or asks for something that no checkpoint needs.
+        UserError: if the file cannot be read, is damaged, or refers to a name that no checkpoint needs.
     """
     try:
         size = path.stat().st_size
@@ -149,7 +149,7 @@ def read_torch_file(path: Path) -> object:
             is_zip = file.read(4) == b"PK\x03\x04"
         if not is_zip:
             return _resolved(_read_stream(path, size))
-        # Copy on write: tensors may be changed without the file changing.
+        # Copy on write: changing a tensor does not change the file.
         return _resolved(_read_zip(path, np.memmap(path, dtype=np.uint8, mode="c")))
     except UnsafePickle as error:
         raise UserError(f"{path}: refused: {error}") from None
@@ -187,7 +187,7 @@ def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
     """Return the bytes of an uncompressed record, checked against its CRC.
 
     Raises:
-        UnsafePickle: if it is compressed, does not lie in the file, or is altered.
+        UnsafePickle: if the record is compressed or encrypted, extends beyond the file, or is altered.
     """
     name = entry.filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
@@ -204,7 +204,7 @@ def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _named_storage(pid: object, storages: dict[str, _Storage]) -> _Storage:
-    """Return the storage of a persistent id ("storage", kind, key, location, numel, ...)."""
+    """Return the storage that a persistent id ("storage", kind, key, location, numel, ...) names."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageKind):
         raise UnsafePickle("it refers to data in an unknown way")
     kind, key, numel = pid[1], str(pid[2]), pid[4]
@@ -217,10 +217,10 @@ def _named_storage(pid: object, storages: dict[str, _Storage]) -> _Storage:
 
 
 def _as_tensor(data: np.ndarray, storage: _Storage) -> Tensor:
-    """Return bytes as a storage's elements.
+    """Return bytes as a tensor of a storage's elements.
 
     Raises:
-        UnsafePickle: if the storage says another number of them.
+        UnsafePickle: if the number of bytes does not match the storage's number of elements.
     """
     width = torch.empty((), dtype=storage.dtype).element_size()
     if len(data) != storage.numel * width:
@@ -236,7 +236,7 @@ def _read_stream(path: Path, size: int) -> object:
 
     def persistent(pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) >= 2 and pid[0] == "module":
-            return pid[1]  # a class, with its source text, which is of no use here
+            return pid[1]  # a class and its source text, which is not needed
         storage = _named_storage(pid, storages)
         view = pid[5] if isinstance(pid, tuple) and len(pid) > 5 else None
         if view is None:
@@ -250,7 +250,7 @@ def _read_stream(path: Path, size: int) -> object:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
         first = SafeUnpickler(stream, _NAMES, persistent).load()
         if first != _MAGIC:
-            # A plain pickle: a vocabulary, say.
+            # A plain pickle, for example a vocabulary.
             return first
         if SafeUnpickler(stream).load() != _STREAM_PROTOCOL:
             raise UnsafePickle("a stream of an unknown protocol")
@@ -274,7 +274,7 @@ def _read_stream(path: Path, size: int) -> object:
 def _read_storages(
     file: BufferedReader, place: int, size: int, keys: Iterable[object], storages: dict[str, _Storage]
 ) -> None:
-    """Read the storages at the end of a stream, copied to addresses that are multiples of their elements' size."""
+    """Read the storages at the end of a stream into memory aligned to the size of the elements."""
     for key in keys:
         storage = storages.get(str(key))
         if storage is None:
@@ -295,9 +295,9 @@ def _read_storages(
 
 
 def _resolved(value: object) -> object:
-    """Return the value with every tensor in its place. Objects that occur twice are walked once."""
+    """Return the value with every pending tensor replaced by its tensor; objects that occur twice are visited once."""
     seen: dict[int, object] = {}
-    keep: list[object] = []  # an object whose number is in `seen` must not go away
+    keep: list[object] = []  # keeps objects alive, so that the ids in `seen` stay valid
 
     def walk(item: object) -> object:
         if isinstance(item, _PendingTensor):
@@ -308,7 +308,7 @@ def _resolved(value: object) -> object:
             return seen[id(item)]
         keep.append(item)
         if isinstance(item, tuple):
-            seen[id(item)] = None  # only a damaged file has a tuple inside itself
+            seen[id(item)] = None  # only in a damaged file does a tuple contain itself
             seen[id(item)] = result = tuple(walk(each) for each in item)
             return result
         seen[id(item)] = item

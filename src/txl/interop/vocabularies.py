@@ -1,4 +1,4 @@
-"""The vocabularies of earlier implementations: pickled (`vocab.pkl`, `vocab.bin`, `cache.pt`) or one word a line."""
+"""Vocabularies of earlier implementations: pickles (`vocab.pkl`, `vocab.bin`, `cache.pt`) or one word per line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNKNOWNS = ("<unk>", "<UNK>", "<unknown>")
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read a vocabulary file: ours (JSON), a pickle of an earlier implementation, or text with one symbol a line."""
+    """Read a vocabulary file: JSON, a pickle of an earlier implementation, or text with one symbol per line."""
     try:
         head = path.read_bytes()[:64]
     except OSError as error:
@@ -38,7 +38,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; expected one symbol a line, or a pickle") from None
-    # As the authors' `_build_from_file`: the first word of a line.
+    # The symbol is the first word of a line, as in the authors' `_build_from_file`.
     symbols = [line.split()[0] if line.split() else line for line in text.split("\n")]
     return vocabulary_of([symbol for symbol in symbols if symbol], str(path))
 
@@ -55,7 +55,7 @@ def _from_json(path: Path) -> Vocabulary:
 
 
 def vocabulary_from(value: object, where: str) -> Vocabulary:
-    """Return the vocabulary in a pickled object: a Vocab or its attributes, a corpus with one, or a list of symbols."""
+    """Return the vocabulary in a pickled object: a Vocab, its attributes, a corpus with a Vocab, or symbols."""
     for _ in range(4):
         attributes = value.__dict__ if isinstance(value, StandIn) else value
         if isinstance(attributes, list):
@@ -69,7 +69,7 @@ def vocabulary_from(value: object, where: str) -> Vocabulary:
 
 
 def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
-    """Return the vocabulary of symbols in the order of their ids: of bytes (enwik8), characters (text8) or words."""
+    """Return the vocabulary of bytes (enwik8), characters (text8) or words whose symbols are given in order of id."""
     words = [symbol for symbol in symbols if isinstance(symbol, str)]
     if not words or len(words) < len(symbols):
         raise UserError(f"{where}: expected symbols, in the order of their ids")

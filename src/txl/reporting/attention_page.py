@@ -1,4 +1,4 @@
-"""Figures 5 to 7 of the paper for a run of one's own, and the part of a page that they stand in."""
+"""Figures 5 to 7 of the paper for any run, and the section of a page that contains these figures."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from txl.reporting.plots import SECOND, SOFT, Drawing, drawing, save_figure
 from txl.reporting.wording import counted, plain, short_name
 
 FOLDER, RECORD = "attention", "attention.json"
-"""Folder of `txl attention` in the run's directory, and its record in there."""
+"""Folder of `txl attention` in the run directory, and file name of the record in this folder."""
 _COLUMNS = 640
-"""Most columns of a heat map; longer spans are averaged down to them."""
+"""Largest number of columns of a heat map; a longer span is averaged down to this number."""
 _ROWS = 48
-"""Tokens of a close-up that have room for their text; of more, every second one has it, or every third."""
+"""Largest number of labelled rows of a close-up; of more rows, only every second, third ... is labelled."""
 _LISTED = 12
 _C_LEFT_OUT = " Term (c), the global content bias, does not depend on position."
 _TERMS = {"a": "(a) content", "b": "(b) content-dependent position", "d": "(d) global position bias"}
-# From nothing to much; grey is what a token does not see. The darkest is one off INK, in whose place dark mode puts a
-# light colour: a scale must not turn around at its end.
+# From little attention to much; grey marks positions that a token does not see. The darkest colour differs from INK by
+# one, because dark mode replaces INK by a light colour and the scale must stay monotonic.
 HEAT = LinearSegmentedColormap.from_list("txl-heat", ["#ffffff", "#c6d7e6", SECOND, "#1d2732"]).with_extremes(
     bad="#e4e4e4"
 )
 
 
 def read_record(path: Path) -> JsonObject:
-    """Read the record that `txl attention` has written."""
+    """Read the record that `txl attention` wrote."""
     again = "run txl attention again"
     record = read_json(path, again)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
@@ -48,12 +48,12 @@ def read_record(path: Path) -> JsonObject:
 def write_attention(record: JsonObject, out: Path, name: str) -> list[Path]:
     """Write figures, page and record of a model's attention into a folder, and return their paths.
 
-    The record comes last, so that it never speaks of figures that are not there.
+    The record is written last, so that it never refers to missing figures.
 
     Args:
-        record: of `txl.analysis.attention_record.analyse_attention`.
-        out: the folder; made if it is missing.
-        name: the run's, for the page.
+        record: record that `txl.analysis.attention_record.analyse_attention` returned.
+        out: folder to write to; created if missing.
+        name: name of the run, for the page.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -66,18 +66,18 @@ def write_attention(record: JsonObject, out: Path, name: str) -> list[Path]:
 
 
 def attention_page(record: JsonObject, name: str) -> str:
-    """Return a whole page of a run's attention.
+    """Return a complete HTML page about a run's attention.
 
     Args:
-        record: what `read_record` gives.
-        name: of the run.
+        record: record as `read_record` returns it.
+        name: name of the run.
     """
     title = f"Attention of {name}"
     return page(title, [f"<header><h1>{escape(title)}</h1></header>", attention_section(record)])
 
 
 def attention_section(record: JsonObject) -> str:
-    """Return the section about attention: averages, terms, farthest heads, chosen positions with the text."""
+    """Return the section about attention: averages, terms, the farthest heads, and the chosen positions with text."""
     settings, even = record["settings"], record["even"]
     far = settings["far"]
     lead = (
@@ -111,10 +111,10 @@ def attention_section(record: JsonObject) -> str:
 
 
 def save_figures(record: JsonObject, folder: Path) -> list[Path]:
-    """Write all figures as .svg and .png; give the paths.
+    """Write all figures as .svg and .png, and return the paths.
 
     Raises:
-        OSError: if one cannot be written.
+        OSError: if a figure cannot be written.
     """
     height, described = _height(record) + 0.2, _described(record)
     figures = [("figure5", lambda drawn: draw_average(drawn, record, described), (7.6, height))]
@@ -132,7 +132,7 @@ def save_figures(record: JsonObject, folder: Path) -> list[Path]:
 
 
 def average_figure(record: JsonObject) -> Drawing:
-    """Draw Figure 5: heads by distance."""
+    """Draw Figure 5: average attention of every head by distance."""
     far = max(record["heads"], key=lambda row: row["mean_distance"])
     text = (
         f"Heat map of {len(record['heads'])} heads by distance. Layer {far['layer']}, head {far['head']} looks "
@@ -146,7 +146,7 @@ def average_figure(record: JsonObject) -> Drawing:
 
 
 def terms_figure(record: JsonObject) -> Drawing:
-    """Draw Figure 7; its panels stand side by side in a wide page, one below the other in a narrow one."""
+    """Draw Figure 7, the terms of the attention score: panels in a row on a wide page, in a column on a narrow one."""
     height, names = _height(record), ", ".join(_TERMS[name] for name in record["terms"])
     return drawing(
         lambda drawn: draw_terms(drawn, record, 1 if drawn.get_figwidth() > 5 else len(record["terms"])),
@@ -156,7 +156,7 @@ def terms_figure(record: JsonObject) -> Drawing:
 
 
 def draw_average(drawn: Figure, record: JsonObject, title: str = "") -> None:
-    """Draw heads by distance."""
+    """Draw a heat map of average attention, heads by distance."""
     weights = np.array([row["average"] for row in record["heads"]])
     axes = drawn.add_subplot()
     axes.set_title(title, fontsize=9.5, loc="left", parse_math=False)
@@ -165,7 +165,7 @@ def draw_average(drawn: Figure, record: JsonObject, title: str = "") -> None:
 
 
 def draw_terms(drawn: Figure, record: JsonObject, rows: int, title: str = "") -> None:
-    """Draw heads by distance for each term, on one scale."""
+    """Draw a heat map of heads by distance for each term, all on one colour scale."""
     terms = record["terms"]
     panels = drawn.subplots(rows, len(terms) // rows, squeeze=False, sharey=rows == 1)
     norm = _norm(np.concatenate([np.array(each) for each in terms.values()]))
@@ -182,7 +182,7 @@ def draw_terms(drawn: Figure, record: JsonObject, rows: int, title: str = "") ->
 
 
 def draw_close(drawn: Figure, record: JsonObject, place: int, at: int) -> None:
-    """Draw tokens by what they attend to: Figure 6."""
+    """Draw Figure 6: attention weights of neighbouring tokens by distance."""
     position = record["positions"][place]
     head = position["heads"][at]
     weights, keys = np.array(head["weights"]), np.array(position["keys"])
@@ -191,7 +191,7 @@ def draw_close(drawn: Figure, record: JsonObject, place: int, at: int) -> None:
     last = np.arange(n_column - n_row, n_column)[:, None]
     columns = np.arange(n_column)
     unseen = (columns > last) | (columns <= last - keys[:, None])
-    # Attention that is divided evenly is drawn light, as in Figure 5.
+    # Evenly divided attention is drawn light, as in Figure 5.
     most = min(1.0, max(float(np.quantile(weights[~unseen], 0.995)), 4 / float(keys.mean())))
     image = axes.imshow(
         np.ma.array(weights, mask=unseen), aspect="auto", interpolation="none", cmap=HEAT, vmin=0, vmax=most,
@@ -199,7 +199,7 @@ def draw_close(drawn: Figure, record: JsonObject, place: int, at: int) -> None:
     )  # fmt: skip
     axes.grid(False)
     step = -(-n_row // _ROWS)
-    labelled = range((n_row - 1) % step, n_row, step)  # the last row is always among them
+    labelled = range((n_row - 1) % step, n_row, step)  # the last row is always labelled
     texts = position["texts"][-n_row:]
     axes.set_yticks(list(labelled), [_label(texts[row]) for row in labelled], fontsize=7.5, parse_math=False)
     _distance_axis(axes)
@@ -210,12 +210,12 @@ def draw_close(drawn: Figure, record: JsonObject, place: int, at: int) -> None:
     bar = drawn.colorbar(image, ax=axes, pad=0.01, aspect=30, extend=extend)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     for end in bar.ax.patches:
-        end.set_gid("heat-end")  # by this the page's style finds it
+        end.set_gid("heat-end")  # id that the page's style selects
     bar.set_label("attention weight")
 
 
 def _heat_map(axes: Axes, weights: np.ndarray, record: JsonObject, norm: LogNorm | None = None, ticks: int = 6) -> Any:
-    """Draw an image of [heads, distance], the nearest token on the right."""
+    """Draw weights [heads, distance] as an image, with the smallest distance on the right."""
     span = weights.shape[1]
     shown = _thinned(weights)[:, ::-1]
     norm = norm or _norm(weights)
@@ -254,33 +254,34 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def _norm(weights: np.ndarray) -> LogNorm:
-    """Return a logarithmic scale from a tenth of the uniform weight to the largest, or a hundred times it.
+    """Return a logarithmic scale that begins at 0.1 times the uniform weight.
 
-    So uniform weights lie in the lowest third, which is light.
+    The scale ends at the largest weight, but at least at 100 times the uniform weight. Uniform weights are then in the
+    lowest third of the scale, which is light.
     """
     low = 0.1 / weights.shape[1]
     return LogNorm(low, max(float(weights.max()), 1000 * low))
 
 
 def _thinned(weights: np.ndarray) -> np.ndarray:
-    """Return means over neighbouring distances where there are more than can be seen."""
+    """Return weights with neighbouring distances averaged, so that there are at most `_COLUMNS` columns."""
     if weights.shape[1] <= _COLUMNS:
         return weights
     return np.stack([part.mean(axis=1) for part in np.array_split(weights, _COLUMNS, axis=1)], axis=1)
 
 
 def _height(record: JsonObject) -> float:
-    """Return the height in inches for so many heads."""
+    """Return the height in inches of a heat map with one row per head."""
     return min(9.0, max(2.6, 1.1 + 0.055 * len(record["heads"])))
 
 
 def _close_height(position: JsonObject) -> float:
-    """Return the height in inches for the rows of a close-up."""
+    """Return the height in inches of a close-up."""
     return 1.1 + 0.16 * min(_ROWS, max(8, len(position["keys"])))
 
 
 def _described(record: JsonObject) -> str:
-    """Return the title of a figure that stands alone."""
+    """Return the title of a figure in a file of its own."""
     settings = record["settings"]
     words = (
         plain(short_name(settings["corpus"])),
@@ -293,7 +294,7 @@ def _described(record: JsonObject) -> str:
 
 
 def _fall(record: JsonObject) -> str:
-    """Return a note on distances that some of the averaged tokens do not reach back to."""
+    """Return a note that some averaged tokens have no token at the largest distances; empty if all have one."""
     span, everyone = len(record["heads"][0]["average"]), record["settings"]["min_keys"]
     if everyone >= span:
         return ""
@@ -304,7 +305,7 @@ def _fall(record: JsonObject) -> str:
 
 def _label(text: str) -> str:
     if not text:
-        return "…"  # a byte within a character
+        return "…"  # a byte that completes no character
     shown = text.strip() or ("⏎" if "\n" in text else "␣")
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
@@ -340,12 +341,12 @@ def _farthest(record: JsonObject) -> str:
 
 
 def _shown(record: JsonObject) -> range:
-    """Return the indices of the heads kept at the chosen positions."""
+    """Return the indices of the heads that are recorded at the chosen positions."""
     return range(len(record["positions"][0]["heads"])) if record["positions"] else range(0)
 
 
 def _position(record: JsonObject, place: int, at: int) -> str:
-    """Return one head at one position: its weights, and the text with the tokens marked that it looks at most."""
+    """Return one head at one position: a figure of the weights, and the text with the most attended tokens marked."""
     position = record["positions"][place]
     head = position["heads"][at]
     height = _close_height(position)
@@ -366,7 +367,7 @@ def _position(record: JsonObject, place: int, at: int) -> str:
 
 
 def _text(position: JsonObject, head: JsonObject) -> str:
-    """Return the text that the last token sees as HTML, chosen tokens marked, without white space at their ends."""
+    """Return as HTML the text that the last token sees; marks on chosen tokens leave out white space at the ends."""
     chosen, last = set(head["marked"]), len(position["texts"]) - 1
     pieces = []
     for index in range(last + 1 - position["keys"][-1], last + 1):
@@ -377,7 +378,7 @@ def _text(position: JsonObject, head: JsonObject) -> str:
             pieces.append(visible(text))
             continue
         if not word:
-            # A line's end that is marked has to be seen.
+            # A marked line end must be visible.
             before, word, after = "", text.replace("\n", "⏎"), "\n" * text.count("\n")
         piece = f"<mark>{visible(word)}</mark>" if index in chosen else visible(word)
         piece = f'<span class="target">{piece}</span>' if index == last else piece

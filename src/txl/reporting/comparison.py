@@ -1,4 +1,4 @@
-"""Measure how far zlib and lzma compress the text that a run's result is about."""
+"""Compressed sizes, under zlib, bzip2 and lzma, of the text that a run's result was measured on."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from txl.runs.directory import RunDirectory
 from txl.runs.events import Evaluation, EventName
 
 LZMA_AFTER = "lzma_after_training_text"
-"""Field of a `compression` event: bytes that lzma needs when it has seen the end of the training text."""
+"""Field of a `compression` event: bytes by which lzma's file grows if the text is appended to the training text."""
 
 
 def measure_compression(
     run_directory: RunDirectory, found: Findings, data_dir: str | Path | None, after_training_text: bool = False
 ) -> tuple[JsonObject | None, str | None]:
-    """Compress the bytes that the result is about, and log it if the log can be written.
+    """Compress the bytes that the result was measured on, and log the sizes if the log can be written.
 
-    The text is looked up among the prepared corpora; nothing is prepared or downloaded for it.
+    The text is looked up among the prepared corpora; no corpus is prepared or downloaded.
 
     Args:
-        run_directory: the run's.
-        found: in its log.
-        data_dir: where prepared corpora live.
-        after_training_text: measure also what lzma needs when it has seen the training text, where that can be read.
+        run_directory: directory of the run, whose log receives the sizes.
+        found: contents of the run's log.
+        data_dir: directory of the prepared corpora; None: the default (`data_directory`).
+        after_training_text: True to measure lzma also with the text appended to the training text, if available.
 
     Returns:
-        The event; or None and the reason.
+        The event and None; or None and the reason why nothing was measured.
     """
     result = found.result
     n_bytes = None if result is None else scored_bytes(result)
@@ -55,13 +55,13 @@ def measure_compression(
     fields: JsonObject = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
     fields |= {"text": sizes.text, "zlib": sizes.zlib, "bz2": sizes.bz2, "lzma": sizes.lzma}
     fields |= {} if primed is None else {LZMA_AFTER: primed}
-    with suppress(UserError):  # a run that can only be read still has its report, with --out
+    with suppress(UserError):  # a read-only run still gets its report, with --out
         run_directory.append(EventName.COMPRESSION, found.train[-1]["step"], **fields)
     return {"event": EventName.COMPRESSION, **fields}, None
 
 
 def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None:
-    """Measure lzma on the first bytes of a split behind the training text; None where that text is not to be had."""
+    """Return the bytes that a split's start adds to lzma's file of the training text; None if a text is missing."""
     with suppress(UserError):
         text = b"".join(corpus.text_bytes(split))[:n_bytes]
         return lzma_after(corpus.text_bytes("train"), text)
@@ -69,10 +69,10 @@ def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None
 
 
 def _prepared_texts(folder: Path, found: Findings, result: Evaluation) -> dict[str, Corpus]:
-    """Return by hash the prepared texts that the result can be about.
+    """Return by hash the prepared texts that the result may have been measured on.
 
-    A text is known by the hash that training or the evaluation logged; older logs have only the name, unit and sizes of
-    one that was not trained on.
+    A text is identified by the hash that training or the evaluation logged. For a text that the run was not trained on,
+    older logs hold only name, unit and sizes.
     """
     logged = found.split_of(result) or ({"sha256_text": known} if (known := result.get("sha256_text")) else None)
     texts: dict[str, Corpus] = {}

@@ -1,4 +1,4 @@
-"""Sizes that general compressors give a text: the simplest thing that a language model has to beat."""
+"""Sizes of a text under general-purpose compressors: the simplest baseline for a language model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 SETTINGS = "zlib level 9, bzip2 level 9, xz preset 9e"
-"""Settings of `compress`, logged with its sizes, so that sizes of other settings are never taken for these."""
+"""Settings of `compress`, logged with the sizes, so that sizes from other settings are not mistaken for these sizes."""
 
 _LARGEST_DICTIONARY = 64 * 2**20
-"""Dictionary of xz preset 9 in bytes: lzma finds repetitions so far back."""
+"""Dictionary size of xz preset 9 in bytes: the largest distance at which lzma finds repetitions."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Compressed:
     """xz preset 9 with its extra effort, the highest, as `xz -9e` writes it."""
 
     def bits_per_byte(self, name: str) -> float:
-        """Return the bits that "zlib", "bz2" or "lzma" needs for a byte of text, its file's header included."""
+        """Return the bits per byte of text for "zlib", "bz2" or "lzma", including the header of the compressed file."""
         return 8 * getattr(self, name) / self.text
 
 
 def compress(blocks: Iterable[bytes], limit: int | None = None) -> Compressed:
-    """Compress a text, a block at a time; memory does not grow with the text beyond lzma's dictionary.
+    """Return the compressed sizes of a text; memory use does not grow with the text beyond lzma's dictionary.
 
     Args:
-        blocks: the text.
-        limit: bytes of it to compress, from its beginning; None: all.
+        blocks: text as consecutive blocks of bytes.
+        limit: number of bytes to compress, from the beginning of the text; None: all.
     """
     xz, deflate, sorting = (
         _xz(_LARGEST_DICTIONARY if limit is None else limit),
@@ -61,14 +61,14 @@ def compress(blocks: Iterable[bytes], limit: int | None = None) -> Compressed:
 
 
 def lzma_after(before: Iterable[bytes], text: bytes) -> int:
-    """Count the bytes by which lzma's file grows when a text is appended to another one.
+    """Return the number of bytes by which lzma's file grows when `text` is appended to `before`.
 
-    Of the other text lzma sees the end, as far as its dictionary reaches. Two threads compress, one with the text and
-    one without, in some twenty times as much memory as both texts take, at most 1.4 GB.
+    lzma uses only the end of `before`, as far back as its dictionary reaches. Two threads compress, one with `text` and
+    one without. They need about twenty times the memory of both texts, at most 1.4 GB.
 
     Args:
-        before: the other text, in order.
-        text: the one that counts.
+        before: preceding text, as consecutive blocks of bytes.
+        text: text whose additional size is measured.
     """
     kept, size = deque[bytes](), 0
     for block in before:
@@ -88,7 +88,10 @@ def lzma_after(before: Iterable[bytes], text: bytes) -> int:
 
 
 def _xz(text: int) -> lzma.LZMACompressor:
-    """Return `xz -9e` for a text of so many bytes: a longer dictionary gains nothing and takes ten times its size."""
+    """Return an `xz -9e` compressor for a text of `text` bytes.
+
+    A dictionary larger than the text would save nothing and need ten times its size in memory.
+    """
     dictionary = min(max(text, 4096), _LARGEST_DICTIONARY)
     preset = 9 | lzma.PRESET_EXTREME
     return lzma.LZMACompressor(filters=[{"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": dictionary}])

@@ -1,4 +1,4 @@
-"""Figures about context: quality by length (Figure 4), and what longer contexts gain (Figure 3)."""
+"""Figures 4 and 3 of the paper: quality by context length, and gains from longer contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Draw, Drawing, drawin
 from txl.reporting.wording import plain
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
-"""Values by model, at rising context lengths."""
+"""Pairs of length and value by model, in ascending order of length."""
 Gains = Mapping[str, Mapping[tuple[int, int], float]]
 """exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length."""
 
@@ -26,46 +26,46 @@ _LINES = (
     (ACCENT, "-", "o"), (SECOND, "-", "s"), (SOFT, "-", "^"), (INK, "-", "D"), (SECOND, "--", "o"), (SOFT, "--", "s"),
     (INK, "--", "^"), (ACCENT, "--", "D"), (SECOND, ":", "o"), (SOFT, ":", "s"), (INK, ":", "^"),
 )  # fmt: skip
-"""Colour, line and marker of the first, second ... model; on the paper's tables the first is its own."""
-# One off ACCENT, in whose place dark mode puts another colour: there the style turns the whole map.
+"""Colour, line style and marker of the first, second ... model; in the paper's tables the first is the paper's own."""
+# The last colour differs from ACCENT by one: dark mode replaces ACCENT, but inverts this map as a whole.
 _WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", "#b3452d"])
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure that can stand in a page, or in a file of its own."""
+    """A figure for a page or for a file of its own."""
 
     draw: Draw
     name: str
-    """Unique in a page."""
+    """Name that is unique in the page."""
     title: str
     description: str
     """The figure's content in words."""
     wide: tuple[float, float]
-    """Size in inches for a wide column, and of the file."""
+    """Width and height in inches, for a wide column and for a file."""
     narrow: tuple[float, float]
 
     def drawing(self) -> Drawing:
-        """Draw it for a page."""
+        """Draw the figure for a page."""
         return drawing(self.draw, self.name, self.title, self.description, wide=self.wide, narrow=self.narrow)
 
     def save(self, path: Path) -> None:
-        """Write it as .svg or .png.
+        """Write the figure as .svg or .png.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         save_figure(self.draw, path, self.wide, self.description)
 
 
 def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
-    """Return Figure 4: a measure against attention or context length, one line a model.
+    """Return Figure 4: a measure against attention or context length, one line per model.
 
     Args:
-        points: at least one model.
-        name: unique in a page.
-        label: what the length is.
-        measure: on the other axis.
+        points: lengths and values of at least one model.
+        name: name that is unique in the page.
+        label: name of the length, for the horizontal axis.
+        measure: name of the measure, for the vertical axis.
     """
 
     def draw(figure: Figure) -> None:
@@ -82,10 +82,10 @@ def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
     """Return a plot of g(c,c') of each step from a context length c to the next, with the threshold that ends RECL.
 
     Args:
-        points: relative gains, at least one model.
-        threshold: least gain that counts.
-        name: unique in a page.
-        title: read out, with the description.
+        points: relative gains of at least one model.
+        threshold: smallest relative gain that counts.
+        name: name that is unique in the page.
+        title: title for screen readers.
     """
 
     def draw(figure: Figure) -> None:
@@ -112,9 +112,9 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
     """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
 
     Args:
-        gains: at least one model, all with the same pairs.
-        name: unique in a page.
-        title: read out, with the description.
+        gains: gains of at least one model; all models have the same pairs.
+        name: name that is unique in the page.
+        title: title for screen readers.
     """
     highest = max(max(each.values()) for each in gains.values())
     lengths = sorted({length for each in gains.values() for pair in each for length in pair})
@@ -126,7 +126,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
             axes.set_visible(False)
         for axes, (model, pairs) in zip(grid.flat, gains.items(), strict=False):
             matrix = [[pairs.get((short, long), math.nan) for long in lengths[1:]] for short in lengths[:-1]]
-            # Not imshow: the page's policy lets no image in.
+            # pcolormesh, unlike imshow, draws the cells as vector shapes.
             axes.grid(visible=False)
             axes.pcolormesh(np.array(matrix), cmap=_WASH, vmin=0, vmax=highest or 1)
             axes.set_title(f"{plain(model)}\nup to {_largest(pairs)}", fontsize=8.5, parse_math=False)
@@ -144,7 +144,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
 
 
 def length_axis(axes: Axes, label: str) -> None:
-    """Set up the lower axis in tokens."""
+    """Set label and ticks of the horizontal axis, in tokens."""
     axes.set_xlabel(f"{label}, tokens")
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -154,7 +154,7 @@ def length_axis(axes: Axes, label: str) -> None:
 def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
     for (key, curve), (color, line, marker) in zip(points.items(), cycle(_LINES), strict=False):
         lengths, values = zip(*curve, strict=True)
-        named = plain(key).replace("$", r"\$")  # else matplotlib reads a formula; a leading _ would hide the line
+        named = plain(key).replace("$", r"\$")  # $ would begin a formula; a leading _ would hide the label
         axes.plot(
             lengths, values, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.3,
             label=f"\u200b{named}" if named.startswith("_") else named,

@@ -1,4 +1,4 @@
-"""Parts of a run's log that reports are made of: the result, the evaluations beside it, the run's progress."""
+"""Contents of a run's log that reports use: the result, the other evaluations, and the progress of training."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
 @dataclass(frozen=True)
 class Findings:
-    """The parts of a log that a summary and a report are made of."""
+    """The contents of a log that a summary and a report use."""
 
     stretches: list[StartEvent]
     """The `start` and `resume` events."""
     train: list[TrainEvent]
-    """One line a step, without those that a crash made the run repeat."""
+    """One event per logged step, also if a crash made the run repeat the step; sorted by step."""
     valid: list[ValidEvent]
     result: Evaluation | None
-    """The evaluation that counts, see `_result`."""
+    """The evaluation reported as the result of the run, see `_result`."""
     without_memory: Evaluation | None
-    """The same targets under the same settings, with memory 0."""
+    """The evaluation of the same targets under the same settings with memory 0."""
     curve: list[Evaluation]
-    """The newest sweep over memory lengths, by memory length; see `_own_way` for which one."""
+    """Evaluations of the newest sweep over memory lengths, sorted by memory length; see `_evaluations`."""
     others: list[Evaluation]
-    """Evaluations that are neither the result nor its pair nor part of the curve, newest first."""
+    """All evaluations except `result`, `without_memory` and `curve`, newest first."""
     samples: list[SampleEvent]
-    """All of the checkpoint that was sampled last."""
+    """All samples of the checkpoint that was sampled last."""
     compression: CompressionEvent | None
-    """Sizes that compressors give the bytes that `result` is about."""
+    """Compressed sizes of the bytes that `result` was measured on."""
     stopped: ReasonEvent | None
-    """The `stop` event, if the last thing that training did was to stop before its end."""
+    """The `stop` event, if training stopped before its end and has not been resumed since."""
     ended: bool
-    """True once the last step has been taken."""
+    """True if the last configured step has been trained."""
     diverged: str | None
-    """Why the model that came of it is of no use, if it is of none."""
+    """Reason why the trained model is unusable; None if it is usable."""
 
     @property
     def start(self) -> StartEvent:
@@ -70,24 +70,24 @@ class Findings:
 
     @property
     def speed(self) -> float:
-        """Tokens a second while training: the median of the log's lines."""
+        """Tokens per second in training: the median over the log's `train` events."""
         return statistics.median(event["tokens_per_second"] for event in self.train)
 
     def unknown_tokens(self, row: Evaluation) -> int | None:
-        """Return how many of the tokens that an evaluation read are <unk>; None if the log does not say."""
+        """Return the number of <unk> among the tokens that an evaluation read; None if the log lacks the number."""
         if (unknown := row.get("unknown")) is not None:
             return unknown
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
     def split_of(self, row: Evaluation) -> JsonObject | None:
-        """Return the counts and hashes of the split that was evaluated, if it is the training corpus's."""
+        """Return the counts and hashes of the evaluated split; None if it is not part of the training corpus."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
 def findings(events: Sequence[JsonObject]) -> Findings | None:
-    """Return the parts of a log that reports are made of; None for a log without a `start` event."""
+    """Return the contents of a log that reports use; None for a log without a `start` or `resume` event."""
     stretches = select(events, StartEvent)
     if not stretches:
         return None
@@ -118,23 +118,25 @@ def findings(events: Sequence[JsonObject]) -> Findings | None:
 
 
 def scored_bytes(row: Evaluation) -> int | None:
-    """Return the bytes of text that an evaluation read; None where the text is not known.
+    """Return the number of bytes of text that an evaluation read; None if the log lacks the bytes per token.
 
-    Exact for a whole split and for bytes; else the tokens read times the split's mean bytes a token.
+    The number is exact for a whole split and for the unit `byte`. Otherwise it is the number of tokens read times the
+    split's mean number of bytes per token.
     """
     width = row.get("bytes_per_token")
     return None if width is None else round(tokens_read(row) * width)
 
 
 def tokens_read(row: Evaluation) -> int:
-    """Return how many tokens an evaluation read: its targets, those not scored, and the stream's first token."""
+    """Return the number of tokens that an evaluation read: scored and unscored targets, and the first token."""
     return row["tokens"] + row["dropped"] + 1
 
 
 def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[Evaluation], list[Evaluation]]:
-    """Return all evaluations in order (of equal ones the newest), and the newest sweep on a test split.
+    """Return all evaluations in order of time, and the newest sweep on a test split.
 
-    The sweep is one without a cache, and made the run's own way if there is such a one.
+    Of evaluations with equal settings only the newest is returned. The sweep has no cache and, if there is such a
+    sweep, uses the run's own way of evaluating (`_own_way`).
     """
     newest: dict[tuple[object, ...], Evaluation] = {}
     curves: list[list[Evaluation]] = []
@@ -144,7 +146,7 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
         )
         for row in rows:
             key = (*_targets(row), row["mem_len"], row["window"])
-            newest.pop(key, None)  # so that it goes to the end
+            newest.pop(key, None)  # the new row goes to the end
             newest[key] = row
         if event["event"] == EventName.SWEEP and event["split"] == "test":
             finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
@@ -155,7 +157,7 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
 
 
 def _targets(row: Evaluation) -> tuple[object, ...]:
-    """Return the settings that two evaluations must share to differ by memory alone."""
+    """Return the settings that two evaluations must share to differ only by memory length and window."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
     adapting = tuple((row.get("dynamic") or {}).items())
@@ -164,23 +166,24 @@ def _targets(row: Evaluation) -> tuple[object, ...]:
 
 
 def _own_way(row: Evaluation, start: StartEvent) -> bool:
-    """Return whether an evaluation was made as the run's configuration says, if nothing else is asked for.
+    """Return whether an evaluation was made in the run's own way, as `txl eval` does without further options.
 
-    A temperature of its own belongs to the run's test settings; a sliding window or exhaustive lanes never do.
+    The run's test settings can contain a temperature, but never a sliding window or exhaustive lanes.
     """
     own = start["config"]["eval"]["temperature"]
     return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
 
 
 def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | None, Evaluation | None]:
-    """Return the result and its pair without memory.
+    """Return the result and the corresponding evaluation without memory.
 
-    The result is of the test split, of the corpus that the run was trained on and made the run's own way if there are
-    such evaluations, and of the newest kind (checkpoint, targets, segment). Of its memory lengths it is the one of the
-    configuration's test settings, else the longest: never the one that happened to come out best.
+    The result is an evaluation on the test split, if possible of the training corpus and in the run's own way
+    (`_own_way`), from the newest group of evaluations with equal checkpoint, targets and settings (`_targets`). From
+    this group it has the memory length of the configuration's test settings, or else the largest memory length: the
+    choice never depends on the loss.
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
-    # Neither a cache nor weights that follow what they read are the model.
+    # With a cache or dynamic evaluation, the loss is not that of the trained model alone.
     rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
@@ -197,7 +200,7 @@ def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | Non
 
 
 def _kept(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[JsonObject]:
-    """Return one event a step: a run that went on from an earlier checkpoint has logged some steps twice."""
+    """Return the newest event of each step: a run that resumed from an earlier checkpoint logged some steps twice."""
     by_step: dict[int, JsonObject] = {}
     for event in events:
         if event["event"] in _BEGINNINGS:
@@ -208,7 +211,7 @@ def _kept(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[Json
 
 
 def _compression(events: Sequence[JsonObject], result: Evaluation) -> CompressionEvent | None:
-    """Return the newest measurement of the compressors over the bytes of `result`."""
+    """Return the newest compressed sizes of the bytes that `result` was measured on; None if there are none."""
     wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
     for event in reversed(select(events, CompressionEvent)):
         if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:

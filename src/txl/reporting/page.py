@@ -1,4 +1,4 @@
-"""Pieces of an HTML page: escaping, tables, figures, and the page around them."""
+"""Parts of an HTML page: escaping, tables, figures, and the document that contains them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from txl.reporting.plots import Drawing
 from txl.reporting.style import STYLE
 from txl.reporting.wording import plain
 
-# The policy forbids the page to load anything, so that it is certain to be whole offline; heat maps are inside of it.
+# The content security policy forbids the page to load anything, so that the page is certain to be complete offline.
+# Heat maps are embedded as data.
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -31,17 +32,17 @@ $body
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """Return a whole page."""
+    """Return a complete HTML document."""
     return _PAGE.substitute(title=escape(title), style=STYLE, body="\n".join(body))
 
 
 def escape(text: object) -> str:
-    """Return text as HTML, also of an attribute; control characters are backslash escapes."""
+    """Return text escaped for HTML content or an HTML attribute; control characters become backslash escapes."""
     return html_escape(plain(str(text)))
 
 
 def visible(text: str) -> str:
-    """Return escaped text in which control characters are shown (as \\x07); line ends and tabs stay."""
+    """Return escaped text in which control characters are visible as escapes (\\x07); line ends and tabs stay."""
     shown = []
     for character in text:
         written = plain(character)
@@ -53,19 +54,19 @@ def visible(text: str) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
-    """Return a part of the page with a heading of its own."""
+    """Return a section of the page: a heading and the parts that are not empty."""
     return "\n".join(["<section>", f"<h2>{escape(heading)}</h2>", *(part for part in parts if part), "</section>"])
 
 
 def note(text: str, kind: str = "note") -> str:
-    """Return a paragraph of explanation; text between backticks is set as code."""
+    """Return an explanatory paragraph; text between backticks is set as code."""
     pieces = text.split("`")
     marked = (f"<code>{escape(piece)}</code>" if at % 2 else escape(piece) for at, piece in enumerate(pieces))
     return f'<p class="{kind}">{"".join(marked)}</p>'
 
 
 def figure(drawn: Drawing, caption: str) -> str:
-    """Return a drawing with a caption; the page's width decides which of its two forms is shown."""
+    """Return a drawing with a caption; the page's width decides whether the wide or the narrow form is shown."""
     return (
         f'<figure><div class="wide">{drawn.wide}</div><div class="narrow">{drawn.narrow}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -79,7 +80,7 @@ def table(
     numbers: Iterable[int] = (),
     strong: Iterable[int] = (),
 ) -> str:
-    """Return a table: columns in `numbers` are aligned right, rows in `strong` are bold; row names come first."""
+    """Return a table: columns in `numbers` are right-aligned, rows in `strong` are bold, column 0 holds row names."""
     numbers, strong = set(numbers), set(strong)
 
     def cell(tag: str, column: int, text: str, scope: str) -> str:
@@ -96,7 +97,7 @@ def table(
         + "</tr>"
         for at, row in enumerate(rows)
     )
-    # A table too wide for a narrow window scrolls, by the keyboard too.
+    # A table that is wider than the window can be scrolled; tabindex allows scrolling by keyboard.
     return (
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0">'
         f"<table><caption>{escape(caption)}</caption>"
@@ -105,7 +106,13 @@ def table(
 
 
 def bars(caption: str, headings: tuple[str, str], rows: Sequence[tuple[str, float, bool]]) -> str:
-    """Return a table of names and figures with a bar beside each, from 0; rows that are marked take the accent."""
+    """Return a table of names and values with a bar beside each value, starting at 0.
+
+    Args:
+        caption: caption of the table.
+        headings: headings of the two columns.
+        rows: name and value of each row, and True for a bold row with a bar in the accent colour.
+    """
     longest = max(value for _, value, _ in rows)
     lines = "".join(
         f'<tr class="{"strong" if accent else "plain"}"><th scope="row">{escape(name)}</th>'
@@ -123,7 +130,7 @@ def bars(caption: str, headings: tuple[str, str], rows: Sequence[tuple[str, floa
 
 
 def pairs(caption: str, rows: Iterable[tuple[str, str]], code: bool = False) -> str:
-    """Return a table of names and values."""
+    """Return a table of names and values; `code` sets the values as code."""
     opened, closed = ("<code>", "</code>") if code else ("", "")
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{opened}{escape(value)}{closed}</td></tr>' for name, value in rows

@@ -1,6 +1,6 @@
-"""Figures of a run, as SVG that can stand in a page (no fonts, scripts or files beside it), or as image files.
+"""Figures of a run, as SVG to embed in a page (without fonts, scripts or external files), or as image files.
 
-Nothing here touches matplotlib's global figure state, and its settings are put back after each figure.
+This module does not use matplotlib's global figure state, and restores matplotlib's settings after each figure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from txl.units import quality, quality_label, quality_text
 
 INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
 POINTS = 400
-"""Most points of a curve; a longer log is averaged down to them."""
+"""Largest number of points of a curve; a longer log is averaged down to this number."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -55,7 +55,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
     "legend.frameon": False,
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
+    "svg.fonttype": "none",  # text stays text: it can be selected and follows the page's font
     "svg.hashsalt": "txl",  # the same data give the same file
 }
 _DARK_RULES = (
@@ -65,9 +65,9 @@ _DARK_RULES = (
         for name in ("ink", "soft", "line", "accent", "second", "paper")
         for use in ("fill", "stroke")
     )
-    + 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg) }\n}\n'  # as on our pages
+    + 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg) }\n}\n'  # as in `style.STYLE`
 )
-"""Style rules by which an SVG file takes the colours of dark mode; a viewer without them shows the light ones."""
+"""Style rules that give an SVG file the colours of dark mode; viewers that ignore the rules show the light ones."""
 Draw = Callable[[Figure], None]
 
 
@@ -84,8 +84,8 @@ def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: 
 
     Args:
         train: events with `step` and `loss`; at least one.
-        valid: events with `step` and `nll`.
-        unit: what one token is.
+        valid: events with `step` and `nll`; may be empty.
+        unit: unit of the corpus.
     """
     steps, losses = _thinned([event["step"] for event in train], [event["loss"] for event in train])
     training = [quality(loss, unit) for loss in losses]
@@ -122,10 +122,10 @@ def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: 
 
 
 def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper end of the loss axis.
+    """Return the lower and the upper limit of the loss axis.
 
-    The first tenth of the steps, from a model that knows nothing yet, may leave the frame at its top: it would press
-    everything else flat.
+    The first tenth of the training values may exceed the upper limit: the high losses of the untrained model would
+    flatten the rest of the curve.
     """
     settled = [*training[len(training) // 10 :], *validation]
     low, high = min(settled), max(settled)
@@ -138,7 +138,7 @@ def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
 
     Args:
         train: events with `step`, `learning_rate` and `grad_norm`; at least one.
-        clip: norm above which the gradient is scaled down; 0: never.
+        clip: norm above which the gradient is scaled down; 0: no clipping.
     """
     all_steps = [event["step"] for event in train]
     steps, rates = _thinned(all_steps, [event["learning_rate"] for event in train])
@@ -172,8 +172,8 @@ def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory:
 
     Args:
         rows: evaluations at two memory lengths or more.
-        unit: what one token is.
-        training_memory: the memory length of training, to be marked.
+        unit: unit of the corpus.
+        training_memory: memory length of training, marked in the figure; None: no mark.
     """
     ordered = sorted(rows, key=lambda row: row["mem_len"])
     points = ", ".join(f"{quality_text(row['nll'], unit)} at memory {row['mem_len']:,}" for row in ordered)
@@ -190,7 +190,7 @@ def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory:
 def draw_memory_curve(
     axes: Axes, rows: Sequence[EvaluationFigures], unit: str, training_memory: int | None = None
 ) -> None:
-    """Draw quality at each memory length, with the figures beside the points where there is room."""
+    """Draw quality against memory length, with the value beside each point that has room for the text."""
     rows = sorted(rows, key=lambda row: row["mem_len"])
     lengths, values = [row["mem_len"] for row in rows], [quality(row["nll"], unit) for row in rows]
     axes.plot(lengths, values, color=ACCENT, marker="o", markersize=5, linewidth=1.6)
@@ -217,13 +217,13 @@ def draw_memory_curve(
 
 
 def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequence[float]) -> None:
-    """Draw a dotted line from the axis up to the curve, with a name on the side that has more room."""
+    """Mark a memory length by a dotted line from the axis up to the curve, labelled on the side with more room."""
 
     def places(positions: Sequence[float]) -> list[float]:
         return [float(axes.transScale.transform((position, 1.0))[0]) for position in positions]
 
     left, at, right = places([axes.get_xlim()[0], length, axes.get_xlim()[1]])
-    value = float(np.interp(at, places(lengths), values))  # between two points the curve is straight on the scale
+    value = float(np.interp(at, places(lengths), values))  # on the axis's scale the curve is straight between points
     axes.vlines(length, axes.get_ylim()[0], value, color=SOFT, linewidth=1, linestyles=(0, (2, 2)), zorder=0)
     before = at - left > right - at
     axes.annotate(
@@ -233,14 +233,14 @@ def _mark_training(axes: Axes, length: int, lengths: Sequence[int], values: Sequ
 
 
 def save_memory_curve(rows: Sequence[Evaluation], path: Path) -> None:
-    """Write the memory curve as an image; the name's ending, .svg or .png, decides the format.
+    """Write the memory curve as an image; the suffix of `path`, .svg or .png, selects the format.
 
     Args:
         rows: evaluations at two memory lengths or more.
-        path: of the image. It is the old one or the new one, whatever happens.
+        path: path of the image. An error leaves an old image unchanged.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the image cannot be written.
     """
     first = rows[0]
 
@@ -259,20 +259,20 @@ def save_memory_curve(rows: Sequence[Evaluation], path: Path) -> None:
 
 
 def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: str | None = None) -> None:
-    """Write a figure as an image; the name's ending, .svg or .png, decides the format.
+    """Write a figure as an image; the suffix of `path`, .svg or .png, selects the format.
 
     Args:
-        draw: puts the content on an empty figure.
-        path: of the image. It is the old one or the new one, whatever happens.
-        size: in inches.
-        description: kept in the metadata of an SVG.
+        draw: function that draws the content on an empty figure.
+        path: path of the image. An error leaves an old image unchanged.
+        size: width and height in inches.
+        description: description for the metadata of an SVG; None: none.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the image cannot be written.
     """
     buffer = io.BytesIO()
     with _style():
-        # The ground is drawn too: a viewer's own may fit neither set of colours.
+        # The background is drawn too: a viewer's own background may suit neither the light nor the dark colours.
         figure = _figure(draw, size)
         figure.set_facecolor("white")
         if path.suffix == ".png":
@@ -293,12 +293,12 @@ def drawing(
     """Draw a figure as two `<svg>` elements.
 
     Args:
-        draw: puts the content on an empty figure.
-        name: begins all ids of the elements; unique in the page.
-        title: read out by screen readers, with `description`: what the figure shows, in words.
-        description: see `title`.
-        wide: size in inches for a wide column; one inch is about 96 pixels of the page.
-        narrow: the same for a narrow one.
+        draw: function that draws the content on an empty figure.
+        name: prefix of all element ids; must be unique in the page.
+        title: title for screen readers.
+        description: content of the figure in words, for screen readers.
+        wide: width and height in inches for a wide column; one inch is about 96 pixels of the page.
+        narrow: width and height in inches for a narrow column.
     """
     return Drawing(
         _svg(draw, f"{name}-wide", title, description, wide), _svg(draw, f"{name}-narrow", title, description, narrow)
@@ -310,7 +310,7 @@ def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float,
     with _style():
         figure = _figure(draw, size)
         for axes in figure.axes:
-            axes.set_facecolor("none")  # the ground is the page's
+            axes.set_facecolor("none")  # the page's background shows through
         FigureCanvasSVG(figure).print_figure(buffer, facecolor="none", metadata={"Date": None, "Creator": None})
     width, height = (72 * length for length in size)
     return (
@@ -322,27 +322,27 @@ def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float,
 
 
 def _embedded(svg: str, name: str) -> str:
-    """Return the content of an SVG file, up to and with its closing tag, as a part of a page.
+    """Return the content of an SVG file, including the closing tag, in a form that a page can embed.
 
     Args:
-        svg: as matplotlib writes it.
-        name: begins all ids.
+        svg: SVG file as matplotlib writes it.
+        name: prefix of all ids.
     """
     body = svg[svg.index(">", svg.index("<svg")) + 1 :].strip()
-    # A style would hold for the whole page.
+    # A <style> element would apply to the whole page.
     body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
-    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the family is the page's
-    for variable in ("ink", "soft", "line", "accent", "second", "paper"):  # they follow the page's dark mode
+    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the page sets the font family
+    for variable in ("ink", "soft", "line", "accent", "second", "paper"):  # CSS variables follow dark mode
         body = body.replace(LIGHT[variable], f"var(--{variable}, {LIGHT[variable]})")
     return re.sub(r"\n\s*", "\n", body)
 
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Set our style over matplotlib's defaults, not the user's matplotlibrc; restore all settings afterwards."""
+    """Set this module's style over matplotlib's defaults, without the user's matplotlibrc, for a `with` block."""
     with mpl.rc_context(), warnings.catch_warnings():
-        # Text of every script comes in: an SVG leaves its letters to the viewer's fonts, a PNG shows boxes.
+        # Token texts can be in any script: an SVG leaves the glyphs to the viewer's fonts, a PNG shows boxes.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -368,7 +368,7 @@ def _step_axis(axes: Axes) -> None:
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return a curve of at most `POINTS` points: means of equal numbers of neighbours."""
+    """Return a curve of at most `POINTS` points, each the mean of a group of neighbouring points."""
     if len(steps) <= POINTS:
         return list(steps), list(values)
     parts = np.array_split(np.arange(len(steps)), POINTS)
@@ -379,7 +379,7 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
 
 
 def _smoothed(values: Sequence[float]) -> list[float] | None:
-    """Return means over a thirtieth of the curve around each point; None for a curve too short to need them."""
+    """Return the running mean over a thirtieth of the curve; None for a curve that is too short for smoothing."""
     reach = len(values) // 60
     if reach < 1:
         return None
@@ -387,15 +387,15 @@ def _smoothed(values: Sequence[float]) -> list[float] | None:
 
 
 def _with_room(axes: Axes, lengths: Sequence[int]) -> list[int]:
-    """Return the memory lengths whose labels do not touch: the longest first, then from the shortest on.
+    """Return memory lengths whose labels do not overlap: the longest, then the others from the shortest upwards.
 
     Args:
-        axes: with its scale and margins set.
-        lengths: in rising order.
+        axes: axes whose scale and margins are set.
+        lengths: memory lengths in ascending order.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
-    # In inches, as is the figure's width; the axes are at least 0.8 of it.
+    # `label` is in inches, like the figure's width; the axes take at least 0.8 of that width.
     label = 0.08 * max(5, len(f"{lengths[-1]:,}")) + 0.08
     room = label / (0.8 * figure.get_figwidth())
     axes.autoscale_view()

@@ -1,4 +1,4 @@
-"""The page of `txl recl`: Table 8 and Figures 3 and 4 for a group of runs."""
+"""Page of `txl recl`: Table 8 and Figures 3 and 4 of the paper for a group of runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from txl.units import ppl_text
 
 
 def recl_plots(result: JsonObject) -> dict[str, Plot]:
-    """Return plots by file name: perplexity by context length; for each r the gain of each step, and of all pairs.
+    """Return plots by file name: perplexity by context length, and for each r the gains of steps and of all pairs.
 
     Args:
-        result: what `txl recl --json` prints.
+        result: result that `txl recl --json` prints.
     """
     models = {each["name"]: each for each in result["models"]}
     points = {
@@ -41,9 +41,9 @@ def recl_page(result: JsonObject, plots: dict[str, Plot], command: Sequence[str]
     """Return the page as HTML.
 
     Args:
-        result: what `txl recl --json` prints.
-        plots: of `recl_plots`.
-        command: the words of the command that made it.
+        result: result that `txl recl --json` prints.
+        plots: plots that `recl_plots` returned.
+        command: words of the command line that made the result.
     """
     lengths = result["context_lengths"]
     title = "Relative effective context length"
@@ -92,10 +92,10 @@ def recl_page(result: JsonObject, plots: dict[str, Plot], command: Sequence[str]
 
 
 def held_notes(result: JsonObject) -> list[str]:
-    """Return a sentence for each model that reads less than the longest context.
+    """Return a sentence for each model that cannot read the longest context at once.
 
     Args:
-        result: what `txl recl --json` prints.
+        result: result that `txl recl --json` prints.
     """
     longest = result["context_lengths"][-1]
     return [
@@ -107,10 +107,10 @@ def held_notes(result: JsonObject) -> list[str]:
 
 
 def write_recl(folder: Path, result: JsonObject, command: Sequence[str]) -> list[Path]:
-    """Write recl.html, recl.json and each figure as .svg and .png into an existing folder; their paths.
+    """Write recl.html, recl.json and each figure as .svg and .png into an existing folder; return the paths.
 
     Raises:
-        OSError: if one cannot be written. Each file is the old one or the new one.
+        OSError: if a file cannot be written. Each file is then complete: the old or the new version.
     """
     plots = recl_plots(result)
     written = []
@@ -164,5 +164,5 @@ def _perplexities(result: JsonObject) -> str:
 
 
 def _id(name: str) -> str:
-    """Return a name without full stops, which have a meaning in selectors."""
+    """Return a name without full stops, which have a meaning in CSS selectors."""
     return name.replace(".", "-")

@@ -1,4 +1,4 @@
-"""report.html: a page about a run, made from its log; it opens offline. And a summary in a few lines."""
+"""Report of a run: report.html, a page that opens offline, and a summary of a few lines; both made from the log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txl.runs.events import Evaluation, SampleEvent
 from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
-"""Most samples, characters of each, and other evaluations that are shown; what is left out is counted."""
+"""Largest numbers of samples, of characters per sample, and of other evaluations shown; the page counts the rest."""
 
 
 def write_report(
@@ -43,17 +43,17 @@ def write_report(
 ) -> Path:
     """Write a run's report from its log and configuration; no model is loaded.
 
-    What zlib, bzip2 and lzma need for the text that was scored is measured here, once, and added to the log.
+    The sizes to which zlib, bzip2 and lzma compress the scored text are measured once and added to the log.
 
     Args:
-        directory: a run directory.
-        out: where to write it; None: report.html in the run directory.
-        data_dir: where prepared corpora live.
-        after_training_text: measure also what lzma needs when it has seen the training text; it takes a minute for
-            64 MiB of it, the most that lzma sees.
+        directory: run directory.
+        out: path of the report; None: report.html in the run directory.
+        data_dir: directory of the prepared corpora; None: the default (`data_directory`).
+        after_training_text: True to measure lzma also with the scored text appended to the training text. This takes a
+            minute for 64 MiB of training text, the most that lzma uses.
 
     Returns:
-        The path of the report; it is the old page or the new one, whatever happens.
+        The path of the report. An error leaves the old page unchanged.
 
     Raises:
         UserError: if nothing has been trained, or the page cannot be written.
@@ -159,7 +159,7 @@ def _training(config: RunConfig, found: Findings) -> str:
 def _memory(config: RunConfig, found: Findings, name: str) -> str:
     heading, curve = "Quality against memory length", found.curve
     if not curve and is_recurrent(found):
-        return ""  # there is no length to measure against
+        return ""  # a recurrent model has no memory length
     lengths = sorted({0, config.model.mem_len, config.eval.mem_len})
     if not curve and len(lengths) == 1:
         return ""  # a model without memory
@@ -187,7 +187,7 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 
 def _window(row: Evaluation | SampleEvent) -> str:
-    window = row["window"]  # samples have been logged with the word, too
+    window = row["window"]  # older logs hold the word "none" for samples
     return "none" if window in (None, "none") else f"{window:,}"
 
 
@@ -257,7 +257,7 @@ def _other_evaluations(found: Findings) -> str:
 
 
 def _manner(row: Evaluation) -> str:
-    """Return the settings of an evaluation in words; two with the same words differ in their targets alone."""
+    """Return the settings of an evaluation in words; evaluations with equal words can differ only in targets."""
     lanes = f"memory {row['mem_len']:,}, window {_window(row)}, segments of {row['segment']:,} in "
     lanes += counted(row["batch_size"], "lane")
     return ", ".join([*([] if row["sliding"] else [lanes]), *manner_words(row), *arithmetic_words(row)])
@@ -345,11 +345,11 @@ def _day(seconds: float) -> str:
 
 
 def summary_lines(events: Sequence[JsonObject], report: Path | None = None) -> list[str]:
-    """Return the result with and without memory; compressors' on the same bytes; size and speed; the report's path.
+    """Return a summary: result with and without memory, compressors on the same bytes, size and speed, report path.
 
     Args:
-        events: of a run's log.
-        report: the report's path; None: the last line says how to write one.
+        events: events of a run's log.
+        report: path of the report; None: the last line names the command that writes one.
     """
     found = findings(events)
     if found is None or not found.train:
@@ -386,7 +386,7 @@ def _result_line(found: Findings) -> str:
 
 
 def _compressor_lines(found: Findings) -> list[str]:
-    """Tell the compressors' bits per byte, and that the model has seen what they have not."""
+    """Return a line with the compressors' bits per byte and a note that the model has also seen training text."""
     sizes, result = found.compression, found.result
     if sizes is None or result is None or result.get("bits_per_byte") is None:
         return []

@@ -1,4 +1,4 @@
-"""First section of the report: the result on the test split, beside that of general compressors."""
+"""First section of the report: the result on the test split, compared with general-purpose compressors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from txl.units import is_character_unit, ppl_text, quality_label, quality_text, 
 
 
 def result_section(found: Findings, name: str, problem: str | None) -> str:
-    """Return the result with and without memory, and the compressors.
+    """Return the section: the result with and without memory, and the compressors.
 
     Args:
-        found: what the log says.
-        name: the run directory, as commands name it.
-        problem: why there are no compressors, if there are none.
+        found: contents of the run's log.
+        name: run directory as written on the command line.
+        problem: reason why compressed sizes are missing; None if there is none.
     """
     result, without = found.result, found.without_memory
     if result is None:
@@ -51,18 +51,18 @@ def result_section(found: Findings, name: str, problem: str | None) -> str:
 
 
 def is_recurrent(found: Findings) -> bool:
-    """Return whether the model carries a state instead of positions of memory."""
+    """Return whether the model carries a state of constant size instead of a memory of positions."""
     return model_from_dict(found.start["config"]["model"]).constant_state
 
 
 def evaluation_headings(unit: str) -> tuple[str, ...]:
-    """Return the headings of `evaluation_cells`."""
+    """Return the column headings for `evaluation_cells`."""
     bits = "bpc" if is_character_unit(unit) else "bits per token"
     return (bits, "ppl", "bits per byte", "nats per token", "tokens/s")
 
 
 def evaluation_cells(row: EvaluationFigures) -> list[str]:
-    """Return the figures of an evaluation."""
+    """Return the measures of an evaluation as table cells."""
     per_byte = row.get("bits_per_byte")
     return [
         f"{row['bpc']:.4f}",
@@ -86,7 +86,7 @@ def _figures(found: Findings, result: Evaluation, without: Evaluation | None) ->
 
 
 def memory_name(found: Findings, row: Evaluation) -> str:
-    """Return in words the memory of an evaluation, and what else distinguishes it from a plain one."""
+    """Return in words an evaluation's memory and the settings that differ from a plain evaluation (`manner_words`)."""
     if row["sliding"]:
         return ", ".join(manner_words(row))
     memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
@@ -121,7 +121,7 @@ def _compressors(found: Findings, rows: list[Evaluation]) -> str:
 
 
 def _caveat(found: Findings, result: Evaluation) -> str:
-    """Return a note on what <unk> hides from the figures."""
+    """Return a note on how <unk> limits the meaning of the measures; empty if no token read is <unk>."""
     unknown = found.unknown_tokens(result)
     if unknown == 0 or result["unit"] in ("byte", "bpe"):
         return ""

@@ -1,4 +1,4 @@
-"""The page of generated text: contexts, continuations and what follows in truth, side by side, with their measures."""
+"""Page of generated text: contexts, each with the model's and the true continuation, and measures of both."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class About:
     split: str
     unit: str
     convention: str | None
-    """The way of tokenising that has been undone, if any."""
+    """Name of the tokenisation convention that was undone in the texts; None if none was."""
     settings: str
-    """Settings of drawing, in words."""
+    """Sampling settings, memory length and window, in words."""
     training_tokens: int
 
 
@@ -36,7 +36,7 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
     """Write samples.json, samples.md and samples.html into a folder.
 
     Returns:
-        What the JSON holds but for the texts, and the paths.
+        The content of samples.json without the samples, and the paths of the written files.
     """
     sampling = plan.sampling
     record: JsonObject = {
@@ -73,7 +73,7 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
 
 
 def settings_text(plan: Plan) -> str:
-    """Say in words how samples are drawn."""
+    """Return the sampling settings, the memory length and the window in words."""
     sampling, lengths = plan.sampling, plan.lengths.options()
     drawn = ["greedy"] if sampling.temperature == 0 else [f"temperature {sampling.temperature:g}"]
     if sampling.temperature:
@@ -83,7 +83,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def samples_page(samples: Sequence[Sample], about: About) -> str:
-    """Return the page as HTML; it needs nothing else."""
+    """Return the page as self-contained HTML."""
     heading = f"Generated text: {short_name(about.run)} on {short_name(about.corpus)}"
     body = [
         f"<header><h1>{escape(heading)}</h1><p>{escape(_lead(samples, about))}</p></header>",
@@ -95,7 +95,7 @@ def samples_page(samples: Sequence[Sample], about: About) -> str:
 
 
 def samples_markdown(samples: Sequence[Sample], about: About) -> str:
-    """Return the page as Markdown, texts in fences that no line of theirs can close."""
+    """Return the page as Markdown; each text is in a fence of more tildes than any run of tildes in the text."""
     lines = [f"# Generated text: {short_name(about.run)} on {short_name(about.corpus)}", "", _lead(samples, about), ""]
     lines += _markdown_table(HEADINGS, summary_rows(samples, about.unit))
     for number, sample in enumerate(samples, start=1):
@@ -116,7 +116,7 @@ HEADINGS = ("", "generation", "reference")
 
 
 def summary_rows(samples: Sequence[Sample], unit: str) -> list[list[str]]:
-    """Return the measures of all generations and all references together, under `HEADINGS`."""
+    """Return table rows of the measures pooled over all generations and over all references, under `HEADINGS`."""
     return _rows([each.generation_measures for each in samples], [each.reference_measures for each in samples], unit)
 
 
@@ -141,7 +141,7 @@ def _share(found: JsonObject) -> str:
 
 
 def _count(found: JsonObject) -> str:
-    """Return hits and total as text; a percentage would hide how few they are."""
+    """Return hits and total as text; a percentage would hide that the counts are small."""
     return f"{found['count']} of {found['of']}" if found["of"] else "none"
 
 
@@ -187,13 +187,13 @@ def _sample(number: int, sample: Sample, about: About) -> str:
 
 
 def _marked(text: Passage, span: tuple[int, int]) -> str:
-    """Return a text with some of its tokens marked."""
+    """Return a text as HTML in which `span`, a first token and a number of tokens, is marked."""
     first, length = span
     parts = [
         "".join(text.pieces[part]) for part in (slice(first), slice(first, first + length), slice(first + length, None))
     ]
     before, inside, after = parts
-    # Spaces and line ends at the mark's edge belong outside of it, and those at the text's edges nowhere.
+    # White space at the edges of the span is moved out of the mark; white space at the edges of the text is dropped.
     outer = before + inside[: len(inside) - len(inside.lstrip())]
     marked = f"<mark>{visible(inside.strip())}</mark>" if inside.strip() else ""
     rest = inside[len(inside.rstrip()) :] + after if marked else after

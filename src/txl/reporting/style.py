@@ -1,10 +1,10 @@
-"""Style of all pages: one column, one accent, light and dark, on screen and on paper."""
+"""Style of all pages: one column, one accent colour, light and dark mode, for screen and print."""
 
 LIGHT = {
     "ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "hair": "#e3e8ec", "wash": "#f4f6f7", "paper": "#ffffff",
     "accent": "#b3452c", "second": "#2f6690", "bar": "#b9c4ce",
 }  # fmt: skip
-"""Colours by the names of the page's CSS variables."""
+"""Colours of light mode by the name of the CSS variable."""
 DARK = {
     "ink": "#e4e8ec", "soft": "#9ba7b3", "line": "#46515c", "hair": "#313a43", "wash": "#12171c", "paper": "#1a2027",
     "accent": "#ea8b6f", "second": "#74aede", "bar": "#4c5966",

@@ -1,4 +1,4 @@
-"""Results of evaluations, and the settings under which they were measured, in words."""
+"""Results and settings of evaluations in words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from txl.runs.events import Evaluation, EvaluationFigures
 
 
 def plain(text: str) -> str:
-    """Return text with backslash escapes for control, format and private characters and what UTF-8 cannot hold.
+    """Return text with backslash escapes for control, format, surrogate, private-use and unassigned characters.
 
-    File names can hold all of them, and they could break a page or turn its text around. Line ends and tabs stay.
+    File names can contain such characters, which could break a page or reverse the direction of its text. Line ends
+    and tabs stay.
     """
     return "".join(
         each.encode("unicode_escape").decode() if category(each)[0] == "C" and each not in "\n\t" else each
@@ -23,12 +24,12 @@ def plain(text: str) -> str:
 
 
 def short_name(corpus: str) -> str:
-    """Return a corpus's name, or the last part of a path."""
+    """Return the name of a corpus; of a path, only the last part."""
     return corpus.replace("\\", "/").rstrip("/").rpartition("/")[2] or corpus
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun: 1 step, 2,000 steps."""
+    """Return a number with its noun: 1 step, 2,000 steps."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -40,16 +41,16 @@ def change_text(with_memory: float, without: float) -> str:
 
 
 def window_text(row: EvaluationFigures) -> str:
-    """Return the window of an evaluation."""
+    """Return the window of an evaluation in words."""
     if row["window"] is None:
         return "no window"
     return f"window {counted(row['window'], 'key')} (a token’s own included)"
 
 
 def manner_words(row: EvaluationFigures) -> list[str]:
-    """Return what distinguishes an evaluation from a plain one: cache, adaptation, temperature, window, targets.
+    """Return in words the settings that differ from a plain evaluation; empty if none differs.
 
-    Nothing for a plain one.
+    The possible settings are a sliding window, exhaustive lanes, a temperature, a cache and dynamic evaluation.
     """
     words = []
     if row["sliding"]:
@@ -68,23 +69,23 @@ def manner_words(row: EvaluationFigures) -> list[str]:
 
 
 def arithmetic_words(row: EvaluationFigures) -> list[str]:
-    """Return the clamp and the precision of an evaluation, where they are not the usual ones."""
+    """Return in words the clamp of an evaluation, if it has one, and the precision, if it is not float32."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
     return words if row["dtype"] == "float32" else [*words, f"computed in {row['dtype']}"]
 
 
 def split_text(split: str) -> str:
-    """Return the name of a split: test split, or whole text."""
+    """Return a split in words: "test split", or "whole text"."""
     return "whole text" if split == WHOLE else f"{split} split"
 
 
 def settings_text(row: Evaluation, split: JsonObject | None = None, memory: bool = True) -> str:
-    """Split, targets, memory, window and segment of an evaluation, and what else is not as in a plain one.
+    """Return in words the split, targets, memory, window and segment of an evaluation, and its unusual settings.
 
     Args:
         row: the evaluation.
-        split: counts of the split, to say whether all of it was read.
-        memory: whether memory and window are among the settings (in a sweep they vary).
+        split: counts of the split, used to state which part was read; None: not stated.
+        memory: False to leave out memory and window, which vary in a sweep.
     """
     read = tokens_read(row)
     part = ""
@@ -118,7 +119,7 @@ def adaptation_text(dynamic: JsonObject) -> str:
 
 
 def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
-    """Return in words which part of a corpus the first `n_read` tokens of a split are."""
+    """Return in words the part of a corpus that consists of the first `n_read` tokens of a split."""
     sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
     size = f"{sizes[split]:,} of its {sum(sizes.values()):,} bytes"
     if split == WHOLE:
