@@ -254,7 +254,7 @@ def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[
     first, length = ones.int().argmax(dim=1), ones.sum(dim=1)
     last = n_token - ones.flip(1).int().argmax(dim=1)
     if not bool(ones.any(dim=1).all()) or bool((length != last - first).any()):
-        raise ValueError("attention_mask has a lane without tokens, or gaps in it; expected one stretch of ones a lane")
+        raise ValueError("attention_mask is empty or has gaps in a lane; expected one contiguous run of ones in each")
     return first, length
 
 

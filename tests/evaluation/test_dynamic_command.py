@@ -49,7 +49,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     assert main([*words, *grid]) == 0
     printed = capsys.readouterr().out
     assert "dynamic evaluation by rms (learning rate 0.000" in printed
-    assert "the best learning rate is the least or the greatest that was tried; try others: --learning-rates" in printed
+    assert "the best learning rate lies at the end of the values that were tried; try more: --learning-rates" in printed
     # The report's result stays the model's own.
     assert main(["report", str(run), "--data-dir", str(data_dir)]) == 0
 
@@ -121,6 +121,9 @@ def test_published_settings(run, data_dir, capsys):
     }
     lengths = [found[name] for name in ("segment", "mem_len", "window", "clamp_len", "batch_size")]
     assert lengths == [128, 3800, 3801, 9, 1]
+    assert main([*words, "--max-tokens", "300", "--dynamic-statistics-segments", "all"]) == 0
+    every = json.loads(capsys.readouterr().out)["dynamic"]["statistics_segments"]
+    assert every is None or every > 161  # the preset reads 161
 
 
 def test_gradient_statistics_of_another_text_are_those_of_training(run, story, data_dir, tmp_path, capsys):

@@ -97,8 +97,8 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
             {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"},
             "this model has no memory; add --train.reset-memory 0",
         ),
-        ({"train.compile": "true"}, "train.compile needs steps that are alike.*add --train.reset-memory 0"),
-        ({"train.capture": "true"}, "train.capture needs steps that are alike"),
+        ({"train.compile": "true"}, "train.compile needs identical steps.*add --train.reset-memory 0"),
+        ({"train.capture": "true"}, "train.capture needs identical steps"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):

@@ -25,8 +25,8 @@ def add_parser(commands: Subparsers) -> None:
         help="find settings of a continuous cache, and measure it",
         example="txl cache runs/mine --size 2000",
         description="Find theta and lambda of a continuous cache (Grave et al. 2016) on the validation split, then "
-        "measure the test split with and without it. The cache makes words likelier that were seen lately in alike "
-        "contexts.",
+        "measure the test split with and without it. The cache raises the probability of words that were recently "
+        "seen in similar contexts.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that it holds (default: 2000)")
@@ -90,7 +90,7 @@ def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[Evaluat
         f"nats per token there: {tuned.plain_nll:.4f} without the cache, {tuned.best_nll:.4f} with it"
     )
     for name in tuned.at_edge:
-        print(f"the best {name} is the least or the greatest that was tried; try others: --{name}s")
+        print(f"the best {name} lies at the end of the values that were tried; try more: --{name}s")
     print_rows(rows)
     found = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
     print(f"to measure this again: {eval_command(arguments, found)}")

@@ -39,8 +39,8 @@ def add_parser(commands: Subparsers) -> None:
         "compress",
         help="compress a file by a model's probabilities, without loss",
         example="txl compress notes.txt --model runs/mine -o notes.txlz",
-        description="Compress a file by a model's probabilities, without loss. The same program, model and kind of "
-        "machine give it back: txl decompress. A second process decodes it at once to make sure.",
+        description="Compress a file by a model's probabilities, without loss. txl decompress restores it, with the "
+        "same program, model and kind of machine. A second process decodes it at once to make sure.",
     )
     parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")
     _add_ends(parser)
@@ -167,7 +167,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
     path = None if arguments.file == "-" else Path(arguments.file)
     check_out(None if arguments.out == "-" else arguments.out, path)
     if arguments.out == "-" and arguments.json:
-        raise UserError("--json and -o - both write to standard output; give one of them another place")
+        raise UserError("--json and -o - both write to standard output; leave out --json, or write to a file")
     if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":
         raise UserError("-o - would write a compressed file to the terminal; name a file, or pipe it on")
     if path is None:

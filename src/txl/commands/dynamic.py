@@ -138,7 +138,7 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluat
         f"nats per token there: {tuned.static_nll:.4f} without it, {tuned.best_nll:.4f} with it"
     )
     for name in tuned.at_edge:
-        print(f"the best {name} is the least or the greatest that was tried; try others: --{name.replace(' ', '-')}s")
+        print(f"the best {name} lies at the end of the values that were tried; try more: --{name.replace(' ', '-')}s")
     for row in rows:
         print_rows([row])
     print(f"with it, the test took {found.times_static:.1f} times as long")

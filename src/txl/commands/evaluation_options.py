@@ -99,9 +99,13 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     adaptation = asdict(preset.adaptation)
     values["dynamic"] = adaptation.pop("rule")
     values |= {f"dynamic_{name}": value for name, value in adaptation.items()}
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    # None is a value of this option: all segments.
-    given.setdefault("dynamic_statistics_segments", preset.statistics_segments)
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if value is not None or name == "dynamic_statistics_segments"
+    }
+    # None is a value of this option (all segments), and it has no default, so that it is known whether it was given.
+    values["dynamic_statistics_segments"] = preset.statistics_segments
     return argparse.Namespace(**vars(arguments) | values | given)
 
 
@@ -169,7 +173,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a continuous cache around the model."""
     group = parser.add_argument_group("continuous cache (txl cache finds the settings)")
     group.add_argument("--cache-size", type=int, metavar="N", help="tokens that it holds")
-    group.add_argument("--cache-theta", type=float, metavar="X", help="how sharply it prefers alike contexts")
+    group.add_argument("--cache-theta", type=float, metavar="X", help="how strongly it prefers similar contexts")
     group.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability, 0 to 1")
 
 
@@ -214,7 +218,7 @@ def refuse_tuned_split(arguments: argparse.Namespace) -> None:
     """Refuse to measure the split that settings are tuned on."""
     if arguments.split == arguments.tune_on:
         raise UserError(
-            f"--split and --tune-on are both {arguments.split}; what is tuned on a split is not measured there"
+            f"--split and --tune-on are both {arguments.split}; tune on another split than the one that is measured"
         )
 
 

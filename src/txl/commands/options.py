@@ -265,7 +265,7 @@ def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
         const="auto",
         default=default,
         choices=("auto", "wikitext", "ptb", "lm1b", "none"),
-        help="join the words of a benchmark's text as they are written; auto: the benchmark is told by the vocabulary "
+        help="join a benchmark's words and marks into ordinary text; auto: detect the benchmark from the vocabulary "
         f"(default: {default})",
     )
 

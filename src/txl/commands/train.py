@@ -37,7 +37,7 @@ _MOST_MINUTES = 366 * 24 * 60
 _FAMILY = "transformer-xl"
 _CHOSEN = {
     "train.steps": "the minutes decide the steps",
-    "train.planned_minutes": "these are what is left of the minutes for training",
+    "train.planned_minutes": "--minutes sets it",
     "data.source": "a text of your own is not fetched from anywhere",
 }
 """Options that --minutes excludes, and the reasons."""
@@ -189,7 +189,7 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
     family, unit = given.get("model.family", _FAMILY), given.get("data.unit", "bpe")
     if family != _FAMILY or unit == "word":
         what = f"--data.unit {unit}" if family == _FAMILY else f"--model.family {family}"
-        raise UserError(f"{what}: --minutes knows byte, char and bpe in a {_FAMILY} alone; choose a preset")
+        raise UserError(f"{what}: --minutes supports the units byte, char and bpe in a {_FAMILY}; choose a preset")
     if "data.corpus" not in given:
         raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
 

@@ -21,8 +21,8 @@ from txl.errors import UserError
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 """Encodings of positions: the first two for Transformer-XL, the others for Transformers without memory."""
 ENCODING_HELP = (
-    "of positions. relative: the paper's; shaw: learned relative vectors (Shaw et al.). Without memory: learned at "
-    "every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
+    "position encoding. relative: as in the paper; shaw: learned relative vectors (Shaw et al.). Without memory: "
+    "learned at every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
 )
 LENGTHS = ("mem_len", "window", "clamp_len")
 """Names of the settings of a memory that consists of positions."""
@@ -34,7 +34,7 @@ shaping = functools.partial(setting, changes_weights=True)
 
 def family_name(name: str) -> Any:
     """Return the field that holds the name of a family; users cannot set it."""
-    about = "of models: transformer-xl, vanilla or recurrent"
+    about = "model family: transformer-xl, vanilla or recurrent"
     return field(default=name, init=False, metadata={"help": about, "changes_weights": True})
 
 
@@ -56,12 +56,12 @@ class ModelConfig(ABC):
         1, "adaptive embedding: each cluster is this many times narrower than the one before", at_least=1, at_most=2**20
     )
     tie_projections: Literal["all", "all_but_first", "tails", "none"] = shaping(
-        "all", "clusters whose output projection is the embedding's own; tails: the others, the first has none"
+        "all", "clusters whose output shares the embedding's projection; tails: all but the first, which has none"
     )
-    tie_embeddings: bool = shaping(True, "the output's tables are the embedding's")
+    tie_embeddings: bool = shaping(True, "use the embedding tables in the softmax too")
     n_softmax: int = shaping(
         1,
-        "softmaxes that are mixed (Yang et al. 2017)",
+        "number of softmaxes in the mixture (Yang et al. 2017)",
         at_least=1,
         at_most=4096,
         expected="1 (no mixture) or more, at most 4096",
@@ -69,13 +69,13 @@ class ModelConfig(ABC):
     dropout: float = rate(0.1, "dropout on attention output, feed-forward or layer, and wherever no other rate is set")
     dropout_embed: float | None = rate(None, "dropout on the scaled embeddings; none: the same as dropout")
     dropout_out: float | None = rate(None, "dropout on the final hidden states; none: the same as dropout")
-    dropout_words: float = rate(0.0, "probability with which a word's embedding is zero for a whole step")
+    dropout_words: float = rate(0.0, "probability that a word's embedding is zero for a whole step")
     dropout_tail: float = rate(0.0, "dropout on hidden states in the width of an adaptive softmax's tail cluster")
     dropout_latent: float | None = rate(
         None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"
     )
     locked_dropout: bool = setting(
-        False, "one dropout mask for all positions of a segment (variational), but for attention probabilities"
+        False, "one dropout mask for all positions of a segment (variational), except on attention probabilities"
     )
     init_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
     proj_init_std: float = setting(0.01, "standard deviation of the initial embedding projections", at_least=0)
@@ -334,7 +334,7 @@ class TransformerConfig(ModelConfig):
     pre_norm: bool = shaping(False, "LayerNorm before each sub-layer instead of after it")
     layer_norm_eps: float = shaping(1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", at_least=0)
     init: Literal["normal", "xavier"] = setting(
-        "normal", "first weights. normal: the authors'; xavier: as Baevski and Auli's code has it"
+        "normal", "initial weights. normal: as in the authors' code; xavier: as in Baevski and Auli's code"
     )
 
     title: ClassVar[str] = "Transformers"

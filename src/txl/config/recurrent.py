@@ -18,7 +18,7 @@ class RecurrentConfig(ModelConfig):
     """A recurrent network, whose state has a constant size."""
 
     family: str = family_name("recurrent")
-    kind: RecurrentKind = shaping("lstm", "of recurrent network: lstm or qrnn", lacking="transformer")
+    kind: RecurrentKind = shaping("lstm", "kind of recurrent network: lstm or qrnn", lacking="transformer")
     d_hidden: int | None = shaping(
         None, "recurrent: units of every layer but the last; none: d_model", at_least=1, at_most=2**20, none="d_model"
     )
@@ -30,12 +30,12 @@ class RecurrentConfig(ModelConfig):
         none="d_model",
     )
     weight_drop: float = rate(
-        0.0, "recurrent: dropout of the weights, once a segment (lstm: the recurrent ones; qrnn: the convolution's)"
+        0.0, "recurrent: dropout of the weights, once a segment (lstm: recurrent weights; qrnn: convolution)"
     )
     kernel_sizes: tuple[int, ...] = shaping(
         (2,), "qrnn: tokens that each layer's convolution reads; the last number holds for all further layers"
     )
-    zoneout: float = rate(0.0, "qrnn: probability with which a unit keeps its state for a token")
+    zoneout: float = rate(0.0, "qrnn: probability that a unit keeps its state for a token")
 
     choice: ClassVar[str] = "kind"
     title: ClassVar[str] = "recurrent networks (model.kind lstm or qrnn)"

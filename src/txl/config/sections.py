@@ -115,13 +115,13 @@ def validate_temperature(temperature: float, name: str = "temperature") -> None:
 class DataConfig:
     """The text of a run, and the unit in which it is read."""
 
-    corpus: str = setting("stdlib", "name of a corpus, or a file, folder or glob of the user's")
-    unit: Unit = setting("byte", "what one token is")
+    corpus: str = setting("stdlib", "name of a corpus, or your own file, folder or glob")
+    unit: Unit = setting("byte", "unit of one token")
     source: str | None = setting(None, "folder or archive to take a named corpus from instead of downloading it")
     vocab_size: int = setting(8192, "number of tokens of a bpe vocabulary", at_least=1, at_most=2**24)
     min_count: int | None = setting(
         None,
-        "words seen less often in training become <unk>; none: 2 in a text of your own, 1 in a named corpus",
+        "words seen less often in training become <unk>; none: 2 in your own text, 1 in a named corpus",
         at_least=1,
         expected="1 or more, or none",
         as_stored=True,
@@ -134,13 +134,13 @@ class DataConfig:
     )
     word_rule: WordRule | None = setting(
         None,
-        "whitespace: words are what lies between white space; punctuation: each mark is a word of its own too; none: "
-        "punctuation in a text of your own, whitespace in a named corpus",
+        "whitespace: white space separates words; punctuation: each punctuation mark is also a word of its own; none: "
+        "punctuation in your own text, whitespace in a named corpus",
         as_stored=True,
     )
     normalise: bool | None = setting(
         None,
-        "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: in a text of your own, not in a "
+        "char, word, bpe: leave out byte order marks and read \\r\\n as \\n; none: yes for your own text, no for a "
         "named corpus",
         as_stored=True,
     )
@@ -162,7 +162,7 @@ class TrainConfig:
     steps: int = setting(400_000, "updates of the weights", at_least=1)
     batch_size: int = setting(22, "lanes B read in parallel", at_least=1)
     micro_batches: int = setting(
-        1, "parts the lanes are divided into, one forward and backward each, to save memory", at_least=1
+        1, "parts of the lanes, each with its own forward and backward pass, to save memory", at_least=1
     )
     segment: int = setting(512, "tokens T of each lane in one step", at_least=1)
     backprop_segments: int = setting(
@@ -185,7 +185,7 @@ class TrainConfig:
     )
     random_segments: bool = setting(False, "draw each segment's length around `segment`, as AWD-LSTM does")
     optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
-        "adam", "optimiser; muon: Muon for the layers' matrices at the same rate, AdamW for everything else"
+        "adam", "optimiser; muon: Muon for the layers' matrices, AdamW with the same learning rate for everything else"
     )
     momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
@@ -195,9 +195,10 @@ class TrainConfig:
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps", "plateau"] = setting(
         "cosine",
-        "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then a line to it over "
-        "the last decay_share; inverse_sqrt: falls with the root of the step; constant; steps: a tenth at decay_at; "
-        "plateau: as linear, and a quarter after each evaluation that is no better than the best before it",
+        "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then falls in a line "
+        "to min_learning_rate over the last decay_share; inverse_sqrt: falls with the root of the step; constant; "
+        "steps: divided by ten at decay_at; plateau: as linear, and divided by four after each evaluation without a "
+        "new best",
     )
     decay_share: float = setting(
         0.7, "linear and plateau: share of training, at its end, over which the rate falls", above=0, at_most=1
@@ -212,17 +213,18 @@ class TrainConfig:
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(
-        None, "average the weights of all later steps, and use the average; the schedule falls until here; none: never"
+        None, "step from which weights are averaged and the average is used; the schedule ends there; none: never"
     )
     average_patience: int | None = setting(
         None,
-        "begin to average when a validation loss is above the best of more than this many evaluations ago; none: never",
+        "start to average when the validation loss is above the best from more than this many evaluations earlier; "
+        "none: never",
         at_least=1,
         expected="1 or more evaluations",
     )
     average_mu: float | None = setting(
         None,
-        "weight of the newest weights in the average; none: 1/n at the n-th, which is the plain mean",
+        "weight of the newest weights in the average; none: plain mean (1/n for the n-th)",
         above=0,
         at_most=1,
         expected="above 0 and at most 1, or none for the plain mean",
@@ -230,12 +232,12 @@ class TrainConfig:
     average_lr_factor: float = setting(1.0, "factor of the learning rate while weights are averaged", above=0)
     patience: int | None = setting(
         None,
-        "stop when so many evaluations in a row are no better than the best before them; none: only after all steps",
+        "stop after this many evaluations in a row without a new best; none: only after all steps",
         at_least=1,
         expected="1 or more evaluations, or none",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32", "arithmetic: bfloat16 of the matrix products alone (autocast), float64 of everything"
+        "float32", "number format; bfloat16: of matrix products only (autocast); float64: of everything"
     )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp",
@@ -267,14 +269,14 @@ class TrainConfig:
         2, "how many of the newest checkpoints are kept, beside the best", at_least=1, may_change=True
     )
     async_checkpoints: bool = setting(
-        True, "write checkpoints while training goes on, from a copy of the state", may_change=True
+        True, "write checkpoints from a copy of the state, while training continues", may_change=True
     )
     on_save_error: Literal["stop", "continue"] = setting(
-        "stop", "when a checkpoint cannot be written (a full disk)", may_change=True
+        "stop", "what to do when a checkpoint cannot be written (a full disk)", may_change=True
     )
     max_skipped: int = setting(
         10,
-        "updates in a row that are skipped because loss or gradient is not finite, before the run stops",
+        "updates in a row that may be skipped because loss or gradient is not finite; with one more the run stops",
         at_least=0,
         may_change=True,
     )
@@ -285,13 +287,13 @@ class TrainConfig:
         expected="standard deviations above 0, or none",
     )
     on_spike: Literal["report", "rollback"] = setting(
-        "report", "rollback: go back to the last due checkpoint and on with the text behind the spike"
+        "report", "rollback: return to the last scheduled checkpoint and continue with the text after the spike"
     )
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
     planned_minutes: float | None = setting(
         None,
-        "minutes that training is to take, with its evaluations: a line says so when it will be a tenth more; none: no "
-        "such line",
+        "planned minutes of training and its evaluations; a note is printed when it will take a tenth longer; none: no "
+        "note",
         above=0,
         expected="minutes above 0, or none",
         may_change=True,
@@ -321,7 +323,7 @@ class TrainConfig:
         if self.reset_memory and (self.capture or self.compile):
             other = "capture" if self.capture else "compile"
             raise UserError(
-                f"train.{other} needs steps that are alike, and train.reset_memory, {self.reset_memory}, empties other "
+                f"train.{other} needs identical steps, but train.reset_memory, {self.reset_memory}, empties different "
                 f"lanes in each; add --train.reset-memory 0"
             )
         self._validate_epoch_shift()
@@ -399,9 +401,9 @@ class EvalConfig:
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)
     mem_len: int = setting(512, "positions of memory")
     window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
-    clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
+    clamp_len: int | None = setting(None, "largest distance; greater ones count as this one; none: no clamp")
     batch_size: int = setting(10, "lanes read in parallel", at_least=1)
-    temperature: float = setting(1.0, "of the softmax: above 1 flattens the distribution")
+    temperature: float = setting(1.0, "softmax temperature; above 1 flattens the distribution")
 
     @property
     def lengths(self) -> Lengths:

@@ -24,10 +24,10 @@ class TransformerXLConfig(TransformerConfig):
     encoding: Literal["relative", "shaw"] = shaping("relative", ENCODING_HELP)
     mem_len: int = setting(512, "positions M of hidden states carried from segment to segment", lacking=0)
     window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
-    clamp_len: int | None = setting(None, "distances above this one count as it; none: no clamp")
+    clamp_len: int | None = setting(None, "largest distance; greater ones count as this one; none: no clamp")
     max_distance: int = shaping(
         64,
-        "shaw: distances above this one share its vector",
+        "shaw: largest distance with a vector of its own; longer ones share it",
         at_least=0,
         below=2**24,
         expected="0 or more positions",

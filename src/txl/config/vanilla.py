@@ -26,7 +26,7 @@ class VanillaConfig(TransformerConfig):
     )
     n_target: int = setting(
         1,
-        "without memory: tokens predicted at a position, the next and those after it",
+        "without memory: number of following tokens that each position predicts",
         at_least=1,
         at_most=2**10,
         expected="1 (the next token) or a few more",

@@ -290,7 +290,7 @@ def _set_random_states(states: dict[str, Tensor], setup: TrainingSetup, n_proces
         if processes.is_first:
             setup.display.message(
                 f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory "
-                f"are the same, dropout draws other numbers"
+                f"are the same, but dropout uses other random numbers"
             )
         return
     torch.set_rng_state(states["cpu"][processes.rank].clone())
