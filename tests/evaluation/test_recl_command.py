@@ -109,7 +109,7 @@ def test_a_model_is_held_at_the_most_that_it_reads(group, data_dir, story, tmp_p
     assert vanilla["ppl"]["40"] == vanilla["ppl"]["60"] == pytest.approx(held.mean().exp().item())
     assert vanilla["ppl"]["20"] != vanilla["ppl"]["40"]
     assert all(length in (20, 24) for length in vanilla["recl"].values())
-    note = "vanilla reads at most 24 tokens at once: at longer contexts it was held at 24"
+    note = "vanilla reads at most 24 tokens at once: longer contexts were cut to 24"
     assert note in (out / "recl.html").read_text(encoding="utf-8")
     assert main([*words, "--threshold", "0"]) == 0
     assert note in capsys.readouterr().out.replace("\n", " ")

@@ -162,7 +162,7 @@ def test_a_name_that_is_not_there_is_one_clear_line(tmp_path):
     hub = Hub({}, False)
     done = run_import("org/other", hub.url, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("txl: error: org/other: no such file or directory, and not to be had from the Hub (")
+    assert done.stderr.startswith("txl: error: org/other: no such file or directory, and not found on the Hub (")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     hub.shutdown()

@@ -184,7 +184,7 @@ def test_tensorflow_s_variables_give_the_authors_losses(case, untie_r, tmp_path,
     (tmp_path / "model.ckpt-5.index").write_bytes(b"")
     monkeypatch.setattr(import_module, "read_tensorflow", lambda prefix: source)
     run, notes = import_run(tmp_path, tmp_path / "run", model_options=options_of(case))
-    assert any("says nothing of memory" in note for note in notes)
+    assert any("does not state memory" in note for note in notes)
     assert run.to_dict()["model"]["untie_r"] is untie_r
     model, _ = txl.load(tmp_path / "run")
     found = losses(model, torch.tensor(EXPECTED[case]["tokens"]))

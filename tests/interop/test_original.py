@@ -85,7 +85,7 @@ def test_a_dictionary_of_weights_needs_what_it_does_not_say(tmp_path):
     torch.save(weights, tmp_path / "weights.pt")
     stated = {"mem_len": 8, "window": 8, "clamp_len": 4}
     _, notes = import_run(tmp_path / "weights.pt", tmp_path / "run", model_options=stated)
-    assert any("says nothing of memory" in note for note in notes)
+    assert any("does not state memory" in note for note in notes)
     model, _ = txl.load(tmp_path / "run")
     expected = torch.tensor(EXPECTED["clamp-and-window"]["losses"])
     torch.testing.assert_close(

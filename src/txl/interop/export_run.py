@@ -259,7 +259,7 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         return tokenizer
     assert isinstance(vocabulary, WordVocabulary)
     if vocabulary.boundary == "both":
-        raise UserError("the vocabulary marks both ends of a sentence, which a tokenizer of the library cannot")
+        raise UserError("the vocabulary marks both ends of a sentence, which the tokenizers library cannot represent")
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
     separators = normalizers.Replace(Regex("[\x1c-\x1f]"), " ")  # white space in Python, not in the library
     line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")

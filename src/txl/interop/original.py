@@ -174,7 +174,7 @@ def _from_weights(tensors: dict[str, Tensor], path: str) -> Source:
     if "r_emb" in tensors:
         refuse_encoding(1 if "r_bias" in tensors else 3, path)
     flip_clusters(tensors)
-    note = "a dictionary of weights says nothing of memory, clamp, window and pre-norm: give them by option"
+    note = "a dictionary of weights does not state memory, clamp, window and pre-norm: set them by option"
     return Source("a dictionary of the authors' weights", tensors, notes=[note])
 
 

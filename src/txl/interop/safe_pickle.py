@@ -138,7 +138,7 @@ class SafeUnpickler(_PurePython):
     def persistent_load(self, pid: object) -> object:
         """Return the object with a persistent id (a storage of torch)."""
         if self._persistent is None:
-            raise UnsafePickle("it refers to data outside of it")
+            raise UnsafePickle("it refers to data outside of the file")
         return self._persistent(pid)
 
     def load_build(self) -> None:
@@ -153,7 +153,7 @@ class SafeUnpickler(_PurePython):
             else:
                 target.__dict__["state"] = state
         elif not isinstance(target, dict):
-            raise UnsafePickle(f"it changes a {type(target).__name__}")
+            raise UnsafePickle(f"it sets attributes of a {type(target).__name__}")
 
     dispatch: ClassVar[dict[int, Callable[[SafeUnpickler], None]]] = {
         **_PurePython.dispatch,

@@ -42,7 +42,7 @@ def checkpoint_path(given: str, quiet: bool = False) -> Path:
         folder = snapshot_download(given, allow_patterns=list(_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{given}: no such file or directory, and not to be had from the Hub ({reason})") from None
+        raise UserError(f"{given}: no such file or directory, and not found on the Hub ({reason})") from None
     return Path(folder)
 
 

@@ -115,8 +115,8 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
         "the authors' TensorFlow checkpoint",
         tensors,
         settings,
-        notes=["a TensorFlow checkpoint says nothing of memory, clamp and window (same_length M is window M + 1): "
-               "give them by option"],
+        notes=["a TensorFlow checkpoint does not state memory, clamp and window (same_length M is window M + 1): "
+               "set them by option"],
     )  # fmt: skip
 
 

@@ -93,8 +93,8 @@ def attention_section(record: JsonObject) -> str:
         note(lead, "lead"),
         figure(
             average_figure(record),
-            f"Average attention of every head by distance (Figure 5 of the paper). The more a place stands out from "
-            f"the page, the more it is; the scale is logarithmic.{_fall(record)}",
+            f"Average attention of every head by distance (Figure 5 of the paper). Stronger colour means more "
+            f"attention; the scale is logarithmic.{_fall(record)}",
         ),
         _farthest(record),
     ]
@@ -299,8 +299,8 @@ def _fall(record: JsonObject) -> str:
     if everyone >= span:
         return ""
     if everyone == 1:
-        return " The farther back, the fewer tokens have one there: weights fall off whatever the heads do."
-    return " Beyond the dotted line not every token has one so far back: weights fall off there whatever the heads do."
+        return " Fewer tokens have a key at greater distances, so weights decrease there for every head."
+    return " Beyond the dotted line not every token has a key so far back, so weights decrease there for every head."
 
 
 def _label(text: str) -> str:

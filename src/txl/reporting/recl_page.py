@@ -99,8 +99,8 @@ def held_notes(result: JsonObject) -> list[str]:
     """
     longest = result["context_lengths"][-1]
     return [
-        f"{each['name']} reads at most {each['longest_context']:,} tokens at once: at longer contexts it was held at "
-        f"{each['longest_context']:,}, and its length is no more than that."
+        f"{each['name']} reads at most {each['longest_context']:,} tokens at once: longer contexts were cut to "
+        f"{each['longest_context']:,} tokens, so its effective context is at most that."
         for each in result["models"]
         if each["longest_context"] is not None and each["longest_context"] < longest
     ]

@@ -127,6 +127,6 @@ def _caveat(found: Findings, result: Evaluation) -> str:
         return ""
     some = "Tokens that the vocabulary lacks are" if unknown is None else f"{unknown:,} of the tokens read are"
     return note(
-        f"{some} <unk>, which does not pay for the spelling that it hides: bits per byte is then a lower bound, and "
+        f"{some} <unk>, whose spelling costs no bits: bits per byte is then a lower bound, and "
         f"the loss per {token_name(result['unit'])} compares only with models of the same vocabulary."
     )

@@ -131,8 +131,8 @@ def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit:
     rows += [row(f"{n}-grams of {tokens} not in the training text", "novel", n, _share) for n in made["novel"]]
     rows.append([f"longest span copied from there, {tokens}", *(f"{each['longest_copy']:,}" for each in (made, true))])
     rows.append([f"mean span copied, {tokens}", *(f"{each['mean_copy']:.1f}" for each in (made, true))])
-    rows += [row(f"{kind} of the context that come again", "taken_up", kind, _count) for kind in KINDS]
-    rows += [row(f"{kind} here that the context has", "known", kind, _count) for kind in KINDS]
+    rows += [row(f"{kind} of the context that the text repeats", "taken_up", kind, _count) for kind in KINDS]
+    rows += [row(f"{kind} of the text that are in the context", "known", kind, _count) for kind in KINDS]
     return rows
 
 
@@ -214,10 +214,10 @@ def _sentences(about: About) -> list[str]:
         "phrases are in every text, as the reference shows.",
         "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
         "capital; dates are a month with a day, a year or both; years are whole numbers from 1000 to 2099, those of "
-        "dates too. “Come again” counts those of the context that stand in the continuation, letter by letter (dates: "
-        "with all that they have, July 1916 also in 12 July 1916 and July 12, 1916); “here that the context has” "
-        "counts those of the continuation that stand in the context. Each counts once a text; “none” means that there "
-        "are none.",
+        "dates too. “Of the context that the text repeats” counts those of the context that the continuation "
+        "contains, letter by letter (a date also within a fuller one: July 1916 in 12 July 1916 and in July 12, "
+        "1916). “Of the text that are in the context” counts those of the continuation that the context contains. "
+        "Each counts once per text; “none” means that there are none.",
         "They do not tell whether what is said of a name or a date is true, or agrees with the context. A name that "
         "is shortened (Kershaw for Clayton Kershaw) is not seen, and a capital at the beginning of a sentence may be "
         "taken for a name’s. A text that moves on to another subject keeps nothing and may still be right: compare "
