@@ -1,1 +1,1 @@
-"""Text out of a model: one stream or many, token by token."""
+"""Text generation: one stream or many, token by token."""

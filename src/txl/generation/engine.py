@@ -1,9 +1,9 @@
-"""Decoding of many streams of tokens at once, one token of each a step, in constant memory.
+"""Decoding of many streams at once, one token of each stream per step, in constant memory.
 
     engine = txl.DecodeEngine(model, max_streams=8)
     first = engine.join(prompt, seed=1)
-    second = engine.join(other_prompt, seed=2)   # at any time; nobody else notices
-    tokens = engine.step()                       # the next token of each, in the order of engine.streams
+    second = engine.join(other_prompt, seed=2)   # at any time; other streams are not affected
+    tokens = engine.step()                       # the next token of each stream, in the order of engine.streams
     engine.leave(first)
 
 Shapes: B streams, V vocabulary.
@@ -41,45 +41,45 @@ from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 
 _MOST_DRAWINGS = 1000
-"""Settings of sampling that are remembered."""
+"""Largest number of draw settings in the cache."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Stream:
-    """One text in the making. `DecodeEngine.join` and `fork` make them."""
+    """One text that is being generated. `DecodeEngine.join`, `enter` and `fork` make streams."""
 
     slot: int
     sampling: Sampling
     seed: int
     forbidden: tuple[int, ...]
     drawn: int = 0
-    """Tokens drawn so far."""
+    """Number of tokens drawn so far."""
     waiting: bool = True
-    """True: it has a token that has not been read yet."""
+    """True: the last token has not been read yet; the next step reads it."""
     ended: str | None = None
-    """The reason why the engine ended it, if it could not go on."""
+    """Reason why the engine ended the stream, if no token could be drawn; else None."""
 
 
 class DecodeEngine:
-    """Decodes with fixed weights: streams join and leave while the others go on.
+    """Decoder with fixed weights. Streams join and leave while other streams continue.
 
     A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
-    this holds to the last bit, in engines of any size; without, to the last bit in engines of the same size and place;
-    on a GPU up to rounding.
+    this holds to the last bit in engines of any size. Without the compiled step, it holds to the last bit in engines of
+    the same size and for the same slot; on a GPU, up to rounding.
 
-    The model may train, or be read by others, at the same time: it is read without dropout and left in its mode. If it
-    has forward hooks, or modules of others (LoRA), each stream goes through its modules, one by one, and one line says
-    so. The engine refuses to go on when weights, modules or hooks have changed since it was made; with
-    another `dtype` it goes on with the weights that it has copied.
+    The model may be trained or used elsewhere at the same time: the engine reads without dropout and does not change
+    the model's mode. If the model has forward hooks or foreign modules (LoRA), the engine calls the model's modules for
+    one stream after the other, and logs a warning. The engine raises an error if weights, modules or hooks have changed
+    since it was made; with another `dtype`, it continues with its converted copy of the weights.
 
     Args:
         model: a Transformer-XL.
-        max_streams: most streams at a time.
-        dtype: dtype of weights, keys and values; None: the model's own. With another dtype the engine has a copy of the
-            weights, converted once.
-        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: PyTorch, operation by operation.
-            Where there is none, one line says so.
+        max_streams: largest number of streams at the same time.
+        dtype: dtype of weights, keys and values; None: the model's own. With another dtype, the engine holds a copy of
+            the weights, converted once.
+        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: PyTorch, operation by operation. If
+            the compiled library is not available, a warning is logged once.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
     """
 
@@ -117,18 +117,18 @@ class DecodeEngine:
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)
-        self._streams: dict[Stream, None] = {}  # in the order in which they joined; two streams are never equal
-        self._free = list(range(max_streams))  # a heap, so that those taken lie together
+        self._streams: dict[Stream, None] = {}  # in the order of joining; two streams are never equal
+        self._free = list(range(max_streams))  # a heap: the lowest slot is taken first, so that used slots are adjacent
         self._drawings: dict[tuple[Sampling, tuple[int, ...]], DrawSettings] = {}
 
     @property
     def max_streams(self) -> int:
-        """Most streams at a time."""
+        """Largest number of streams at the same time."""
         return self._next.shape[0]
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams that have joined and not left, in order."""
+        """The streams that have joined and not left, in the order of joining."""
         return tuple(self._streams)
 
     def join(
@@ -139,12 +139,12 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """Start a stream. It reads all of the prompt but the last token, which the first step will read.
+        """Start a stream, and read its prompt except for the last token, which the first step reads.
 
         Args:
             prompt: token ids, at least one; may be longer than the memory.
-            seed: the same seed gives the same text.
-            sampling: how tokens are drawn; by default from the 40 likeliest.
+            seed: seed of the drawn tokens; the same seed gives the same text.
+            sampling: sampling settings; None: draw from the 40 likeliest tokens.
             forbidden: token ids that are never drawn.
         """
         if not isinstance(sampling, Sampling | None):
@@ -172,15 +172,15 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """Start a stream that continues from what was read; several streams may continue from the same state.
+        """Start a stream that continues from a reading or a saved state, which several streams may share.
 
         Args:
             read: a finished reading or a saved state, of at least one token.
             seed, sampling, forbidden: as in `join`.
-            drawn: tokens that were drawn with this seed before; the stream continues that sequence of draws.
+            drawn: number of tokens drawn with this seed before; the stream continues the seed's sequence of draws.
 
         Raises:
-            UserError: if there is no room, or nothing was read.
+            UserError: if all places are taken, or `read` has no tokens.
         """
         never = checked_forbidden(forbidden, self.model.vocab_size)
         if read.n_token == 0:
@@ -195,10 +195,10 @@ class DecodeEngine:
         return stream
 
     def save(self, stream: Stream) -> StreamState:
-        """Return what a stream has read; it stays as it is.
+        """Return a copy of a stream's state; the stream does not change.
 
         Raises:
-            UserError: if the stream has no token waiting, or the model's modules have to be called.
+            UserError: if the stream has no waiting token, or the engine calls the model's modules.
         """
         self._check_member(stream)
         if not stream.waiting:
@@ -211,15 +211,15 @@ class DecodeEngine:
         return StreamState(int(slots.read[stream.slot]) + 1, int(self._next[stream.slot]), keys, values)
 
     def empty_state(self) -> StreamState:
-        """Return the state of a stream that has read nothing."""
+        """Return the state of a stream without tokens."""
         return self.reader.empty_state()
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as a memory, from which a view of the model (by default the engine's) reads segments."""
+        """Return a saved state as a memory for reading segments with a view of the model (default: the engine's)."""
         return self.reader.memory_of(state, view)
 
     def fork(self, stream: Stream, *, seed: int) -> Stream:
-        """Start a second stream that has read the same, and goes on by another seed."""
+        """Start a second stream that has read the same tokens, and continues with another seed."""
         self._check_member(stream)
         twin = self._enter(replace(stream, slot=-1, seed=checked_seed(seed)))
         with torch.inference_mode():
@@ -234,10 +234,10 @@ class DecodeEngine:
         heapq.heappush(self._free, stream.slot)
 
     def step(self) -> Int64[Tensor, " B"]:
-        """Draw the next token of every stream, in the order of `streams` after the step; the tokens are on the CPU.
+        """Draw the next token of every stream; return the tokens on the CPU, in the order of `streams` after the step.
 
-        A stream ends if no token can be drawn for it, because its probabilities are not numbers or all that have any
-        are forbidden: it leaves the engine, and its `ended` says why.
+        A stream ends if no token can be drawn for it: its probabilities are NaN, or every token with a probability
+        above 0 is forbidden. The stream then leaves the engine, and its `ended` holds the reason.
 
         Raises:
             UserError: if the model has changed since the engine was made.
@@ -257,9 +257,10 @@ class DecodeEngine:
         return self._ended(streams, drawn)
 
     def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " kept"]:
-        """Draw the next token of some streams (by default all) from what `advance` gave for them: int64, on the CPU.
+        """Draw the next token of some streams (default: all) from the log-probabilities that `advance` returned.
 
-        Streams for which none can be drawn end, as in `step`; the tokens are those of the others, in the order given.
+        Streams for which no token can be drawn end, as in `step`. The tokens of the other streams are returned on the
+        CPU, in the order given.
         """
         chosen = list(self._streams if streams is None else streams)
         with torch.inference_mode():
@@ -269,7 +270,7 @@ class DecodeEngine:
         return self._ended(chosen, drawn.cpu())
 
     def _ended(self, streams: Sequence[Stream], drawn: Int64[Tensor, "2 B"]) -> Int64[Tensor, " kept"]:
-        """Let the streams go on for which a token was drawn, and the others end; return the tokens."""
+        """End the streams for which no token was drawn, update the others, and return the drawn tokens."""
         kept = []
         for place, (stream, obstacle) in enumerate(zip(streams, drawn[1].tolist(), strict=True)):
             if (reason := REASONS[obstacle]) is not None:
@@ -283,13 +284,13 @@ class DecodeEngine:
         return drawn[0, kept].clone()
 
     def advance(self, streams: Sequence[Stream] | None = None) -> Float[Tensor, "B V"]:
-        """Read the token that each of some streams (by default all) has waiting; `put` gives them the next one.
+        """Read the waiting token of some streams (default: all); `draw` or `put` sets the next token of each.
 
         Returns:
             log-probabilities of the following token, in the order given.
 
         Raises:
-            UserError: if a stream has none waiting, or the model has changed since the engine was made.
+            UserError: if a stream has no waiting token, or the model has changed since the engine was made.
         """
         chosen = list(self._streams if streams is None else streams)
         self._check_ready(chosen)
@@ -319,7 +320,7 @@ class DecodeEngine:
             stream.waiting = True
 
     def _check_ready(self, streams: Sequence[Stream]) -> None:
-        """Refuse streams that cannot take a step."""
+        """Raise an error if a stream cannot take a step or is given twice, or if the model has changed."""
         for stream in streams:
             self._check_member(stream)
             if not stream.waiting:
@@ -329,7 +330,7 @@ class DecodeEngine:
         self.reader.check_weights()
 
     def _drawing(self, stream: Stream) -> DrawSettings:
-        """Return how a stream draws; its forbidden tokens are sent to the device once."""
+        """Return a stream's draw settings, cached so that its forbidden tokens are sent to the device once."""
         key = (stream.sampling, stream.forbidden)
         if key not in self._drawings:
             if len(self._drawings) == _MOST_DRAWINGS:
@@ -339,9 +340,9 @@ class DecodeEngine:
         return self._drawings[key]
 
     def _draw(self, log_probs: Tensor, streams: list[Stream]) -> Int64[Tensor, "2 B"]:
-        """Draw a token for every row of [B,V]: the tokens, and the places of reasons in `REASONS` where there is none.
+        """Draw a token for every row of [B,V]; return the tokens, and each row's index into `REASONS`.
 
-        Nothing waits for the device.
+        The program does not wait for the device.
         """
         groups: dict[DrawSettings, list[int]] = {}
         for row, stream in enumerate(streams):
@@ -357,7 +358,7 @@ class DecodeEngine:
         return drawn
 
     def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> None:
-        """Put what was read, all of `n_token` tokens but the last one, into a stream's slot."""
+        """Fill a stream's slot with the memory of `n_token` tokens, of which the last, `waiting`, is not read yet."""
         with torch.inference_mode():
             self._slots.fill(stream.slot, memory, n_token - 1)
             self._next[stream.slot] = waiting
@@ -380,5 +381,5 @@ class DecodeEngine:
 
 
 def decodes(model: LanguageModel) -> TypeGuard[TransformerXL]:
-    """Say if the decode engine can decode a model."""
+    """Return True if the decode engine can decode a model."""
     return isinstance(model, TransformerXL)

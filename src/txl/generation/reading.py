@@ -1,4 +1,4 @@
-"""Reading of text into the state of a stream, which belongs to no engine's place: a segment of tokens at a time.
+"""Reading of text, a segment at a time, into a stream state that occupies no slot of an engine.
 
 Shapes: T tokens of a segment, E width of the hidden states, H heads, M positions held, D width of a head.
 """
@@ -24,36 +24,38 @@ PROMPT_SEGMENT = 128
 
 @dataclass(frozen=True)
 class StreamState:
-    """The keys, values and waiting token of a stream, as a value that `DecodeEngine.enter` and `TextReading` go on
-    from."""
+    """State of a stream as a value: keys, values and the waiting token.
+
+    `DecodeEngine.enter` and `TextReading` continue from a state.
+    """
 
     n_token: int
-    """Tokens of the stream, the one that waits to be read among them; 0 for a stream that has none yet."""
+    """Number of tokens of the stream, including the waiting token; 0 for an empty stream."""
     waiting: int
-    """The last token, which the next step reads; 0 if there is none."""
+    """Id of the stream's last token, which the next step reads; 0 for an empty stream."""
     keys: tuple[Float[Tensor, "H M D"], ...]
     """One [H,M,D] a layer, the oldest position first."""
     values: tuple[Float[Tensor, "H M D"], ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Size of keys and values in bytes."""
         return sum(each.nbytes for each in (*self.keys, *self.values))
 
 
 class Reader:
-    """Reads text with the fixed weights of an engine's model, and turns states into memories.
+    """Reader of text with the fixed weights of an engine's model; converts saved states to memories.
 
     Args:
-        model: whose weights read.
-        structure: the model as it was when the engine was made.
-        lengths: of the memory of all streams.
+        model: model that reads.
+        structure: record of the model when the engine was made.
+        lengths: memory lengths used by every stream.
     """
 
     def __init__(self, model: TransformerXL, structure: Structure, lengths: Lengths):
         self.model, self.lengths, self._structure = model, lengths, structure
         self.calls_modules = structure.outsider is not None
-        """True: the model's modules have to be called, and what was read cannot be a `StreamState`."""
+        """True: the model's modules must be called, and no state can be saved as a `StreamState`."""
         self._views: dict[int, Structure] = {}
         self._positions: tuple[Tensor, ...] | None = None
 
@@ -63,8 +65,8 @@ class Reader:
         return self.model.softmax.bias
 
     def check_weights(self) -> None:
-        """Refuse a model that has changed since the engine was made."""
-        # Where all modules are called, hooks are too, whenever they come.
+        """Raise an error if the model has changed since the engine was made."""
+        # If all modules are called, their hooks run too, even hooks that were added later.
         if not self._structure.holds(hooks=not self.calls_modules):
             raise UserError(
                 f"the model's weights have changed since the engine was made ({self._structure.change()}); make a new "
@@ -72,17 +74,17 @@ class Reader:
             )
 
     def check_saves(self) -> None:
-        """Refuse a model of which no keys and values are kept."""
+        """Raise an error if the model's modules are called, since states then cannot be saved."""
         if self.calls_modules:
             raise UserError("streams go through the model's modules, and such a stream cannot be saved; see the log")
 
     def empty_memory(self) -> Memory:
-        """Return the memory of a stream that has read nothing."""
+        """Return the memory of a stream without tokens."""
         with torch.inference_mode():
             return self.model.empty_state(1, self.lengths)
 
     def empty_state(self) -> StreamState:
-        """Return the state of a stream that has read nothing."""
+        """Return the state of a stream without tokens."""
         self.check_saves()
         shape = self.model.config
         with torch.inference_mode():
@@ -90,10 +92,10 @@ class Reader:
         return StreamState(0, 0, nothing, nothing)
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as a memory, from which a view of the model (by default the model) reads segments.
+        """Return a saved state as a memory for reading segments with a view of the model (default: the model itself).
 
-        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code which
-        needs them does not get wrong numbers.
+        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code that
+        needs hidden states cannot compute plausible but wrong numbers.
         """
         self.check_saves()
         empty = self.empty_memory()
@@ -107,14 +109,14 @@ class Reader:
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
     def _structure_of(self, view: TransformerXL) -> Structure:
-        """Return the structure by which a view that reads segments knows keys and values as its own."""
+        """Return a view's structure, cached: a view reuses only keys and values marked with its own structure."""
         known = self._views.get(id(view))
         if known is None or known.model is not view or not known.holds():
             known = self._views[id(view)] = frozen_structure(view)
         return known
 
     def _positions_of(self, empty: Memory) -> tuple[Tensor, ...]:
-        """W_kR R for the segments of a saved stream; made once, and always of the same length."""
+        """Return W_kR R for segments after a saved state: computed once, for capacity + `PROMPT_SEGMENT` distances."""
         if self._positions is None:
             n_distance = empty.capacity + PROMPT_SEGMENT
             self._positions = self.model.position_projections(n_distance, empty.clamp_len, self.like)
@@ -122,17 +124,17 @@ class Reader:
 
 
 class TextReading:
-    """Tokens that are read a segment at a time, so that steps of other streams can be taken in between.
+    """Reading of tokens, a segment at a time, so that other streams can take steps in between.
 
-    Nothing of the engine changes: what was read is a value, `memory`, until `DecodeEngine.enter` gives it a place, or
-    `state` takes it home. All tokens are read but the last one, which waits for the stream's next step.
+    The engine does not change: the result is a value, `memory`, until `DecodeEngine.enter` copies it into a slot or
+    `state` returns it as a `StreamState`. The last token is not read; it waits for the stream's next step.
 
     Args:
-        reader: the engine's.
-        ids: at least one, all of the vocabulary (`checked_tokens`).
-        after: what was read before.
-        segment: most tokens of a segment, up to `PROMPT_SEGMENT`.
-        view: reads in the place of the engine's model: a view of it, whose attention is watched.
+        reader: the engine's reader.
+        ids: token ids, at least one, all in the vocabulary (see `checked_tokens`).
+        after: state of the stream before these tokens; None: an empty stream.
+        segment: largest number of tokens of a segment, at most `PROMPT_SEGMENT`.
+        view: view of the engine's model with observed attention, which reads instead of the model; None: the model.
 
     Raises:
         UserError: if the model has changed since the engine was made.
@@ -157,24 +159,24 @@ class TextReading:
             self.memory = reader.empty_memory()
         self._ids, self._at = ids, 0
         self.n_token = ids.shape[0] + max(0, before - 1)
-        """Tokens of the stream when all is read."""
+        """Number of tokens of the stream after the reading, including the waiting token."""
 
     @property
     def done(self) -> bool:
-        """True when everything is read."""
+        """True when all tokens but the last have been read."""
         return self._at >= self._ids.shape[0] - 1
 
     @property
     def read(self) -> int:
-        """Tokens of the stream that have been read."""
+        """Number of tokens of the stream that have been read."""
         return self.n_token - (self._ids.shape[0] - self._at)
 
     def step(self) -> tuple[Float[Tensor, "1 T E"], Int64[Tensor, "1 T"]]:
         """Read the next segment.
 
         Returns:
-            The final hidden states, for `log_probs_of` or `nll_of` of the engine's model, and what follows each of the
-            tokens read.
+            final hidden states, for `log_probs_of` or `nll_of` of the engine's model; targets, the token after each
+            token read.
         """
         self._reader.check_weights()
         end = min(self._at + self._segment, self._ids.shape[0] - 1)
@@ -185,7 +187,7 @@ class TextReading:
         return hidden, targets
 
     def state(self) -> StreamState:
-        """Return what has been read so far, with the token that comes next waiting."""
+        """Return the state after the tokens read so far, with the next token as the waiting one."""
         held = self.memory.projections
         if held is None:
             return replace(self._reader.empty_state(), n_token=1, waiting=int(self._ids[0]))

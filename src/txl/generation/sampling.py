@@ -1,8 +1,9 @@
-"""Sampling of the next token. Chance depends on a stream's seed and on the token's number alone.
+"""Sampling of the next token.
 
-Other streams that are drawn for at the same time, and the device, change nothing.
+The random numbers depend only on a stream's seed and on the token's number. They depend neither on streams that draw
+at the same time nor on the device.
 
-Shapes: B lanes (streams), V vocabulary, K candidates.
+Shapes: B lanes (streams), V vocabulary, F forbidden tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:  # bad settings are refused without PyTorch, which takes secon
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling: from the `top_k` likeliest tokens (40 in the paper), cut to the nucleus `top_p`."""
+    """Sampling settings: draw from the `top_k` likeliest tokens (40 in the paper), cut to the nucleus `top_p`."""
 
     top_k: int | None = 40
     top_p: float | None = None
     temperature: float = 1.0
-    """0 always takes the likeliest token."""
+    """0: always draw the likeliest token."""
 
     def __post_init__(self) -> None:
         if self.top_k is not None and _whole(self.top_k, "top_k") < 1:
@@ -41,7 +42,7 @@ class Sampling:
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
     def draw(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Check the probabilities, then draw one token for each lane by its number in `chances`, from 0 to below 1."""
+        """Check the probabilities, then draw one token for each lane by its random number in `chances`, in [0, 1)."""
         allowed, obstacles = permitted(log_probs)
         for obstacle in obstacles.tolist():
             if (reason := REASONS[obstacle]) is not None:
@@ -54,10 +55,10 @@ class Sampling:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
         values, candidates = log_probs.topk(n_candidate, dim=-1)  # sorted, the likeliest first
-        # Relative to the likeliest, so that no temperature is too low to divide by.
+        # Relative to the likeliest, so that the division by a very low temperature cannot give NaN.
         probs = ((values - values[:, :1]).double() / self.temperature).softmax(dim=-1)
         if self.top_p is not None:
-            # A candidate stays while those before it hold less than top_p; the first one always does.
+            # A candidate stays if the candidates before it hold less than top_p; the first one always stays.
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
         ends = probs.cumsum(dim=-1)
         place = (ends <= chances[:, None] * ends[:, -1:]).sum(dim=-1, keepdim=True)
@@ -67,11 +68,10 @@ class Sampling:
 def permitted(
     log_probs: Float[Tensor, "B V"], forbidden: Int64[Tensor, " F"] | None = None
 ) -> tuple[Float[Tensor, "B V"], Int64[Tensor, " B"]]:
-    """Remove the forbidden tokens, and say for each lane why no token can be drawn; nothing waits for a device.
+    """Remove the forbidden tokens, and find the lanes in which no token can be drawn, without waiting for the device.
 
     Returns:
-        the log-probabilities, zeros in the lanes from which no token can be drawn; the place of the reason in
-        `REASONS`.
+        log-probabilities, with zeros in lanes in which no token can be drawn; each lane's index into `REASONS`.
     """
     allowed = log_probs if forbidden is None else log_probs.index_fill(1, forbidden, float("-inf"))
     drawable = allowed.amax(dim=-1).isfinite()
@@ -83,11 +83,11 @@ def permitted(
 NO_NUMBERS = "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
 NOTHING_LEFT = "every token that is not forbidden has probability 0; forbid fewer"
 REASONS = (None, NOTHING_LEFT, NO_NUMBERS)
-"""Why no token can be drawn; None: one can."""
+"""Reasons why no token can be drawn; None: a token can be drawn."""
 
 
 def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return ids that must not be drawn, each once, in order, after checking that they leave a token."""
+    """Return forbidden token ids, sorted and each once, after checking that at least one token stays allowed."""
     ids = sorted({_whole(each, "a forbidden token id") for each in forbidden})
     for each in ids:
         if not 0 <= each < vocab_size:
@@ -116,7 +116,7 @@ def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "th
 
 
 def checked_seed(seed: int) -> int:
-    """Return a whole number as a seed from 0 to below 2^63."""
+    """Return a whole number modulo 2^63 as a seed."""
     return _whole(seed, "seed") % 2**63
 
 
@@ -128,9 +128,9 @@ def _whole(value: Any, what: str) -> int:
 
 
 def chances(seeds: Int64[Tensor, " B"], numbers: Int64[Tensor, " B"]) -> Float64[Tensor, " B"]:
-    """Draw uniformly from [0, 1) for each seed and number of a token.
+    """Return a uniform random number in [0, 1), of 53 bits, for each seed and token number.
 
-    SplitMix64 (Steele, Lea and Flood 2014) of the two, one after the other: 53 bits.
+    SplitMix64 (Steele, Lea and Flood 2014) mixes first the seed, then the sum of the result and the token number.
     """
     mixed = _mixed(_mixed(seeds) + numbers)
     return _shifted(mixed, 11).double() * 2.0**-53
@@ -145,7 +145,7 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift to the right; zeros come in."""
+    """Shift to the right, filling with zeros."""
     return (state >> by) & ((1 << (64 - by)) - 1)
 
 

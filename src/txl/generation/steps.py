@@ -1,7 +1,8 @@
-"""One token of every stream through a model's layers: in the compiled library, in PyTorch, or module by module.
+"""Steps that read one token of every stream: in the compiled library, in PyTorch, or module by module.
 
-A slot is a stream's place. `Slots` are rings: a slot holds the keys and values of the positions that the next query may
-see, the query's own among them, and a new position takes the place of the oldest. Nothing moves, nothing grows.
+A slot is a stream's place in the engine. `Slots` holds ring buffers: a slot's rings hold the keys and values of the
+positions that the next query may see, including the query's own. A new position overwrites the oldest, so that nothing
+is moved and memory stays constant.
 
 Shapes: B slots, P slots that take part, R positions of a ring, H heads, D width of a head, E d_model, V vocabulary.
 """
@@ -30,12 +31,12 @@ from txl.native.few_rows import MOST_ROWS, sums_dtype
 
 
 class Slots:
-    """The rings of all layers, and the number of tokens that each stream has read."""
+    """Ring buffers of all layers, and the number of tokens that each stream has read."""
 
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
         self.size = capacity + 1
         self.lanes_first = runs_ahead(like)
-        """True: a lane's heads lie together, so that the first lanes alone are a matrix too; on a GPU."""
+        """True (on a GPU): stored as [B,H,R,D], so that the rings of the first slots are one contiguous block."""
         shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
         rings = [like.new_zeros(*shape, self.size, d_head) for _ in range(2 * n_layer)]
         if self.lanes_first:
@@ -43,18 +44,18 @@ class Slots:
         self.keys, self.values = rings[:n_layer], rings[n_layer:]
         """[H,B,R,D] a layer."""
         self.read = torch.zeros(n_slot, dtype=torch.int64, device=like.device)
-        """Tokens that each stream has read, prompt included."""
+        """Number of tokens that each stream has read, including the prompt: int64 [B]."""
 
     def place(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
         """Return the ring positions for the keys of the slots' next tokens."""
         return self.read[slots] % self.size
 
     def seen(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
-        """Return the number of keys that the slots' next tokens see, their own among them."""
+        """Return the number of keys that the slots' next tokens see, including their own."""
         return (self.read[slots] + 1).clamp(max=self.size)
 
     def fill(self, slot: int, memory: Memory, read: int) -> None:
-        """Put the memory of a stream that has read `read` tokens into a slot, whatever is in it."""
+        """Put the memory of a stream that has read `read` tokens into a slot, overwriting the slot's content."""
         self.read[slot] = read
         held = memory.projections
         if held is None or memory.length == 0:
@@ -80,60 +81,60 @@ class Slots:
             ring[:, target].copy_(ring[:, source])
 
     def clear(self, slot: int) -> None:
-        """Set a slot to zeros: values that are not numbers would reach its next stream even with weights of 0."""
+        """Set a slot to zeros: NaN would reach the slot's next stream even with attention weights of 0."""
         with torch.inference_mode():
             for ring in (*self.keys, *self.values):
                 ring[:, slot].zero_()
 
 
 class MemorySlots:
-    """The memory of each stream, for a model whose modules all have to be called."""
+    """The memory of each stream, for a model whose modules must all be called."""
 
     def __init__(self, n_slot: int, device: torch.device):
         self.states: list[Memory | None] = [None] * n_slot
         self.read = torch.zeros(n_slot, dtype=torch.int64, device=device)
-        """Tokens that each stream has read, prompt included."""
+        """Number of tokens that each stream has read, including the prompt: int64 [B]."""
 
     def fill(self, slot: int, memory: Memory, read: int) -> None:
         """Put the memory of a stream into a slot."""
         self.states[slot], self.read[slot] = memory, read
 
     def copy(self, source: int, target: int) -> None:
-        """Give another slot the same state, which is a value."""
+        """Let a second slot share a stream's memory, which is never changed in place."""
         self.states[target], self.read[target] = self.states[source], self.read[source]
 
     def clear(self, slot: int) -> None:
-        """Forget the state of a slot."""
+        """Remove the memory of a slot."""
         self.states[slot] = None
 
 
 _ALIKE = 32
-"""Steps in a row that draw alike before one is recorded together with the drawing: to record takes a while."""
+"""Steps in a row with equal draw settings before a graph of step and drawing is recorded; recording is slow."""
 _MOST_DRAWS = 8
-"""Most graphs with drawing that are kept."""
+"""Largest number of recorded graphs that include drawing."""
 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """A way to draw tokens; equal where the settings are."""
+    """Settings for drawing tokens, equal if `sampling` and `never` are equal."""
 
     sampling: Sampling
     never: tuple[int, ...]
-    """Tokens that are not drawn."""
+    """Ids of the forbidden tokens."""
     forbidden: Tensor | None = field(compare=False)
-    """The same on the device, int64; None where there are none."""
+    """`never` as an int64 tensor on the device; None if `never` is empty."""
 
 
 class StaticStep:
-    """A step of all slots at once in PyTorch, whichever take part: every shape is the same at every step.
+    """A step in PyTorch that computes all slots at once, so that shapes do not depend on the slots that take part.
 
-    A slot that does not take part reads a token all the same. Its key is written where that of its next token will be,
-    and is never seen.
+    A slot that does not take part computes a token too. The key of this token goes to the ring position of the slot's
+    next token, which overwrites the key, so that no stream sees it.
 
     Args:
-        model, slots, clamp_len: of the engine.
-        captured: record a CUDA graph for each power of two of slots; those behind the last one that takes part are then
-            left out.
+        model, slots, clamp_len: the engine's model, slots and clamp.
+        captured: record a CUDA graph for the first 1, 2, 4, ... slots; a step replays the smallest graph that covers
+            all slots that take part.
     """
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
@@ -147,12 +148,12 @@ class StaticStep:
         self._alike: tuple[DrawSettings | None, int] = (None, 0)
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
-        """Read the next token of some slots, and return log-probabilities of the one after it.
+        """Read the next token of some slots, and return the log-probabilities of the token after it.
 
         Args:
             tokens: next token of every slot.
-            slots: those that take part.
-            n_lane: slots up to the last of them.
+            slots: indices of the slots that take part.
+            n_lane: number of slots up to the last one that takes part.
         """
         if not self.captured:
             return self._log_probs(tokens)[0][slots]
@@ -162,7 +163,10 @@ class StaticStep:
         return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
     def draws(self, drawing: DrawSettings) -> bool:
-        """Return whether `draw` takes the next step: many in a row were drawn like this, and steps are recorded."""
+        """Count a step with these settings, and return True if `draw` should compute it.
+
+        `draw` computes a step if graphs are recorded and more than `_ALIKE` steps in a row had these settings.
+        """
         known, count = self._alike
         self._alike = drawing, count + 1 if drawing == known else 1
         return self.captured and self._alike[1] > _ALIKE
@@ -170,25 +174,25 @@ class StaticStep:
     def draw(
         self, tokens: Int64[Tensor, " B"], drawing: DrawSettings, keys: Int64[Tensor, "3 N"]
     ) -> Int64[Tensor, "2 n"]:
-        """Read the next token of slots, draw those after it, and write them to `tokens`: all in one graph.
+        """Read the next token of slots, draw the tokens after it, and write them to `tokens`, all in one graph.
 
         Args:
             tokens: next token of every slot, always the same tensor.
-            drawing: how all of them draw.
-            keys: of the first N slots: seed, number of the token, and 1 if the slot takes part, else 0.
+            drawing: draw settings of all slots.
+            keys: for each of the first N slots: seed, number of the token, and 1 if the slot takes part, else 0.
 
         Returns:
-            of as many slots or more: the tokens, and the places of reasons in `REASONS`.
+            drawn tokens, and indices into `REASONS`, of the first n >= N slots.
         """
         n_lane = self._rounded(keys.shape[1])
         keys = F.pad(keys, (0, n_lane - keys.shape[1]))
         graph = self._draws.pop((n_lane, drawing), None)
         if graph is None:
             graph = Captured(functools.partial(self._drawn, tokens[:n_lane], drawing))
-            graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # with nobody who takes part
+            graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # no slot takes part
             if len(self._draws) == _MOST_DRAWS:
                 self._draws.popitem(last=False)
-        self._draws[n_lane, drawing] = graph  # as the one used last
+        self._draws[n_lane, drawing] = graph  # as the most recently used
         return graph(sent(keys, tokens.device))[0]
 
     def _drawn(self, tokens: Tensor, drawing: DrawSettings, keys: Tensor) -> tuple[Tensor]:
@@ -210,7 +214,7 @@ class StaticStep:
         return (self.model.log_probs_of(hidden)[:, 0],)
 
     def _layers(self, hidden: Tensor, lanes: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """Return h^N from h^0 [n,1,E] of the first n slots; `place` and `seen` are those of `Slots` for them."""
+        """Return h^N from h^0 [n,1,E] of the first n slots, with their `Slots.place` and `Slots.seen`."""
         distance = (place[:, None] - self.ring) % self.slots.size
         hidden_keys = (distance >= seen[:, None])[None]
         row = (self.slots.size - 1 - distance).expand(self.model.config.n_head, -1, -1)
@@ -232,14 +236,17 @@ class StaticStep:
         return hidden
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the matrix products [H,n,...] of each head and slot, by an order that copies no ring."""
+        """Return the matrix products [H,n,...] of each head and slot, computed in the storage order of the rings.
+
+        No ring is copied.
+        """
         if not self.slots.lanes_first:
             return torch.matmul(left, right)
         return torch.matmul(left.transpose(0, 1), right.transpose(0, 1)).transpose(0, 1)
 
 
 class CompiledStep:
-    """A step in the compiled library: a stream's numbers are the same to the last bit whoever else takes part."""
+    """A step in the compiled library; a stream's numbers do not depend on the other streams, to the last bit."""
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, weights: LayerWeights):
         self.model, self.slots, self.clamp_len, self.weights = model, slots, clamp_len, weights
@@ -248,7 +255,7 @@ class CompiledStep:
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Take a step; arguments as for `StaticStep`."""
-        # The embedding's and the softmax's products are the library's up to so many rows, and then alike for all.
+        # Up to MOST_ROWS rows, the library also computes the products of embedding and softmax, each row independently.
         return torch.cat([self._some(tokens[some], some) for some in slots.split(MOST_ROWS)])
 
     def _some(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -260,7 +267,7 @@ class CompiledStep:
 
 
 class ModuleStep:
-    """A step of the slots one after the other, through every module of the model."""
+    """A step that calls every module of the model, for one slot after the other."""
 
     def __init__(self, model: TransformerXL, slots: MemorySlots):
         self.model, self.slots = model, slots
@@ -275,14 +282,14 @@ class ModuleStep:
 
     def _state(self, slot: int) -> Memory:
         state = self.slots.states[slot]
-        assert state is not None  # a stream has filled it
+        assert state is not None  # `fill` has set it when the stream joined
         return state
 
 
 def make_step(
     model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool, structure: Structure
 ) -> StaticStep | CompiledStep:
-    """Make the compiled step if it is wanted and available (if not, the library has said why), else the static one."""
+    """Make the compiled step if it is requested, and library and model allow it; else the static step."""
     device = slots.keys[0].device.type
     if compile and device == "cpu" and model.backend.compiled_step and library() is not None:
         weights = layer_weights(model, structure)

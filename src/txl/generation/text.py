@@ -1,6 +1,6 @@
-"""Text from a trained model (Appendix E), one token a step, in memory that does not grow.
+"""Text generation from a trained model (Appendix E), one token per step, in constant memory.
 
-Shapes: B samples (lanes), V vocabulary, K candidates.
+Shapes: B samples (lanes), P or T tokens of a prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def generate_tokens(
     dtype: torch.dtype | None = None,
     compile: bool = True,
 ) -> Iterator[Int64[Tensor, " B"]]:
-    """Continue a prompt, several times at once: yield the next token of each sample, on the CPU, `max_tokens` times.
+    """Continue a prompt with several samples: yield the next token of each sample, on the CPU, `max_tokens` times.
 
     Args:
         model: any language model.
-        prompt: token ids, at least one; may be longer than the memory. It is read once, for all samples.
-        max_tokens: tokens to make.
-        samples: continuations B. Sample b of seed s is the one that seed s + b gives alone.
-        sampling: how tokens are drawn; by default from the 40 likeliest.
-        seed: None draws a new one each time.
+        prompt: token ids, at least one; may be longer than the memory. The prompt is read once for all samples.
+        max_tokens: number of tokens to generate.
+        samples: number of continuations B. Sample b of seed s is the only sample of seed s + b.
+        sampling: sampling settings; None: draw from the 40 likeliest tokens.
+        seed: seed of the first sample; None: a new random seed at each call.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         forbidden: token ids that are never drawn.
-        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; `dtype` is None for all others.
+        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; `dtype` must be None for other models.
     """
     sampling = sampling or Sampling()
     ids = checked_tokens(prompt, model.vocab_size)
@@ -118,8 +118,8 @@ def _continue(
     with torch.no_grad():
         ids = ids.to(device)[None]
         if context is None:
-            # All but the prompt's last token only fill the memory; `nll` does that without a [T,V] matrix of
-            # probabilities where the softmax is adaptive.
+            # The prompt's tokens before the last one only fill the memory. With an adaptive softmax, `nll` does this
+            # without a [T,V] matrix of probabilities.
             for start in range(0, ids.shape[1] - 1, PROMPT_SEGMENT):
                 end = min(start + PROMPT_SEGMENT, ids.shape[1] - 1)
                 _, state = model.nll(ids[:, start:end], ids[:, start + 1 : end + 1], state)
@@ -127,7 +127,7 @@ def _continue(
         state = state.select(torch.zeros(samples, dtype=torch.int64))
         read = ids.expand(samples, -1)
     for number in range(max_tokens):
-        # Entered anew at each step: a caller takes gradients, or not, between two of them.
+        # Entered at each step, so that the caller's gradient mode does not change between two steps.
         with torch.no_grad():
             if context is not None:
                 read = read[:, -context:]
@@ -136,9 +136,9 @@ def _continue(
                 state = after
             log_probs, obstacles = permitted(log_probs[:, -1], never)
             token = sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
-            # Without memory, all that fits is read anew for every token.
+            # Without memory, the whole context is read again for every token.
             read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
-        drawn = torch.stack([token, obstacles]).cpu()  # the one time that the device is waited for
+        drawn = torch.stack([token, obstacles]).cpu()  # the only wait for the device
         for obstacle in drawn[1].tolist():
             if (reason := REASONS[obstacle]) is not None:
                 raise UserError(reason)
@@ -163,20 +163,21 @@ def generate(
     compile: bool = True,
     detokenise: Convention | None = None,
 ) -> Iterator[str]:
-    """Continue a prompt and yield the text piece by piece as it is made, without the prompt.
+    """Continue a prompt and yield the new text piece by piece as it is generated, without the prompt.
 
     Args:
         model: any language model.
-        vocabulary: the one it was trained with.
-        prompt: text; what the vocabulary lacks is `<unk>`, or refused by name where it has none.
-        max_tokens: tokens to make.
+        vocabulary: vocabulary that the model was trained with.
+        prompt: text. Characters or words that the vocabulary lacks become `<unk>`; if the vocabulary has no `<unk>`,
+            the error names them.
+        max_tokens: number of tokens to generate.
         top_k, top_p, temperature: see `Sampling`.
-        seed: the same seed gives the same text.
-        stop: strings at which the text ends; they are not part of it.
+        seed: seed of the drawn tokens; the same seed gives the same text. None: a new random seed.
+        stop: strings at which the text ends; they are not part of the text.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         dtype, compile: as in `generate_tokens`.
-        detokenise: convention by which the training text was tokenised, to be undone in the pieces; the prompt has to
-            be tokenised in that way.
+        detokenise: convention by which the training text was tokenised, which is undone in the pieces; the prompt must
+            be tokenised by this convention too. None: the pieces stay as they are.
     """
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None
@@ -244,7 +245,7 @@ def generate_samples(
 
 
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
-    """Return the prompt's token ids, of a prompt that is not empty."""
+    """Return a prompt's token ids, after checking that the prompt is not empty."""
     if vocabulary is None:
         raise UserError("this model has no vocabulary, so it cannot read or print text; use token ids instead")
     if not prompt:
@@ -253,9 +254,9 @@ def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, "
 
 
 def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
-    """Return the tokens that must not be drawn: the unknown character, which is no text.
+    """Return the ids of the tokens that must not be drawn: the unknown character, which has no text.
 
-    The unknown word may be drawn: it is a word of the benchmarks' texts.
+    The unknown word may be drawn, because it is a word of the benchmarks' texts.
     """
     if vocabulary is None or vocabulary.kind != "char" or vocabulary.unk_id is None:
         return ()
@@ -263,7 +264,7 @@ def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
 
 
 class StopStrings:
-    """Text held back while it may be the beginning of a string at which generation ends."""
+    """Filter that holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, strings: Sequence[str]):
         strings = [strings] if isinstance(strings, str) else list(strings)
@@ -287,25 +288,25 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """Return the text held back, at the end."""
+        """Return the text held back, when generation ends."""
         shown, self.held = self.held, ""
         return shown
 
     def _overlap(self, string: str) -> int:
-        """Return the length of the longest proper beginning of `string` with which the held text ends."""
+        """Return the length of the longest proper prefix of `string` that the held text ends with."""
         longest = min(len(string) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
 
 
 class _Writer:
-    """The text of one continuation: tokens in, what can be shown out; nothing more once a stop string has come."""
+    """Conversion of one continuation's tokens to the text that can be shown, up to a stop string."""
 
     def __init__(self, decoder: Decoder, stop: StopStrings):
         self._decoder, self._stop = decoder, stop
 
     @property
     def ended(self) -> bool:
-        """True once a stop string has come."""
+        """True after a stop string was found."""
         return self._stop.found
 
     def push(self, token: int) -> str:

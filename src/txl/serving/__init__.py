@@ -1,1 +1,1 @@
-"""A model as an HTTP server: completions as the OpenAI API has them, and streams that live on between requests."""
+"""HTTP server for a model: completions as in the OpenAI API, and streams that live on between requests."""

@@ -1,4 +1,4 @@
-"""The application: its routes, what surrounds them, and the process that serves it."""
+"""The server's ASGI application, with its routes and error handlers, and the function that serves it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     """Return the ASGI application of a service; its lifespan starts and stops the engine's thread.
 
     Raises:
-        UserError: if the folder of streams cannot be used.
+        UserError: if `streams_folder` cannot be used.
     """
     kept = KeptStreams(service, streams_folder)
 
@@ -90,7 +90,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
 
 
 class _Static(StaticFiles):
-    """Files that browsers ask for again each time, since they may have changed with the program."""
+    """Static files that browsers must revalidate at each use, because a new version of the program may change them."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         response = super().file_response(*args, **options)
@@ -137,7 +137,7 @@ async def _tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     fields = await fields_of(request, frozenset({"model", "prompt", "add_special_tokens"}))
     service.check_model(fields.text("model"))
-    fields.flag("add_special_tokens")  # there are none that encoding a text would not add anyway
+    fields.flag("add_special_tokens")  # no effect: encoding a text adds its special tokens, if any, in any case
     text = fields.text("prompt")
     if text is None:
         raise ApiError(400, "prompt is missing; expected a string", param="prompt")
@@ -182,10 +182,10 @@ async def _failure(request: Request, error: Exception) -> Response:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0: a free one.
+    """Return a socket that listens at an address; port 0: any free port.
 
     Raises:
-        UserError: if the name means no address, or the address cannot be had.
+        UserError: if `host` is not an address of this machine, or the socket cannot listen there.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -206,13 +206,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Return where a socket listens, as a URL."""
+    """Return the URL at which a socket listens."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose process goes on after a signal has stopped it."""
+    """uvicorn's server, changed so that the process continues after a signal has stopped the server."""
 
     def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]):
         super().__init__(config)
@@ -220,14 +220,14 @@ class _Server(uvicorn.Server):
         self.stopped_by: int | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; the second time, at once."""
+        """Stop the server; SIGINT while the server is stopping stops it at once."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit, self.stopped_by = True, sig
         self._stopping()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the server runs, if it runs in the main thread, which alone gets them."""
+        """Handle SIGINT and SIGTERM while the server runs, if in the main thread: other threads receive no signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -240,13 +240,14 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end what runs and return.
+    """Serve until SIGINT or SIGTERM, then end running requests and return.
 
     Args:
-        app: what `build_app` made of the service.
-        service: the model.
-        listening: where it is served.
-        ready: called when requests are answered, with a function that stops the server from any thread.
+        app: application that `build_app` made for the service.
+        service: service of the model.
+        listening: listening socket.
+        ready: function called once the server answers requests; its argument is a function that stops the server and
+            may be called in any thread.
     """
     config = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""Measure how far back a token's attention reached, over all layers and heads.
+"""Measurement of how far back a token's attention reached, averaged over all layers and heads.
 
 Shapes: T queries of a segment, S keys, H heads, C distances.
 """
@@ -16,21 +16,22 @@ from txl.generation.engine import DecodeEngine, Stream
 from txl.models.structure import evaluation_view
 
 _MOST = 0.9
-"""The part of all attention that `reach` covers."""
+"""Share of the attention that `reach` covers."""
 
 
 class AttentionWatch:
-    """A view of an engine's model whose attention is watched, for the streams that ask for it.
+    """A view of an engine's model that records attention weights, for streams that request `attention`.
 
-    The model's own results do not change. It costs the scores of a segment in PyTorch, layer by layer.
+    The results of the engine's model do not change. The cost is one more computation of a segment's attention scores,
+    in PyTorch, layer by layer.
     """
 
     def __init__(self, engine: DecodeEngine):
         self._engine = engine
         self.view = evaluation_view(engine.model)
-        """Reads segments like the engine's model."""
+        """View that reads segments like the engine's model."""
         self._sum: Tensor | None = None
-        self._stack = ExitStack()  # kept: the view is watched for as long as this is open
+        self._stack = ExitStack()  # kept open, since closing the stack ends the recording
         self._stack.enter_context(observed(self.view, self._saw))
 
     def _saw(self, layer: int, inputs: AttentionInputs) -> None:
@@ -38,18 +39,18 @@ class AttentionWatch:
         self._sum = weights if layer == 0 or self._sum is None else self._sum + weights
 
     def take(self) -> list[JsonObject]:
-        """Return what was seen of the segment read last, a token each."""
+        """Return the attention summaries of the segment read last, one for each query."""
         assert self._sum is not None
         weights, self._sum = self._sum / self.view.config.n_layer, None
         n_query, n_key = weights.shape
-        # A query's own key is at distance 0: the last query sees the last key there.
+        # A query's own key is at distance 0; for the last query, this is the last key.
         distance = torch.arange(n_key, device=weights.device)
         key = n_key - n_query + torch.arange(n_query, device=weights.device)[:, None] - distance
         by_distance = weights.gather(1, key.clamp(min=0)).masked_fill(key < 0, 0.0)
         return [summary(row) for row in by_distance]
 
     def of_next(self, stream: Stream) -> JsonObject:
-        """Return how far back the attention of the prediction reaches that a stream's next step makes."""
+        """Return the attention summary for the prediction that a stream's next step makes."""
         state = self._engine.save(stream)
         with torch.inference_mode():
             waiting = torch.tensor([[state.waiting]], device=self.view.softmax.bias.device)
@@ -58,10 +59,10 @@ class AttentionWatch:
 
 
 def summary(by_distance: Tensor) -> JsonObject:
-    """Return what is told of attention by distance [C], which sums to 1.
+    """Return the attention summary of one query, from attention weights by distance [C], which sum to 1.
 
-    `mean` distance in tokens; `reach`, the distance within which nine tenths of it lie; `histogram`, its part at
-    distance 0, at 1, at 2 and 3, at 4 to 7, and so on.
+    `mean`: mean distance in tokens; `reach`: distance within which nine tenths of the attention lie; `histogram`: share
+    of the attention at distance 0, at 1, at 2 and 3, at 4 to 7, and so on.
     """
     sums = by_distance.double().cumsum(0)
     total = float(sums[-1])

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts continued and scored, as the OpenAI API has it."""
+"""`/v1/completions`: continuation and scoring of texts, as in the OpenAI API."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NEUTRAL = {
     "logit_bias": ({},),
     "suffix": ("",),
 }
-"""Fields that are not supported, with the values by which they ask for nothing."""
+"""Unsupported fields, with the values that are accepted because they request no effect."""
 KNOWN = frozenset(("model", "prompt", "user", "stream", "stream_options", *_CONTROLS, *_NEUTRAL))
 
 
 class Choice:
-    """One continuation of a prompt, as far as it has got."""
+    """One continuation of a prompt, filled event by event."""
 
     def __init__(self, index: int, prompt: Prompt, echo: bool, texts: Texts):
         self.index, self.prompt, self.echo, self._texts = index, prompt, echo, texts
@@ -45,7 +45,7 @@ class Choice:
         self._began = False
 
     def add(self, event: DrawnEvent | EndOfLaneEvent) -> None:
-        """Take in what came."""
+        """Add a drawn token, or the end of the lane."""
         if isinstance(event, EndOfLaneEvent):
             self.reason = event.reason
             self._extend(event.text)
@@ -61,14 +61,14 @@ class Choice:
         self._shown += len(text)
 
     def take(self, top: int | None) -> JsonObject | None:
-        """Return what is new as a choice of a response; None if nothing is."""
+        """Return the part added since the last call, as a choice of a response; None if nothing was added."""
         text, entries = self.text, []
         if self.echo and not self._began:
             text = self.prompt.shown + text
             entries = [(token, *part) for token, part in zip(self.prompt.scored, self.prompt.parts, strict=False)]
         if self.reason == "length":
             ready = len(self._entries)
-        else:  # a token is shown with its text, which may be held back, or end before it
+        else:  # a token is listed when its text is shown, and a stop string may delay or cut off the text
             ready = next((n for n, each in enumerate(self._entries) if each[2] >= self._shown), len(self._entries))
         entries += self._entries[:ready]
         if not text and not entries and self.reason is None:
@@ -83,7 +83,7 @@ class Choice:
 
 
 def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, top: int) -> JsonObject:
-    """Return tokens as the completions API lists them; `bytes` and `token_ids` are this server's own addition."""
+    """Return tokens as the completions API lists them; `bytes` and `token_ids` are additions of this server."""
     tops: list[dict[str, float] | None] = []
     for token, _, _ in entries:
         if token.log_prob is None:
@@ -105,24 +105,24 @@ def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, t
 
 @dataclass(frozen=True)
 class _Asked:
-    """Settings of a request, the same for all of its prompts."""
+    """Settings of a request, shared by all prompts of the request."""
 
     n: int
-    """Continuations of each prompt."""
+    """Number of continuations of each prompt."""
     max_tokens: int
     top: int | None
-    """Alternatives listed for each token; None: no log-probabilities."""
+    """Number of alternatives listed for each token; None: no log-probabilities."""
     echo: bool
     progressive: bool
     usage: bool
-    """Count the tokens at the end of an event stream."""
+    """True: an event stream ends with the token counts."""
     sampling: Sampling
     seed: int
     stop: list[str]
 
     @property
     def scores_prompts(self) -> bool:
-        """True if the tokens of the prompts are listed too."""
+        """True if the tokens of the prompts are scored and listed too."""
         return self.echo and self.top is not None
 
 
@@ -130,7 +130,7 @@ def _asked(fields: Fields, service: Service) -> _Asked:
     service.check_model(fields.text("model"))
     for name, neutral in _NEUTRAL.items():
         fields.only(name, *neutral)
-    fields.text("user")  # says who asks, and changes nothing
+    fields.text("user")  # must be a string; no effect
     limits, progressive = service.limits, fields.flag("stream")
     return _Asked(
         n=fields.whole("n", 1, 1, limits.max_choices),
@@ -146,7 +146,7 @@ def _asked(fields: Fields, service: Service) -> _Asked:
 
 
 class _Answer:
-    """The answer to a request, as far as it has come: `n` choices a prompt, in the order of the prompts."""
+    """The answer to a request, filled event by event: `n` choices for each prompt, in the order of the prompts."""
 
     def __init__(self, prompts: list[Prompt], asked: _Asked, service: Service):
         self._prompts, self._asked = prompts, asked
@@ -161,12 +161,12 @@ class _Answer:
         }
 
     def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens read and drawn."""
+        """Return the token counts: read, drawn, and total."""
         read, made = sum(each.ids.numel() for each in self._prompts), sum(each.made for each in self._choices)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
     async def chunks(self, outbox: Outbox) -> AsyncIterator[JsonObject]:
-        """Yield the objects of an event stream."""
+        """Yield the objects of an event stream, as events arrive."""
         async for batch in outbox.batches():
             for index in sorted(self._take_in(batch)):
                 made = self._choices[index].take(self._asked.top)
@@ -176,17 +176,17 @@ class _Answer:
             yield self._head | {"choices": [], "usage": self.usage()}
 
     async def arrive(self, outbox: Outbox) -> None:
-        """Wait until everything has come."""
+        """Collect all events of the works."""
         async for batch in outbox.batches():
             self._take_in(batch)
 
     def whole(self) -> Response:
-        """Return everything at once."""
+        """Return the complete answer as one response."""
         choices = [choice.take(self._asked.top) for choice in self._choices]
         return json_response(self._head | {"choices": choices, "usage": self.usage()})
 
     def _take_in(self, batch: list[Event]) -> set[int]:
-        """Sort events into choices; returns those that something came for."""
+        """Add events to choices and prompts; return the indices of the choices with new events."""
         touched = set()
         for event in batch:
             if isinstance(event, DrawnEvent | EndOfLaneEvent):
@@ -216,7 +216,7 @@ async def completions(request: Request) -> Response:
 
 
 def _work(number: int, prompt: Prompt, asked: _Asked, outbox: Outbox, service: Service) -> Work:
-    """Return the work of one prompt, with a lane for each of its continuations."""
+    """Return the work of one prompt, with one lane for each continuation."""
     lanes = []
     for sample in range(asked.n):
         decoder, stop = _decoder(service.texts, prompt), StopStrings(asked.stop)
@@ -251,7 +251,7 @@ async def _prompts(fields: Fields, service: Service, asked: _Asked) -> list[Prom
         raise ApiError(400, f"{len(many)} prompts times n {asked.n}; expected at most {most} texts")
     prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
     read = sum(each.ids.numel() for each in prompts) if asked.scores_prompts else 0
-    made = 0 if asked.progressive else len(many) * asked.max_tokens  # those are sent as they come
+    made = 0 if asked.progressive else len(many) * asked.max_tokens  # an event stream is not held in memory
     service.limits.check_reported(asked.n * (read + made), asked.top)
     return prompts
 

@@ -1,4 +1,4 @@
-"""Parts that all routes share: the prompt that comes in, and the answer that goes out as long as the client stays."""
+"""Parts that all routes share: reading of prompts, and answers that stop when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from txl.serving.service import Service
 from txl.serving.work import ScoredToken, Work
 
 _IN_THREAD = 1 << 14
-"""Characters or tokens from which a text is encoded, or an answer written, beside the event loop."""
+"""Characters or tokens from which a text is encoded, or an answer is built, in a thread beside the event loop."""
 _LEAST = -9999.0
-"""Stands for the logarithm of 0, which JSON has no number for."""
+"""Value reported for the logarithm of 0, which JSON cannot represent."""
 T = TypeVar("T")
 
 
@@ -31,19 +31,19 @@ class Prompt:
 
     ids: Tensor
     text: str | None
-    """None for token ids."""
+    """Text of the request; None if the request has token ids."""
     shown: str = ""
-    """The text that `echo` shows."""
+    """Text that `echo` shows."""
     parts: list[tuple[bytes, int]] = field(default_factory=list)
-    """Each token's bytes, and the character at which it begins."""
+    """Bytes of each token, and index of the character at which the token begins."""
     scored: list[ScoredToken] = field(default_factory=list)
 
 
 async def read_prompt(value: object, service: Service, name: str, shown: bool, located: bool) -> Prompt:
-    """Return a prompt of a request, a string or token ids.
+    """Return the prompt of a request, given as a string or as token ids.
 
     Raises:
-        ApiError: if it is neither, empty, too long, or not of the vocabulary.
+        ApiError: if the value is neither, is empty or too long, or is not in the vocabulary.
     """
     texts = service.texts
     if isinstance(value, str) and value:
@@ -74,17 +74,17 @@ def _refuse_long(n_token: int, service: Service, name: str) -> None:
 
 
 async def beside(size: int, make: Callable[[], T]) -> T:
-    """Return what a function gives, computed in a thread if that may take long."""
+    """Return the result of `make`, computed in a thread if `size` is so large that it may take long."""
     return make() if size < _IN_THREAD else await asyncio.to_thread(make)
 
 
 def finite(log_prob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return a log-probability, with minus infinity replaced by a number that JSON can represent."""
     return max(log_prob, _LEAST)
 
 
 def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service) -> Response:
-    """Return objects as server-sent events, ended by `[DONE]`; who leaves ends the works."""
+    """Return a response of server-sent events, ended by `[DONE]`; cancel the works when the client disconnects."""
 
     async def data() -> AsyncIterator[dict[str, str]]:
         try:
@@ -103,10 +103,10 @@ def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], servi
 
 
 async def while_connected(request: Request, waiting: Awaitable[T], works: Sequence[Work]) -> T:
-    """Wait for works; if the client leaves first, they end, and so does this.
+    """Return the result of `waiting`; cancel the works if the client disconnects first.
 
     Raises:
-        ApiError: as `waiting` does.
+        ApiError: as `waiting` does, or if the client has disconnected.
     """
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_left(request))

@@ -1,8 +1,8 @@
 """Checks of every request before a route sees it: key, Host, Origin, content type and size.
 
-A page of another site that is open in the user's browser can send requests to localhost. It cannot forge `Host` or
-`Origin`, so both are checked; and a POST has to be JSON, which no page may send across origins without being asked for
-permission first.
+A page of another site that is open in the user's browser can send requests to localhost. The page cannot forge `Host`
+or `Origin`, so both are checked. A POST must be JSON or a snapshot: before a page sends these types to another origin,
+the browser must ask the server for permission.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _logger = logging.getLogger(__name__)
 _OPEN = ("/", "/health")
 _STATIC = "/static/"
 _LEAST_TAKEN = 1 << 16
-"""Bytes of an answer that a client has to take in the time that it has."""
+"""Bytes of an answer that a client must receive within `Limits.write_seconds`."""
 _DRAINED = 4
-"""Times its limit that a body may have before the connection is closed."""
+"""Multiple of the size limit up to which a body is read; during a longer body, the connection is closed."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Key, names and origins of those who may use the server."""
+    """API key, host names and origins with which the server may be used."""
 
     api_key: str | None = None
     hosts: tuple[str, ...] = ()
-    """Names by which the server may be addressed, besides localhost and addresses in numbers."""
+    """Host names by which the server may be addressed, besides localhost and IP addresses."""
     origins: tuple[str, ...] = ()
-    """Other origins whose pages may ask."""
+    """Other origins whose pages may send requests."""
 
 
 class Guard:
-    """An ASGI application in front of another one, which lets through what may pass."""
+    """An ASGI application that checks requests, and passes the permitted requests on to another application."""
 
     def __init__(self, app: Starlette, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
         self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
@@ -120,7 +120,7 @@ class Guard:
             )
 
     async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
-        """Return the whole body, if it may be that large, of that type, and comes in time."""
+        """Return the whole body, after checking its type, its size and the time of its arrival."""
         length = headers.get("content-length", "")
         has_body = length not in ("", "0") or "transfer-encoding" in headers
         if scope["method"] not in ("POST", "PUT", "PATCH"):
@@ -152,7 +152,7 @@ class Guard:
                     size += len(part)
                     if size <= limit:
                         parts.append(part)
-                    else:  # read and dropped, up to a point: a client that is still sending would not see the answer
+                    else:  # read on, up to `_DRAINED`: a client that is still sending would not see the answer
                         parts.clear()
         except TimeoutError:
             raise ApiError(
@@ -170,7 +170,7 @@ class Guard:
         return b"".join(parts)
 
     def _added(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Return the headers that every answer has."""
+        """Return the headers that are added to every answer."""
         added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
         if origin is not None and origin in self._access.origins:
             added += [
@@ -184,7 +184,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body that was read, and then what comes next: that the client leaves."""
+    """Return a `receive` that first returns the body read here, and then the next message: the client's disconnect."""
     sent = False
 
     async def received() -> Message:
@@ -198,12 +198,12 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _digest(text: str) -> bytes:
-    """Return a hash of a key, so that a comparison takes the same time for keys of all lengths."""
+    """Return a hash of a key; comparing hashes takes the same time for keys of all lengths."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
 
 
 def _split(address: str) -> SplitResult:
-    """Return the parts of an address; empty parts for what is none."""
+    """Return the parts of an address; empty parts for an invalid address."""
     try:
         return urlsplit(address)
     except ValueError:
@@ -219,10 +219,10 @@ def _is_address(name: str) -> bool:
 
 
 def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol that does not wait forever.
+    """Return a subclass of uvicorn's HTTP protocol that does not wait for a client forever.
 
-    A connection is closed if no whole head of a request has come in time, and broken off if the client does not take
-    what is sent to it.
+    A connection is aborted if no complete request head arrives within `body_seconds`, or if the client does not receive
+    the data sent to it within `write_seconds`.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -248,7 +248,8 @@ def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
             super().on_response_complete()
             if self.cycle is None or self.cycle.response_complete:
                 self._expect_head()
-            if self.transport.get_write_buffer_size():  # a closed transport still waits until all of it is taken
+            # Even a closed transport waits until the client has received all data.
+            if self.transport.get_write_buffer_size():
                 self.pause_writing()
 
         def pause_writing(self) -> None:

@@ -1,4 +1,4 @@
-"""All streams that a service keeps between requests, and the folder that holds them over a restart."""
+"""All streams that a service keeps between requests, and the folder that saves them across restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txl.serving.requests import ApiError
 from txl.serving.service import Service
 
 _WRITE_EVERY = 10.0
-"""Seconds between two times at which changed streams are written."""
+"""Seconds between two writes of changed streams to the folder."""
 _FILE = re.compile(r"stream-[0-9a-f]{32}\.safetensors")
 _logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class KeptStreams:
     """All kept streams of a service.
 
     Args:
-        service: whose model they belong to.
-        folder: where they are kept over a restart; None: nowhere.
+        service: service whose model the streams belong to.
+        folder: folder that saves the streams across restarts; None: streams are not saved.
 
     Raises:
         UserError: if the folder cannot be used.
@@ -54,10 +54,10 @@ class KeptStreams:
         return len(self._streams)
 
     def get(self, name: str) -> KeptStream:
-        """Return the stream of this id.
+        """Return the stream with an id, and mark it as used now.
 
         Raises:
-            ApiError: if there is none.
+            ApiError: if no stream has this id.
         """
         stream = self._streams.get(name)
         if stream is None:
@@ -66,10 +66,10 @@ class KeptStreams:
         return stream
 
     def free(self, name: str) -> KeptStream:
-        """Return the stream of this id, if nothing is done with it now.
+        """Return the stream with an id, if no other request is using the stream.
 
         Raises:
-            ApiError: if there is none, or it is busy.
+            ApiError: if no stream has this id, or the stream is busy.
         """
         stream = self.get(name)
         if stream.work is not None:
@@ -77,10 +77,10 @@ class KeptStreams:
         return stream
 
     def check_room(self) -> None:
-        """Refuse one more stream where there is no room.
+        """Raise an error if no more streams can be kept.
 
         Raises:
-            ApiError: with the time after which a stream may be gone.
+            ApiError: if `Limits.max_kept` streams are kept, with the time after which one may have expired.
         """
         limit = self.service.limits.max_kept
         if len(self._streams) >= limit:
@@ -95,33 +95,33 @@ class KeptStreams:
             )
 
     def add(self, stream: KeptStream) -> KeptStream:
-        """Keep a stream."""
+        """Add a stream, and return it."""
         self._streams[stream.id] = stream
         self._count()
         return stream
 
     def new(self, seed: int) -> KeptStream:
-        """Keep and return a stream that has read nothing.
+        """Add and return a stream without tokens.
 
         Raises:
-            ApiError: if there is no room.
+            ApiError: if no more streams can be kept.
         """
         self.check_room()
         empty = self.service.empty
         return self.add(KeptStream(new_id(), empty, seed, earlier=deque([empty])))
 
     def fork(self, stream: KeptStream) -> KeptStream:
-        """Keep and return a second stream that has read the same.
+        """Add and return a second stream that has read the same tokens.
 
         Raises:
-            ApiError: if there is no room.
+            ApiError: if no more streams can be kept.
         """
         self.check_room()
         same = stream.copy()
         return self.add(KeptStream(new_id(), same.state, same.seed, same.drawn, same.totals, same.earlier, same.recent))
 
     def delete(self, stream: KeptStream) -> None:
-        """Forget a stream; what is done with it ends."""
+        """Delete a stream with its file, and cancel the work in progress on the stream."""
         if stream.work is not None:
             stream.work.cancelled = True
         self._streams.pop(stream.id, None)
@@ -129,15 +129,15 @@ class KeptStreams:
         self._count()
 
     def start(self) -> None:
-        """Begin to delete idle streams, and to write changed ones."""
+        """Start the task that deletes idle streams and writes changed streams."""
         self._swept = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
-        """Write all streams, if they are kept in a folder."""
-        if self._swept is not None:  # two at once would spoil a file
+        """End the task, and write changed streams if there is a folder."""
+        if self._swept is not None:  # two writers at once would damage a file
             self._stops.set()
             await asyncio.wait([self._swept])
-        for _ in range(100):  # the engine's thread has ended; what it sent last may still be on its way
+        for _ in range(100):  # the engine's thread has ended, but its last events may not be processed yet
             if all(stream.work is None for stream in self):
                 break
             await asyncio.sleep(0.01)
@@ -172,10 +172,10 @@ class KeptStreams:
 
     def _path(self, stream: KeptStream) -> Path:
         assert self._folder is not None
-        return self._folder / f"{stream.id}.safetensors"  # an id of ours: a request only names one that there is
+        return self._folder / f"{stream.id}.safetensors"  # a safe name: requests can only name ids made here
 
     def _remove(self, stream: KeptStream) -> None:
-        """Remove a stream's file, if it has one."""
+        """Remove a stream's file, if the file exists."""
         if self._folder is None:
             return
         try:
@@ -184,12 +184,12 @@ class KeptStreams:
             _logger.error("%s: the file could not be removed (%s)", self._path(stream), error.strerror)
 
     def _write(self, stream: KeptStream, as_it_was: KeptStream) -> None:
-        """Write a stream's file; if that fails, the stream counts as changed."""
+        """Write a stream's file from the copy `as_it_was`; if the write fails, mark the stream as changed again."""
         try:
             data = snapshot(as_it_was, self.service)
             with replacing(self._path(stream)) as temporary:
                 temporary.write_bytes(data)
-        except (OSError, RuntimeError) as error:  # a full disk; no memory for a copy
+        except (OSError, RuntimeError) as error:  # a full disk, or no memory for a copy
             stream.changed = True
             _logger.error("%s: the stream could not be written (%s)", self._path(stream), reason_of(error))
 
@@ -204,7 +204,7 @@ class KeptStreams:
             ) from None
         except (OSError, portalocker.LockException) as error:
             raise UserError(f"--streams {folder} cannot be used ({reason_of(error)}); give another folder") from None
-        for partial in list(folder.glob("stream-*.partial")):  # nobody else writes here while the lock is held
+        for partial in list(folder.glob("stream-*.partial")):  # no other process writes here while the lock is held
             with suppress(OSError):
                 partial.unlink()
         for path in sorted(each for each in folder.iterdir() if _FILE.fullmatch(each.name)):

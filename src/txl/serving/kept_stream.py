@@ -1,7 +1,7 @@
-"""One stream that is kept between requests: its states, what is done with it, and its snapshot.
+"""One stream that is kept between requests: its states, the operations on it, and its snapshot.
 
-A kept stream is the state behind its last token, and one or two states from before, to which a fork can go back. A
-snapshot is a safetensors file: keys and values of every layer, and what they belong to.
+A kept stream holds the state after its last token, and one or two earlier states to which a fork can go back. A
+snapshot is a safetensors file with the keys and values of every layer, and a description of model and stream.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, R
 
 _FORMAT = 1
 _STATES = 2
-"""States from before that a stream keeps."""
+"""Number of states that a stream keeps for forks."""
 _MOST = 2**62
-"""Bound of the tokens that a snapshot has read and drawn, so that no count to come overflows."""
+"""Upper bound of the counts in a snapshot, so that no later count can overflow."""
 _LN2 = math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A token of a stream, and what it added to the stream's totals."""
+    """A token of a stream, and its contribution to the stream's totals."""
 
     id: int
     bits: float | None
     characters: int
     drawn: tuple[int, int] | None = None
-    """Where it was drawn: the seed, and how many tokens were drawn with it before."""
+    """Seed, and number of tokens drawn with this seed before; None for a token that was not drawn."""
 
 
 @dataclass
 class Totals:
-    """Bits that a stream's tokens have cost over its whole life."""
+    """Sums over the scored tokens of a stream's whole life; `bits` is their surprisal."""
 
     scored: int = 0
     bits: float = 0.0
@@ -58,7 +58,7 @@ class Totals:
     """Characters that the scored tokens completed."""
 
     def add(self, entry: Entry, sign: int = 1) -> None:
-        """Count a token, or take it back."""
+        """Count a token; with `sign` -1, remove it from the sums."""
         if entry.bits is not None:
             self.scored += sign
             self.bits += sign * entry.bits
@@ -67,47 +67,47 @@ class Totals:
 
 @dataclass(eq=False)
 class KeptStream:
-    """A stream between requests."""
+    """A stream that is kept between requests."""
 
     id: str
     state: StreamState
     seed: int
     drawn: int = 0
-    """Tokens drawn with this seed."""
+    """Number of tokens drawn with `seed`."""
     totals: Totals = field(default_factory=Totals)
     earlier: deque[StreamState] = field(default_factory=deque)
     """States that a fork can go back to, the oldest first."""
     recent: deque[Entry] = field(default_factory=deque)
-    """Tokens behind the oldest of them, and up to `TAIL` before these."""
+    """Tokens after the oldest state of `earlier`, and up to `TAIL` tokens before them."""
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     changed: bool = True
-    """True if its file, where streams are kept in a folder, is not up to date."""
+    """True if the stream has changed since its file was written; used if streams are saved in a folder."""
     work: Work | None = None
-    """The work that is being done with it now."""
+    """Work in progress on the stream; None: the stream is free."""
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """The last few tokens."""
+        """Ids of the last tokens, up to `TAIL`."""
         return tuple(entry.id for entry in list(self.recent)[-TAIL:])
 
     @property
     def first(self) -> int:
-        """Least number of tokens that a fork can go back to."""
+        """Smallest number of tokens to which a fork can go back."""
         return self.earlier[0].n_token if self.earlier else self.state.n_token
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its states; states that forks share count for each."""
+        """Size of the stream's states in bytes; a state shared by forks counts in each of them."""
         states = {id(each): each for each in (*self.earlier, self.state)}
         return sum(each.nbytes for each in states.values())
 
     def copy(self) -> KeptStream:
-        """Return the stream as it is now, for another thread to look at."""
+        """Return a copy of the stream as it is now, which another thread can read."""
         return replace(self, totals=replace(self.totals), earlier=self.earlier.copy(), recent=self.recent.copy())
 
     def go_on(self, entries: list[Entry], state: StreamState) -> None:
-        """Take in tokens, and the state behind them."""
+        """Append tokens and the state after them, and drop the oldest states and tokens."""
         for entry in entries:
             self.recent.append(entry)
             self.totals.add(entry)
@@ -122,13 +122,13 @@ class KeptStream:
     def rewind(self, n_token: int) -> list[Entry]:
         """Go back to a saved state at or before `n_token` tokens.
 
-        Its seed and count of drawn tokens are then those of `n_token`, so that the same text would be drawn again.
+        Seed and count of drawn tokens become those at `n_token`, so that the stream would draw the same text again.
 
         Returns:
-            The tokens that it has to read again from there.
+            tokens between the saved state and `n_token`, which the stream must read again.
 
         Raises:
-            ApiError: if that is too far back, or ahead.
+            ApiError: if `n_token` is before the oldest state, or beyond the stream's end.
         """
         now = self.state.n_token
         if not self.first <= n_token <= now:
@@ -150,13 +150,13 @@ class KeptStream:
 
 
 class Operation:
-    """A work that changes a kept stream, followed to its end whoever listens.
+    """A work whose events update a kept stream until the work ends, even if no client receives them.
 
     Args:
-        stream: nobody else works with it meanwhile.
-        work: what is done; it has `keep` set.
-        seed: of the tokens that are drawn; None: nothing is drawn.
-        again: tokens that the work reads first and that the stream had before.
+        stream: stream that no other operation uses at the same time.
+        work: work to submit, with `keep` set.
+        seed: seed of the drawn tokens; None: no token is drawn.
+        again: tokens that `KeptStream.rewind` returned, which the work reads first.
     """
 
     def __init__(self, stream: KeptStream, work: Work, seed: int | None, again: Sequence[Entry] = ()):
@@ -170,10 +170,10 @@ class Operation:
         self.task: asyncio.Task[None] | None = None
 
     def start(self, service: Service) -> None:
-        """Submit the work and follow it.
+        """Submit the work, and start the task that processes its events.
 
         Raises:
-            ApiError: if the queue is full.
+            ApiError: if the queue is full, or the server is stopping.
         """
         decoder = service.texts.decoder_after(self.stream.tail)
         try:
@@ -184,7 +184,7 @@ class Operation:
         self.task = asyncio.create_task(self._follow(decoder))
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield what comes; who stops listening ends the work."""
+        """Yield the work's events; if the caller stops iterating, the work is cancelled."""
         try:
             while (batch := await self._queue.get()) is not None:
                 yield batch
@@ -197,7 +197,7 @@ class Operation:
             async for batch in self.work.outbox.batches():
                 for event in batch:
                     self._take_in(event, decoder)
-                if self._listens:  # states stay with the stream: nobody else needs them
+                if self._listens:  # only the stream needs saved states
                     self._queue.put_nowait([event for event in batch if not isinstance(event, SavedEvent)])
         finally:
             self.stream.work, self.stream.used = None, time.monotonic()
@@ -226,12 +226,12 @@ def _entry(token: ScoredToken, drawn: tuple[int, int] | None) -> Entry:
 
 
 def new_id() -> str:
-    """Return the id of a new stream, which nobody can guess."""
+    """Return an id for a new stream, which cannot be guessed."""
     return f"stream-{secrets.token_hex(16)}"
 
 
 def snapshot(stream: KeptStream, service: Service) -> bytes:
-    """Return everything that a stream goes on from, as a safetensors file."""
+    """Return a safetensors file with everything that is needed to continue a stream."""
     state = stream.state
     tensors: dict[str, Tensor] = {}
     for kind, each in (("keys", state.keys), ("values", state.values)):
@@ -255,10 +255,15 @@ def snapshot(stream: KeptStream, service: Service) -> bytes:
 
 
 def restored(data: bytes, service: Service, name: str) -> KeptStream:
-    """Return the stream of a snapshot.
+    """Return the stream that a snapshot holds.
+
+    Args:
+        data: content of the snapshot's file.
+        service: service that will continue the stream.
+        name: id of the stream.
 
     Raises:
-        ApiError: if it is none, damaged, or of another model or other settings, with the reason.
+        ApiError: with the reason, if `data` is not a snapshot, is damaged, or has another model or other settings.
     """
     try:
         size = int.from_bytes(data[:8], "little")
@@ -299,7 +304,7 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
             0 <= stream.seed < 2**63
             and all(0 <= each < _MOST for each in counts)
             and math.isfinite(stream.totals.bits)
-            and abs(stream.created) < _MOST  # not NaN either
+            and abs(stream.created) < _MOST  # excludes NaN too
         ):
             raise ValueError("a number is out of range")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Counters of a server for Prometheus, in a registry of their own."""
+"""Prometheus metrics of a server, in a separate registry for each server."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class Metrics:
         )
 
     def exposition(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

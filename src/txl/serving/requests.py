@@ -1,4 +1,4 @@
-"""Fields of requests, checked one by one; limits; and errors in the format of the OpenAI API."""
+"""Checked fields of requests, limits, and errors in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on one request, and on all together."""
+    """Limits on a single request and on the whole server."""
 
     max_body: int = 8 << 20
-    """Bytes of a request's body."""
+    """Size of a request's body in bytes, except for snapshots."""
     max_prompt: int = 1 << 20
     """Tokens of one prompt, or of one text appended to a stream."""
     max_tokens: int = 1 << 16
-    """Tokens generated for one request and text."""
+    """Tokens generated for one text of a request."""
     max_choices: int = 128
     """Texts of one request: prompts times `n`."""
     max_logprobs: int = 100
-    """Alternatives reported for a token."""
+    """Alternatives reported for each token."""
     max_reported: int = 1 << 20
-    """Log-probabilities in one answer: tokens times one more than their alternatives. Each takes about 220 bytes."""
+    """Log-probabilities in one answer: tokens times (alternatives + 1). Each log-probability takes about 220 bytes."""
     max_queue: int = 128
     """Texts that wait for a place in the engine."""
     max_requests: int = 1024
-    """Requests that are answered at the same time."""
+    """Requests answered at the same time."""
     max_kept: int = 64
-    """Streams that are kept."""
+    """Streams kept at the same time."""
     idle_seconds: float = 3600.0
-    """Time after which a stream that nobody has used is deleted."""
+    """Seconds without use after which a stream is deleted."""
     body_seconds: float = 30.0
-    """Time in which a request has to arrive; a snapshot that is larger than `max_body` has more."""
+    """Seconds within which a request must arrive; more for snapshots where these may be larger than `max_body`."""
     write_seconds: float = 30.0
-    """Time in which a client has to take what was sent, or at least 64 KiB of it."""
+    """Seconds within which a client must receive the data sent, or at least 64 KiB of the data."""
 
     def check_reported(self, n_token: int, top: int | None) -> None:
-        """Refuse an answer with more log-probabilities than memory should hold.
+        """Refuse an answer with so many log-probabilities that it would take too much memory.
 
         Raises:
-            ApiError: for too many.
+            ApiError: for more than `max_reported`.
         """
         if top is not None and n_token * (top + 1) > self.max_reported:
             raise ApiError(
@@ -77,7 +77,7 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """An error with which a request is answered."""
 
     def __init__(
         self,
@@ -92,35 +92,35 @@ class ApiError(Exception):
         self.status, self.code, self.headers = status, code, headers or {}
 
     def value(self) -> JsonObject:
-        """Return the error as the OpenAI API writes it."""
+        """Return the error as a JSON object in the format of the OpenAI API."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the error as a response."""
+        """Return the error as an HTTP response."""
         return json_response(self.value(), self.status, self.headers)
 
 
 def _writable(text: str) -> str:
-    """Return a text of a request so that an answer can hold it."""
+    """Return text from a request with halves of surrogate pairs escaped, so that an answer can be encoded."""
     return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a value as JSON; what is not a number in JSON is an error here, not at the client."""
+    """Return a value as a JSON response; NaN or an infinite number raises an error here, not at the client."""
     return JSONResponse(value, status, headers)
 
 
 def dumps(value: object) -> str:
-    """Return JSON in one line, for an event; in ASCII, for clients that end lines at U+0085 or U+2028 too."""
+    """Return a value as one line of JSON for an event; in ASCII, because some clients end lines at U+0085 or U+2028."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def parsed(body: bytes) -> JsonObject:
-    """Return the fields of a JSON object.
+    """Return the fields of a body that is a JSON object.
 
     Raises:
-        ApiError: if the body is none.
+        ApiError: if the body is not a JSON object.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -140,20 +140,20 @@ def _no_number(text: str) -> NoReturn:
 
 
 async def fields_of(request: Request, known: frozenset[str]) -> Fields:
-    """Return the fields of a request's JSON body; an empty body has none.
+    """Return the fields of a request's JSON body; an empty body has no fields.
 
     Raises:
-        ApiError: for a body that is no JSON object, or a field that is not known.
+        ApiError: for a body that is not a JSON object, or for fields that `Fields` refuses.
     """
     body = await request.body()
     return Fields(parsed(body) if body else {}, known)
 
 
 class Fields:
-    """The fields of a request, taken out one by one; null counts as absent.
+    """The fields of a request, each checked when it is read; a field with null counts as absent.
 
     Raises:
-        ApiError: for a field that is not known.
+        ApiError: for a field that is not in `known`, is nested too deeply, or has half a surrogate pair.
     """
 
     def __init__(self, values: JsonObject, known: frozenset[str]):
@@ -177,11 +177,11 @@ class Fields:
         return name in self._values
 
     def raw(self, name: str) -> object:
-        """Return a field as it came; None if it is absent."""
+        """Return a field unchecked; None if the field is absent."""
         return self._values.get(name)
 
     def whole(self, name: str, default: T, low: int, high: int) -> int | T:
-        """Return a whole number of a range."""
+        """Return a whole number from `low` to `high`; `default` if the field is absent."""
         value = self._values.get(name)
         if value is None:
             return default
@@ -192,28 +192,28 @@ class Fields:
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """Return a number of a range."""
+        """Return a number from `low` to `high`; `default` if the field is absent."""
         value = self._values.get(name, default)
         if type(value) not in (int, float) or not low <= value <= high:
             raise ApiError(400, f"{name} is {_short(value)}; expected a number from {low:g} to {high:g}", param=name)
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return true or false; false by default."""
+        """Return a boolean; False if the field is absent."""
         value = self._values.get(name, False)
         if not isinstance(value, bool):
             raise ApiError(400, f"{name} is {_short(value)}; expected true or false", param=name)
         return value
 
     def text(self, name: str) -> str | None:
-        """Return a string, if it is there."""
+        """Return a string; None if the field is absent."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, str):
             raise ApiError(400, f"{name} is {_short(value)}; expected a string", param=name)
         return value
 
     def only(self, name: str, *neutral: object) -> None:
-        """Refuse a field that has no effect here, unless its value asks for none."""
+        """Refuse an unsupported field, unless its value is one of `neutral`, which request no effect."""
         value = self._values.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
             raise ApiError(
@@ -224,7 +224,7 @@ class Fields:
             )
 
     def strings(self, name: str, most: int) -> list[str]:
-        """Return a string or a list of up to `most` strings, none of them empty."""
+        """Return up to `most` strings, each with at least one character; the field may also be one string."""
         value = self._values.get(name, [])
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or len(value) > most or not all(isinstance(each, str) for each in value):
@@ -234,12 +234,12 @@ class Fields:
         return value
 
     def seed(self) -> int:
-        """Return the seed, or a new one."""
+        """Return the seed; a random seed if the field is absent."""
         value = self.whole("seed", None, -(2**63), 2**64 - 1)
         return secrets.randbelow(2**31) if value is None else value
 
     def sampling(self) -> Sampling:
-        """Return how tokens are drawn: the defaults are those of `txl generate`."""
+        """Return the sampling settings; the defaults are those of `txl generate`."""
         temperature = self.number("temperature", 1.0, 0.0, 100.0)
         top_p = self.number("top_p", 1.0, 0.0, 1.0)
         top_k = self._values.get("top_k", 40)
@@ -248,7 +248,7 @@ class Fields:
 
 
 def of_user(make: Callable[[], T], param: str | None = None) -> T:
-    """Return what a function gives; what it refuses is a mistake of the client's."""
+    """Return the result of `make`; a `UserError` becomes an `ApiError` 400, as a mistake of the client."""
     try:
         return make()
     except UserError as error:
@@ -256,7 +256,7 @@ def of_user(make: Callable[[], T], param: str | None = None) -> T:
 
 
 def _check_characters(name: str, value: object) -> None:
-    """Refuse halves of surrogate pairs: they are no characters, and no answer could hold them."""
+    """Refuse halves of surrogate pairs, which are not characters and cannot be encoded in an answer."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")

@@ -1,7 +1,7 @@
 """Thread that owns the decode engine: works join and leave the running batch between two steps.
 
-Everything else talks to it through `Scheduler.submit` and the events that it puts into a work's `Outbox`. A prompt is
-read a segment at a time between the steps of the streams that are decoded, so that nobody waits for a long one.
+Other threads submit works with `Scheduler.submit`, and receive events through each work's `Outbox`. Prompts are read a
+segment at a time between the steps of the decoded streams, so that a long prompt does not stop other texts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from txl.serving.work import (
 )
 
 _SCORED_AT_ONCE = 1 << 22
-"""Log-probabilities computed at once while text is scored: rows times vocabulary."""
+"""Largest number of log-probabilities (rows times vocabulary) computed at once when text is scored."""
 _logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """The queue is full, or the server is stopping."""
+    """Error: the queue is full, the server is stopping, or the engine has failed."""
 
     def __init__(self, message: str, status: int, retry_after: int):
         super().__init__(message)
@@ -50,13 +50,13 @@ class Unavailable(Exception):
 
 
 class Scheduler(threading.Thread):
-    """Thread that steps an engine for all works that were submitted, until it is stopped.
+    """Thread that steps an engine for all submitted works, until the thread is stopped.
 
     Args:
-        engine: nobody else touches it.
-        metrics: told of tokens and latencies.
-        max_queue: most lanes that wait for a place.
-        threads: threads that a step computes with.
+        engine: decode engine that only this thread steps.
+        metrics: metrics in which tokens and latencies are counted.
+        max_queue: largest number of lanes that wait for a place; an empty queue accepts any number at once.
+        threads: number of threads that compute a step.
     """
 
     def __init__(self, engine: DecodeEngine, metrics: Metrics, max_queue: int, threads: int):
@@ -76,14 +76,14 @@ class Scheduler(threading.Thread):
 
     @property
     def queued(self) -> int:
-        """Lanes that wait for a place."""
+        """Number of lanes that wait for a place; a work without lanes counts as one."""
         return self._queued
 
     def submit(self, works: Sequence[Work]) -> None:
         """Queue works, all or none of them.
 
         Raises:
-            Unavailable: if the queue is full, or the scheduler is stopping.
+            Unavailable: if the queue is full, or the scheduler is stopping or has failed.
         """
         size = sum(work.size for work in works)
         with self._lock:
@@ -98,7 +98,7 @@ class Scheduler(threading.Thread):
                 self._inbox.put(work)
 
     def stop(self, grace: float) -> None:
-        """Accept nothing more, let what runs go on for up to `grace` seconds, then end it; waits for the thread."""
+        """Accept no more works, let the accepted works run for up to `grace` seconds, then end them and the thread."""
         self._accepting = False
         self._inbox.put(self._end_when_done)
         self.join(grace)
@@ -132,7 +132,7 @@ class Scheduler(threading.Thread):
         return bool(self._waiting or self._reading or self._ready or self._running)
 
     def _take(self) -> bool:
-        """Take what has been submitted, waiting for it if there is nothing else to do; False to end."""
+        """Queue the submitted works, waiting for one if nothing else is to do; return False if the thread must end."""
         while True:
             try:
                 item = self._inbox.get(block=not (self._busy() or self._ending))
@@ -187,7 +187,7 @@ class Scheduler(threading.Thread):
             self._queued -= size
 
     def _admit(self) -> None:
-        """Begin to read for works that wait, while there are places."""
+        """Start to read the prompts of waiting works, while places are free."""
         while self._waiting and len(self._running) + len(self._reading) + len(self._ready) < self.engine.max_streams:
             work = self._waiting.popleft()
             try:
@@ -216,7 +216,7 @@ class Scheduler(threading.Thread):
         self._reading.append(work)
 
     def _read_some(self) -> None:
-        """Read segments of prompts, in turn, up to about one segment's tokens."""
+        """Read segments of the prompts in turn, about `PROMPT_SEGMENT` tokens in all."""
         budget = PROMPT_SEGMENT
         while self._reading and budget > 0:
             work = self._reading[0]
@@ -250,7 +250,7 @@ class Scheduler(threading.Thread):
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
-        """Return the targets with their log-probabilities: final hidden states [1,T,E], int64 [T]."""
+        """Return scored tokens of targets int64 [T], from final hidden states [1,T,E]."""
         model = self.engine.model
         with torch.inference_mode():
             if work.top is None:
@@ -264,7 +264,7 @@ class Scheduler(threading.Thread):
         return found
 
     def _enter_lanes(self) -> None:
-        """Give places to lanes whose prompt is read, a work after the other in turn; works without lanes are done."""
+        """Give places to lanes whose prompt has been read, one lane per work in turn; finish works without lanes."""
         for work in [each for each in self._ready if not each.waiting_lanes]:
             self._ready.remove(work)
             self._finish(work)
@@ -277,7 +277,7 @@ class Scheduler(threading.Thread):
                 self._finish(work)
 
     def _enter(self, work: Work, lane: Lane) -> None:
-        """Give a lane a place in the engine; if that cannot be, the work has failed."""
+        """Give a lane a place in the engine; if the engine raises an error, the work fails."""
         self._leave_queue(1)
         if lane.max_tokens == 0:
             work.outbox.put(EndOfLaneEvent(lane.number, "length", ""))
@@ -297,7 +297,7 @@ class Scheduler(threading.Thread):
         self._running.append((work, lane))
 
     def _decode(self) -> None:
-        """Draw a token for every lane."""
+        """Draw a token for every running lane."""
         if not self._running:
             return
         running = self._running
@@ -310,7 +310,7 @@ class Scheduler(threading.Thread):
                     watched[lane] = self._watch.of_next(lane.stream)
             log_probs = self.engine.advance(streams)
             drawn = self.engine.draw(log_probs, streams)
-        except Exception as error:  # of all of them: there is no telling which one it came from
+        except Exception as error:  # fails all works: the error does not tell which of them caused it
             failed = _failure(error)
             for stream in self.engine.streams:
                 self.engine.leave(stream)
@@ -340,7 +340,7 @@ class Scheduler(threading.Thread):
             self._drawn(work, lane, scored)
 
     def _drawn(self, work: Work, lane: Lane, token: ScoredToken) -> None:
-        """Send a token of a lane on its way, and end the lane if it was the last."""
+        """Report a drawn token of a lane in an event, and end the lane if the token was the last."""
         if lane.made == 0:
             self.metrics.first_token.observe(time.perf_counter() - work.arrived)
         lane.made += 1
@@ -362,7 +362,7 @@ class Scheduler(threading.Thread):
             self._finish(work)
 
     def _leave(self, work: Work, lane: Lane) -> None:
-        """Take a lane out of the engine, its state saved if it is kept."""
+        """Remove a lane from the engine; first save its state if the work has `keep` set."""
         self._running = [each for each in self._running if each[1] is not lane]
         work.running -= 1
         stream = lane.stream
@@ -373,7 +373,7 @@ class Scheduler(threading.Thread):
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
-        """Save the state of a kept stream when its work ends, unless a lane has saved it."""
+        """Save the state of a kept stream when its work ends, unless `_leave` has saved the state."""
         lane = work.lanes[0] if work.lanes else None
         if lane is not None and lane.made:
             if lane.stream is not None and lane.stream in self.engine.streams:
@@ -382,7 +382,7 @@ class Scheduler(threading.Thread):
             self._save(work, work.read.state, 0)
 
     def _save(self, work: Work, state: Callable[[], StreamState], drawn: int) -> None:
-        """Hand over the state of a kept stream; where there is no memory for it, this work alone fails."""
+        """Report the state of a kept stream in an event; if there is no memory for the state, only this work fails."""
         try:
             work.outbox.put(SavedEvent(state(), drawn))
         except Exception as error:
@@ -401,7 +401,7 @@ class Scheduler(threading.Thread):
 
 
 def _failure(error: Exception) -> FailedEvent:
-    """Return what a client is told of an error; the log has all of it."""
+    """Return an error as an event for the client; log errors other than `UserError` with their traceback."""
     if isinstance(error, UserError):
         return FailedEvent(str(error), 500)
     _logger.exception("a text could not be read or continued")
@@ -409,9 +409,9 @@ def _failure(error: Exception) -> FailedEvent:
 
 
 def _details(log_probs: Tensor, targets: Tensor, top: int | None) -> list[ScoredToken]:
-    """Log-probabilities [T,V] and targets int64 [T] as scored tokens, with so many alternatives.
+    """Return targets int64 [T] as scored tokens with `top` alternatives each, from log-probabilities [T,V].
 
-    The number of a token is the same wherever it appears, to the last bit.
+    A token has the same log-probability as a target and as an alternative, to the last bit.
     """
     log_probs = log_probs.float()
     own = log_probs.gather(1, targets[:, None])

@@ -1,4 +1,4 @@
-"""One model that is served: its engine's thread, its texts and its limits."""
+"""A served model: the thread of its decode engine, its vocabulary and its limits."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class Served:
     model: LanguageModel
     vocabulary: Vocabulary
     name: str
-    """The name by which clients ask for the model."""
+    """Name by which clients request the model."""
     max_streams: int = 8
-    """Texts that are decoded at the same time."""
+    """Largest number of texts decoded at the same time."""
     dtype: torch.dtype | None = None
     mem_len: int | None = None
     window: Limit = None
     clamp_len: Limit = None
     segment: int = 128
-    """Tokens scored at once; with an exact window it changes no result."""
+    """Number of tokens scored at once; with an exact window, results do not depend on this number."""
     threads: int | None = None
-    """Threads that a step computes with; None: as many as PyTorch uses here."""
+    """Number of threads that compute a step; None: PyTorch's present number."""
     model_hash: str = ""
-    """Hash of the weights; empty: computed."""
+    """Hash of the weights; empty: computed from the model."""
 
 
 class Service:
-    """A served model with the thread that steps its engine.
+    """A served model, with the thread that steps its decode engine.
 
     Raises:
-        UserError: for a model that the engine does not decode.
+        UserError: for a model that the decode engine cannot decode.
     """
 
     grace = 5.0
-    """Seconds that running requests have when the server stops."""
+    """Seconds for which running requests may continue when the server stops."""
 
     def __init__(self, served: Served, limits: Limits = Limits()):  # noqa: B008 (a value)
         self.served, self.limits, self.metrics = served, limits, Metrics()
@@ -74,9 +74,9 @@ class Service:
             "window": state.window,
             "clamp_len": state.clamp_len,
         }
-        """Model and settings that a saved stream has to have in common with this service."""
+        """Hash of the model, and settings, that a snapshot must have in common with this service."""
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"
-        """Step and library that the last bits of numbers depend on as well."""
+        """Kind of step, library and processor; the last bits of results also depend on them."""
         self.memory = state.capacity
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
         self.scheduler = Scheduler(
@@ -90,19 +90,19 @@ class Service:
         self.scheduler.start()
 
     def begin_to_stop(self) -> None:
-        """Accept nothing more, and end what runs after a grace period; returns at once."""
+        """Accept no more works, and end running works after the grace period; return at once."""
         if self._stopping is None:
             self._stopping = threading.Thread(target=self.scheduler.stop, args=(self.grace,), name="txl stop")
             self._stopping.start()
 
     def stop(self) -> None:
-        """Let what runs end, within a grace period; then end it, and wait for that."""
+        """Stop as `begin_to_stop` does, and wait until all works have ended."""
         self.begin_to_stop()
         assert self._stopping is not None
         self._stopping.join()
 
     def farewell(self) -> anyio.Event:
-        """Return the event that says that the server is stopping; event streams then end by themselves."""
+        """Return the event that is set when the server stops, so that event streams end by themselves."""
         if self._farewell is None:
             self._farewell = anyio.Event()
         return self._farewell
@@ -111,7 +111,7 @@ class Service:
         """Queue works.
 
         Raises:
-            ApiError: if the queue is full, or the server is stopping.
+            ApiError: if the queue is full, the server is stopping, or the engine has failed.
         """
         try:
             self.scheduler.submit(works)
@@ -119,10 +119,10 @@ class Service:
             raise ApiError(refused.status, str(refused), headers={"Retry-After": str(refused.retry_after)}) from None
 
     def check_model(self, name: str | None) -> None:
-        """Refuse another model's name; none at all is this one's.
+        """Refuse the name of another model; None stands for the served model.
 
         Raises:
-            ApiError: if it is another's.
+            ApiError: if `name` is not the name of the served model.
         """
         if name is not None and name != self.model_id:
             raise ApiError(
@@ -133,7 +133,7 @@ class Service:
             )
 
     def describe(self) -> JsonObject:
-        """Return the model as `/v1/models` lists it."""
+        """Return the model as a JSON object of `/v1/models`."""
         model = self.served.model
         return {
             "id": self.model_id,
@@ -163,10 +163,10 @@ def weights_hash(model: LanguageModel) -> str:
 
 
 def served_name(directory: Path) -> str:
-    """Return the name that a run directory is served under.
+    """Return the name under which a run directory is served: the directory's own name.
 
     Raises:
-        UserError: if the directory has none.
+        UserError: if the directory has no name, as the root.
     """
     name = directory.resolve().name
     if not name:

@@ -1,4 +1,4 @@
-"""`/v1/streams`: texts that live on between requests, read and continued in constant memory."""
+"""`/v1/streams`: texts that live on between requests, and are read and continued in constant memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LN2 = math.log(2)
 
 
 def describe(stream: KeptStream, kept: KeptStreams) -> JsonObject:
-    """Return a stream as the API shows it."""
+    """Return a stream as a JSON object of the API."""
     limits, totals, state = kept.service.limits, stream.totals, stream.state
     idle = time.monotonic() - stream.used
     return {
@@ -57,13 +57,13 @@ def describe(stream: KeptStream, kept: KeptStreams) -> JsonObject:
 
 
 class _Shown:
-    """Turns scored tokens into what the API shows, one by one."""
+    """Converter of scored tokens to JSON objects of the API, which also counts the tokens' positions."""
 
     def __init__(self, kept: KeptStreams, stream: KeptStream, detailed: bool):
         self._texts, self._detailed, self._position = kept.service.texts, detailed, stream.state.n_token
 
     def tokens(self, scored: list[ScoredToken], source: str) -> list[JsonObject] | None:
-        """Return the next tokens of the stream; None if they are not asked for."""
+        """Return the next tokens of the stream as JSON objects; None if the request does not ask for tokens."""
         first, self._position = self._position, self._position + len(scored)
         if not self._detailed:
             return None
@@ -89,7 +89,7 @@ class _Shown:
 
 
 async def create(request: Request) -> Response:
-    """Answer `POST /v1/streams`: from nothing, a text, or a snapshot."""
+    """Answer `POST /v1/streams`: create a stream that is empty, or from a text or a snapshot."""
     kept: KeptStreams = request.app.state.kept
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == SNAPSHOT_TYPE:
         kept.check_room()
@@ -229,7 +229,7 @@ async def generate(request: Request) -> Response:
 
 
 class _Generation:
-    """The answer to a generation, as far as it has come."""
+    """The answer to a `generate` request, filled event by event."""
 
     def __init__(self, kept: KeptStreams, operation: Operation, seed: int):
         self._kept, self._operation, self._seed = kept, operation, seed
@@ -237,7 +237,7 @@ class _Generation:
         self._began, self._made, self._reason = time.perf_counter(), 0, ""
 
     async def events(self) -> AsyncIterator[JsonObject]:
-        """Yield the objects of an event stream."""
+        """Yield the objects of an event stream, as events arrive."""
         async for batch in self._operation.batches():
             text, tokens = self._take(batch)
             if text or tokens:
@@ -246,11 +246,11 @@ class _Generation:
         yield self._result(None, None)
 
     async def whole(self) -> JsonObject:
-        """Return everything at once."""
+        """Return the complete answer as one object."""
         return self._result(*self._take(await _all(self._operation)))
 
     def _take(self, batch: list[Event]) -> tuple[str, list[JsonObject] | None]:
-        """Return the text and the tokens of some events."""
+        """Return the text and the tokens of a batch of events."""
         text, scored = "", []
         for event in batch:
             if isinstance(event, DrawnEvent):
@@ -276,7 +276,7 @@ class _Generation:
 
 
 async def fork(request: Request) -> Response:
-    """Answer `POST /v1/streams/ID/fork`: a second stream, from here or from an earlier token."""
+    """Answer `POST /v1/streams/ID/fork`: create a second stream, from the last token or from an earlier one."""
     kept: KeptStreams = request.app.state.kept
     fields = await fields_of(request, _FORK)
     seed = fields.seed() % 2**63 if "seed" in fields else None

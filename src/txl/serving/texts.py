@@ -1,4 +1,4 @@
-"""Between the texts of requests and token ids: encoding, and how single tokens are shown."""
+"""Conversion between the texts of requests and token ids, and text forms of single tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from txl.generation.sampling import checked_tokens
 from txl.generation.text import undrawable
 
 TAIL = 4
-"""Tokens from which a decoder knows where it is: no character has more bytes."""
+"""Number of last tokens from which a decoder can continue a text: no UTF-8 character has more bytes."""
 
 
 class Texts:
-    """A vocabulary as requests need it."""
+    """A vocabulary, with the conversions that requests need."""
 
     def __init__(self, vocabulary: Vocabulary, name: str):
         self.vocabulary, self.name = vocabulary, name
@@ -34,7 +34,7 @@ class Texts:
         """Return the token ids of a text, int64 [n]; empty for an empty text.
 
         Raises:
-            UserError: for a text that the vocabulary has no tokens for.
+            UserError: for a text that the vocabulary cannot encode.
         """
         return torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64) if text else torch.zeros(0).long()
 
@@ -47,7 +47,7 @@ class Texts:
         return checked_tokens(ids, len(self.vocabulary), what)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for, without the space that may belong before a word."""
+        """Return the bytes that a token stands for, without the space that may come before a word."""
         if isinstance(self.vocabulary, ByteVocabulary):
             return bytes([self.vocabulary.values[token]])
         if isinstance(self.vocabulary, BpeVocabulary):
@@ -55,23 +55,23 @@ class Texts:
         return self.vocabulary.decoder().push(token).encode("utf-8", errors="surrogatepass")
 
     def shown(self, data: bytes) -> str:
-        """Return bytes as text; where they are not whole characters, as the OpenAI API does: `bytes:\\xe2`."""
+        """Return bytes as text; bytes that are not whole characters in the form of the OpenAI API: `bytes:\\xe2`."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
 
     def decoder_after(self, ids: Sequence[int]) -> Decoder:
-        """Return a decoder for what follows some tokens; it completes a character that they have left incomplete."""
+        """Return a decoder for the tokens after `ids`; the decoder completes a character that `ids` left incomplete."""
         decoder = self.vocabulary.decoder()
         for token in ids[-TAIL:]:
             decoder.push(int(token))
         return decoder
 
     def located(self, text: str, ids: Tensor) -> list[tuple[bytes, int]]:
-        """Return each token's own part of a text and the character at which it begins.
+        """Return each token's part of a text, and the index of the character at which the part begins.
 
-        Where the tokens do not spell the text, each begins where the one before it ends.
+        If the tokens do not spell the text, each token begins at the end of the token before it.
         """
         data = text.encode("utf-8", errors="surrogateescape")
         piece = Piece(Path(self.name))
@@ -80,14 +80,14 @@ class Texts:
             found = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
         except UserError:
             found = []
-        found = found[: ids.numel()]  # a file's last line ends, where a prompt of words goes on
+        found = found[: ids.numel()]  # `located_tokens` ends a file's last line; that of a prompt stays open
         if [token.id for token in found] != ids.tolist():
             return self.placed(ids.tolist())[1]
         parts, at, characters = [], 0, 0
         for token in found:
             if token.start > at:
                 characters += n_characters(data[at : token.start])
-            # A byte in the middle of a character is where its character is.
+            # A token that begins inside a character gets the index of this character.
             inside = token.start < len(data) and data[token.start] & 0xC0 == 0x80
             parts.append((token.text, characters - inside if inside else characters))
             characters += n_characters(data[token.start : token.end])
@@ -95,7 +95,7 @@ class Texts:
         return parts
 
     def placed(self, ids: Sequence[int]) -> tuple[str, list[tuple[bytes, int]]]:
-        """Return the text of tokens as far as its characters are complete, and as `located` for each."""
+        """Return the complete characters of the tokens' text, and each token's bytes and place as in `located`."""
         decoder, parts, pieces, at = self.vocabulary.decoder(), [], [], 0
         for token in ids:
             pieces.append(decoder.push(token))
@@ -104,19 +104,19 @@ class Texts:
         return "".join(pieces), parts
 
     def place(self, token: int, piece: str, at: int) -> tuple[bytes, int]:
-        """Return a token's own bytes and the character where they begin, for a decoder's piece that begins at `at`."""
+        """Return a token's own bytes and the character index where they begin; its decoded `piece` begins at `at`."""
         data = self.bytes_of(token)
-        if data and data[0] & 0xC0 == 0x80:  # within the character before it
+        if data and data[0] & 0xC0 == 0x80:  # the token begins inside a character
             return data, at
-        # Before its own characters, a piece may have a space, or U+FFFD for a character that was broken off.
+        # A piece may begin with a space, or with U+FFFD for a broken character, before the token's own characters.
         own = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
         return data, at + max(0, len(piece) - len(own))
 
     def describe(self) -> JsonObject:
-        """Return what `/tokenizer_info` tells.
+        """Return the JSON object of `/tokenizer_info`.
 
-        A text begins behind a line's end, where nothing else is known: `<eos>`, or the line feed itself. Only `<eos>`
-        ends one: clients add it to the strings at which they stop.
+        `bos_token` is the end of a line (`<eos>` or the line feed), after which a text without context begins.
+        `eos_token` is `<eos>` only, because clients add this token to their stop strings.
         """
         end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
         begin = "\n" if end is None and self._has("\n") else end
@@ -139,5 +139,5 @@ class Texts:
 
 
 def n_characters(data: bytes) -> int:
-    """Return the characters that begin in UTF-8 bytes."""
+    """Return the number of characters that begin in UTF-8 bytes."""
     return sum(value & 0xC0 != 0x80 for value in data)

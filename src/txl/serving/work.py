@@ -1,6 +1,7 @@
-"""Works that the engine's thread is given, and the events that come back from it.
+"""Works for the engine's thread, and the events with which the thread reports results.
 
-A work is text to read and lanes that go on from it. Its events arrive in an `Outbox`, which the event loop reads.
+A work is text to read, and lanes that continue the text. The work's events are put into an `Outbox`, from which the
+event loop takes them.
 """
 
 from __future__ import annotations
@@ -22,44 +23,45 @@ from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
 
 CHECKPOINT_EVERY = 512
-"""Tokens between two saved states of a kept stream, to which a fork can go back."""
+"""Number of tokens between two saved states of a kept stream, to which a fork can go back."""
 PACE = 0.04
-"""Seconds between two events of a stream: each costs as much as a token of a small model, and takes a processor away
-from the step that runs at the time. 25 a second read as a flow."""
+"""Seconds between two events of an event stream. An event costs as much as a token of a small model, and takes
+processor time from the running step. 25 events a second still look like a continuous flow to a reader."""
 
 
 @dataclass(slots=True)
 class ScoredToken:
-    """A token of a text and what the model made of it."""
+    """A token of a text, with the model's scores."""
 
     id: int
     log_prob: float | None
-    """Nats, of the model's own probabilities, before temperature and `top_k`; None for a text's first token."""
+    """In nats, from the model's own probabilities before temperature and `top_k`; None for a text's first token and for
+    drawn tokens whose score is not needed."""
     top: list[tuple[int, float]] = field(default_factory=list)
-    """The likeliest tokens at its place, the likeliest first, as far as they were asked for."""
+    """Ids and log-probabilities of the likeliest tokens at this position, likeliest first; as many as requested."""
     rank: int | None = None
-    """1 for the likeliest; None where alternatives were not asked for."""
+    """Rank of the token: 1 for the likeliest; None if alternatives were not requested."""
     attention: JsonObject | None = None
     piece: str = ""
-    """Characters that it completes; empty for tokens that were read."""
+    """Characters that the token completes; not set for the prompt tokens of a completion."""
     text: str = ""
-    """Text that can be shown now that it was drawn: less than `piece` where that may begin a stop string."""
+    """Text that can be shown once the token is drawn; text that may begin a stop string is held back."""
 
 
 @dataclass(slots=True)
 class ReadEvent:
-    """Some of a text has been read."""
+    """Progress of reading: a segment of a work's text has been read."""
 
     work: int
     tokens: list[ScoredToken]
-    """Empty unless scores were asked for."""
+    """Scored tokens of the segment; empty unless scores were requested."""
     read: int
     total: int
 
 
 @dataclass(slots=True)
 class DrawnEvent:
-    """A token was drawn."""
+    """A drawn token of a lane."""
 
     lane: int
     token: ScoredToken
@@ -67,7 +69,7 @@ class DrawnEvent:
 
 @dataclass(slots=True)
 class EndOfLaneEvent:
-    """A lane has ended, with the rest of its text."""
+    """The end of a lane, with the rest of its text."""
 
     lane: int
     reason: str
@@ -77,7 +79,7 @@ class EndOfLaneEvent:
 
 @dataclass(slots=True)
 class SavedEvent:
-    """The state of a stream that is kept."""
+    """The state of a kept stream, and the number of tokens drawn with its seed."""
 
     state: StreamState
     drawn: int
@@ -85,7 +87,7 @@ class SavedEvent:
 
 @dataclass(slots=True)
 class FailedEvent:
-    """Nothing more comes from a work, for a reason; `status` is that of HTTP."""
+    """The end of a work that failed, with the reason; `status` is the HTTP status."""
 
     message: str
     status: int = 500
@@ -93,19 +95,19 @@ class FailedEvent:
 
 @dataclass(slots=True)
 class DoneEvent:
-    """Nothing more comes from a work."""
+    """The end of a work that did not fail."""
 
 
 Event = ReadEvent | DrawnEvent | EndOfLaneEvent | SavedEvent | FailedEvent | DoneEvent
 
 
 class Outbox:
-    """Events on their way from the engine's thread to the event loop that is running now.
+    """Queue that passes events from the engine's thread to the current event loop.
 
     Args:
-        progressive: pass events on as they come, at most once in `PACE` seconds; else only saved states, and the rest
-            when nothing more comes from a work.
-        n_work: works that put events here.
+        progressive: True: pass events on as they arrive, at most once in `PACE` seconds; False: pass events on only
+            when a state is saved or a work ends.
+        n_work: number of works that put events into this outbox.
     """
 
     def __init__(self, progressive: bool, n_work: int = 1):
@@ -115,16 +117,16 @@ class Outbox:
         self._waits = self._waking = False
 
     def put(self, event: Event) -> None:
-        """Hand an event over; called by the engine's thread."""
+        """Add an event; called by the engine's thread."""
         last = isinstance(event, FailedEvent | DoneEvent)
         self._events.append(event)
-        # Who takes a saved state lets go of the one before; if they waited for the end, memory would grow.
+        # The receiver of a saved state releases the one before; if states waited for the end, memory would grow.
         passes = self._progressive or isinstance(event, SavedEvent)
         if last or (passes and self._waits and not self._waking):
             self._waking = True
             try:
                 self._loop.call_soon_threadsafe(self._wake, last)
-            except RuntimeError:  # the loop has ended, and nobody is there to read
+            except RuntimeError:  # the event loop has ended: events have no reader
                 self._events.clear()
 
     def _wake(self, last: bool) -> None:
@@ -134,7 +136,7 @@ class Outbox:
             self._ended.set()
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield what has come, until nothing more comes from any work, or one has failed."""
+        """Yield the events that have arrived, until all works have ended or one has failed."""
         while self._open > 0:
             batch = await self._take()
             self._open -= sum(isinstance(event, DoneEvent) for event in batch)
@@ -143,12 +145,12 @@ class Outbox:
             yield batch
             if self._open > 0 and self._progressive:
                 self._ended.clear()
-                with suppress(TimeoutError):  # tokens that come meanwhile go together
+                with suppress(TimeoutError):  # tokens that arrive meanwhile are sent together
                     await asyncio.wait_for(self._ended.wait(), PACE)
 
     async def _take(self) -> list[Event]:
-        """Return what has come since, at least one event."""
-        self._waits = True  # before looking: what is put after it wakes this
+        """Wait for events, and return all that have arrived, at least one."""
+        self._waits = True  # set before the check, so that a later `put` wakes this task
         while not self._events:
             self._there.clear()
             await self._there.wait()
@@ -158,7 +160,7 @@ class Outbox:
 
 @dataclass(eq=False)
 class Lane:
-    """One continuation of what a work has read."""
+    """One continuation of the text that a work has read."""
 
     number: int
     max_tokens: int
@@ -167,18 +169,18 @@ class Lane:
     decoder: Decoder
     stop: StopStrings
     drawn: int = 0
-    """Tokens drawn with this seed before."""
+    """Number of tokens drawn with this seed before the lane began."""
     flush: bool = True
-    """True: a character that is incomplete at the end is shown as U+FFFD; False: the next piece completes it."""
+    """True: an incomplete character at the end is shown as U+FFFD; False: the next lane may complete the character."""
     stream: Stream | None = None
     made: int = 0
 
 
 @dataclass(eq=False)
 class Work:
-    """Tokens to read, and how to go on from them.
+    """Tokens to read, and the lanes that continue them.
 
-    The prompt is read once for all lanes.
+    The tokens are read once for all lanes.
     """
 
     number: int
@@ -189,16 +191,16 @@ class Work:
     after: StreamState | None = None
     forbidden: tuple[int, ...] = ()
     score: bool = False
-    """Score the tokens that are read, with an event each segment."""
+    """True: score the tokens that are read, and report them in one event for each segment."""
     top: int | None = None
-    """Alternatives reported for each token; None: log-probabilities are not reported."""
+    """Number of alternatives reported for each token; None: log-probabilities are not reported."""
     attention: bool = False
-    """Report how far back attention reached, for each token."""
+    """True: report for each token how far back attention reached."""
     keep: bool = False
-    """Save states on the way and at the end."""
+    """True: save the states of a kept stream, every `CHECKPOINT_EVERY` tokens and at the end."""
     segment: int = PROMPT_SEGMENT
     cancelled: bool = False
-    """Set by anyone; the work has left the engine before the next step."""
+    """True: the work is removed from the engine before the next step. Any thread may set this."""
     arrived: float = field(default_factory=time.perf_counter)
     read: TextReading | StreamState | None = None
     waiting_lanes: deque[Lane] = field(default_factory=deque)
@@ -207,5 +209,5 @@ class Work:
 
     @property
     def size(self) -> int:
-        """Places in the queue."""
+        """Number of places in the queue that the work takes."""
         return max(1, len(self.lanes))
