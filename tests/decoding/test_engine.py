@@ -302,7 +302,7 @@ def test_a_model_with_hooks_or_other_modules_is_decoded_through_them(what, dtype
     called.clear()
     engine = DecodeEngine(model, max_streams=3, mem_len=6, window=7, dtype=dtype)
     (record,) = caplog.records
-    assert "streams go through the model's modules, one by one: layers.1" in record.message
+    assert "decoding calls the model's modules for one stream at a time: layers.1" in record.message
     assert not engine.compiled
     streams = [engine.join(ids[:10]) for ids in texts]
     twin = engine.fork(streams[0], seed=9)

@@ -132,7 +132,7 @@ def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path,
         streams = sorted(new(first, seed=seed) for seed in range(3))
     with running(Service(served, limits=Limits(max_kept=1)), folder=folder) as second:
         assert [each["id"] for each in second.get("/v1/streams")["data"]] == streams[:1]
-    left = [each.getMessage() for each in caplog.records if "left alone" in each.getMessage()]
+    left = [each.getMessage() for each in caplog.records if "not loaded" in each.getMessage()]
     assert [stream in line for stream, line in zip(streams[1:], left, strict=True)] == [True, True]
     with running(Service(served), folder=folder) as third:
         assert sorted(each["id"] for each in third.get("/v1/streams")["data"]) == streams

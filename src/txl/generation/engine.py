@@ -111,7 +111,7 @@ class DecodeEngine:
                 self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
                 self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile, structure)
             else:
-                _logger.warning("streams go through the model's modules, one by one: %s", structure.outsider)
+                _logger.warning("decoding calls the model's modules for one stream at a time: %s", structure.outsider)
                 self._slots = MemorySlots(max_streams, like.device)
                 self._step = ModuleStep(self.model, self._slots)
         self.compiled = isinstance(self._step, CompiledStep)

@@ -76,7 +76,7 @@ class Reader:
     def check_saves(self) -> None:
         """Raise an error if the model's modules are called, since states then cannot be saved."""
         if self.calls_modules:
-            raise UserError("streams go through the model's modules, and such a stream cannot be saved; see the log")
+            raise UserError("decoding calls the model's modules, so that its streams cannot be saved; see the log")
 
     def empty_memory(self) -> Memory:
         """Return the memory of a stream without tokens."""

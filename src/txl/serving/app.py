@@ -151,7 +151,7 @@ async def _detokenize(request: Request) -> Response:
     service.check_model(fields.text("model"))
     tokens = fields.raw("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-        raise ApiError(400, "tokens is missing or no list of token ids", param="tokens")
+        raise ApiError(400, "tokens is missing or is not a list of token ids", param="tokens")
     if tokens:
         of_user(lambda: service.texts.checked(tokens, "tokens"), "tokens")
     text = await beside(len(tokens), lambda: service.texts.vocabulary.decode(tokens))
@@ -171,7 +171,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
         404: f"no route {request.url.path[:200]!r}; docs/reference/server.md lists them",
-        405: f"{request.method} is not for {request.url.path[:200]}",
+        405: f"{request.url.path[:200]} does not accept {request.method}",
     }
     message = messages.get(error.status_code) or str(error.detail)
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
@@ -190,7 +190,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host} means no address of this machine ({reason_of(error)}); try 127.0.0.1") from None
+        raise UserError(f"--host {host} is no address of this machine ({reason_of(error)}); try 127.0.0.1") from None
     family, _, _, _, address = found[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:

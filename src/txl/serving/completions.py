@@ -239,7 +239,7 @@ def _include_usage(fields: Fields, progressive: bool) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict) or not progressive:
-        raise ApiError(400, "stream_options needs stream: true, and is an object", param="stream_options")
+        raise ApiError(400, "stream_options must be an object and requires stream: true", param="stream_options")
     return Fields(options, frozenset({"include_usage"})).flag("include_usage")
 
 

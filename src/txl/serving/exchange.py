@@ -55,7 +55,7 @@ async def read_prompt(value: object, service: Service, name: str, shown: bool, l
         _refuse_long(len(value), service, name)
         prompt = Prompt(of_user(lambda: texts.checked(value, name), name), None)
     else:
-        what = "is empty" if value in ("", []) else "is missing" if value is None else "is of another kind"
+        what = "is empty" if value in ("", []) else "is missing" if value is None else "has the wrong type"
         raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
     _refuse_long(prompt.ids.numel(), service, name)
     if located and prompt.text is not None:

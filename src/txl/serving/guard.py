@@ -157,7 +157,7 @@ class Guard:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body did not come within {seconds:g} seconds",
+                f"the request body did not arrive within {seconds:g} seconds",
                 headers={"Connection": "close"},
             ) from None
         if size > limit:

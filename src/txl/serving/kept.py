@@ -209,13 +209,13 @@ class KeptStreams:
                 partial.unlink()
         for path in sorted(each for each in folder.iterdir() if _FILE.fullmatch(each.name)):
             if len(self) == self.service.limits.max_kept:
-                _logger.warning("%s was left alone: %d streams are kept at most (--max-kept)", path, len(self))
+                _logger.warning("%s was not loaded: %d streams are kept at most (--max-kept)", path, len(self))
                 continue
             try:
                 stream = restored(path.read_bytes(), self.service, path.stem)
             except (ApiError, OSError) as error:
                 reason = error.message if isinstance(error, ApiError) else error.strerror
-                _logger.warning("%s was left alone: %s", path, reason)
+                _logger.warning("%s was not loaded: %s", path, reason)
                 continue
             stream.changed = False
             self.add(stream)

@@ -284,7 +284,7 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
                 code="mismatch",
             )
     if about.pop("sha256", None) != _digest(about, tensors):
-        raise ApiError(400, "the snapshot is damaged: its content is not what its hash says", code="bad_snapshot")
+        raise ApiError(400, "the snapshot is damaged: its content does not match its hash", code="bad_snapshot")
     try:
         state = _state_of(about, tensors, service)
         stream = KeptStream(

@@ -20,7 +20,7 @@ class Metrics:
         )
         self.tokens_read = Counter("txl_tokens_read", "Tokens of prompts and appended text read.", registry=registry)
         self.tokens_generated = Counter("txl_tokens_generated", "Tokens drawn.", registry=registry)
-        self.steps = Counter("txl_steps", "Steps of the engine, each of a token for every text.", registry=registry)
+        self.steps = Counter("txl_steps", "Decoding steps, of one token for every running text.", registry=registry)
         self.running = Gauge("txl_texts_running", "Texts that are being read or decoded now.", registry=registry)
         self.queued = Gauge("txl_texts_queued", "Texts that wait for a place in the engine.", registry=registry)
         self.streams = Gauge("txl_streams", "Streams that are kept.", registry=registry)
