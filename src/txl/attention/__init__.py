@@ -1,8 +1,8 @@
-"""Relative attention: who computes A^rel when.
+"""Relative attention: the functions that compute A^rel, and when each of them is used.
 
 | when | function | where |
 |---|---|---|
-| tests, `model.attention` reference: **the oracle** of all others | `reference_attention` | `equations.py` |
+| tests, `model.attention` reference: **the oracle** for all other functions | `reference_attention` | `equations.py` |
 | training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
 | training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attend_backward.cpp` |
 | training and segments on an NVIDIA GPU, `triton` | `triton_attention` | `triton_attention.py`, `triton_kernels.py` |
@@ -14,10 +14,11 @@
 | one token of many streams elsewhere; on CUDA as a graph | `StaticStep` | `generation/steps.py` |
 | Transformers without memory, which have term (a) alone | `causal_attention` | `backends.py` |
 
-"Training" is any segment with gradients or dropout. A model exported for other programs takes a copy of all this along.
+"Training" is any segment with gradients or dropout. A model exported for other programs contains a copy of all this.
 
-Two places switch: `Backend.__call__` chooses for a segment, `TransformerXL.hidden_states` between segments and one
-token. A module with a hook, or of another class, makes every one-token way give way to the modules.
+The choice is made in two places: `Backend.__call__` chooses the function for a segment, `TransformerXL.hidden_states`
+chooses between segments and one token. If a module has a hook or is of another class, all modules are called, and none
+of the one-token functions is used.
 
 | | window, lanes of different memory | clamp | dropout of weights | dropout of R | gradients | computes in |
 |---|---|---|---|---|---|---|

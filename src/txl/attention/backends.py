@@ -1,4 +1,4 @@
-"""The attention backends: what each supports, how a model chooses one, and what computes a segment then.
+"""The attention backends: features of each, choice of the backend for a model, and computation of a segment.
 
 Shapes: B lanes, T queries, S keys, H heads, D width of a head.
 """
@@ -25,7 +25,7 @@ from txl.native.training_attention import training_attention, why_not_training
 
 
 class RelativeAttention(Protocol):
-    """Attention from projected positions; arguments as in `reference_attention`."""
+    """Function that computes attention from projected positions; arguments as in `reference_attention`."""
 
     def __call__(
         self,
@@ -38,7 +38,7 @@ class RelativeAttention(Protocol):
         scope: KeyScope,
         dropout: float = 0.0,
     ) -> Float[Tensor, "B T H D"]:
-        """Return what every query attends to."""
+        """Return the attention output of every query."""
         ...
 
 
@@ -54,10 +54,10 @@ def compiled_attention(
 ) -> Float[Tensor, "B T H D"]:
     """Compute `reference_attention` in the compiled library, forward and backward, without a matrix of all scores.
 
-    Plain attention if `position`, `u` and `v` are None. On a CPU, in float32 or bfloat16; the gradient can be taken
-    once (no second derivatives).
+    If `position`, `u` and `v` are None, it is plain attention. Requires a CPU, and float32 or bfloat16. There are no
+    second derivatives.
     """
-    # `torch.compile` traces shapes; what the machine has was asked when the model was built.
+    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
         raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
     filled = None if scope.filled is None else torch.tensor(scope.filled, device="cpu")
@@ -78,7 +78,7 @@ def attention_without_gradients(
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
-    """Compute `reference_attention` by the compiled library where it is faster, else by `shifted_attention`."""
+    """Compute `reference_attention` in the compiled library where that is faster, else by `shifted_attention`."""
     read = reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
     return shifted_attention(query, key, value, position, u, v, scope, dropout) if read is None else read
 
@@ -90,12 +90,12 @@ def causal_attention(
     dropout: float,
     compiled: bool = False,
 ) -> Float[Tensor, "B T H D"]:
-    """Compute softmax attention to the positions of a segment up to each query's own, without relative positions.
+    """Compute causal softmax attention within a segment, without relative positions.
 
     Args:
-        query, key, value: of one segment.
+        query, key, value: queries, keys and values of one segment.
         dropout: probability with which an attention weight is dropped.
-        compiled: compute gradients in the compiled library.
+        compiled: True: segments with gradients or dropout are computed in the compiled library.
     """
     if dropout == 0 and (read := reading_attention(query, key, value, None, None, None)) is not None:
         return read
@@ -107,35 +107,35 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute A^rel. All of them serve windows, memories of different lengths and untied biases."""
+    """A way to compute A^rel. Every backend supports windows, memories of different lengths and untied biases."""
 
     name: str
     what: str
     train: RelativeAttention
-    """Computes segments with gradients or dropout; not used in training where `kernel` is set."""
+    """Function for segments with gradients or dropout; not used in training if `kernel` is set."""
     read: RelativeAttention = attention_without_gradients
-    """Computes segments without gradients."""
+    """Function for segments without gradients and dropout."""
     train_reads_on: str | None = None
-    """Kind of device on which `train` also computes segments without gradients, in place of `read`."""
+    """Device type on which `train` replaces `read`."""
     kernel: Callable[[], WideKernel] | None = None
-    """Makes the plain attention of the factorised form, which then computes training segments in place of `train`."""
+    """Constructor of the plain attention in the factorised form, which replaces `train` in training."""
     compiled_step: bool = False
-    """Single tokens without gradients may go through the compiled library, all layers at once."""
+    """True if single tokens without gradients may pass through all layers in the compiled library at once."""
     devices: tuple[str, ...] | None = None
-    """Devices that it trains on; None: all. Without gradients every model runs everywhere."""
+    """Device types supported in training; None: all. Without gradients every model runs on every device."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Dtypes that it trains in; None: all."""
+    """Dtypes supported in training; None: all."""
     obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
-    """Says why this machine cannot train with it on a device, in a dtype (None: not known yet), for heads of a width;
-    None: every machine can."""
+    """Function of device, dtype (None: not known yet) and head width; returns why this machine cannot train with the
+    backend, or None if it can. None: every machine can."""
     any_encoding: bool = True
-    """R may be something else than the sinusoid."""
+    """True if R may be other than the sinusoid."""
     qk_norm: bool = True
-    """W_kR R may be normalised."""
+    """True if W_kR R may be normalised."""
     clamp_len: bool = True
     dropatt: bool = True
     dropout_r: bool = True
-    """Also dropout on W_kR R (`dropout_qkv`)."""
+    """True if dropout on R and on W_kR R (`dropout_qkv`) is supported."""
 
     def __call__(
         self,
@@ -148,7 +148,7 @@ class Backend:
         scope: KeyScope,
         dropout: float = 0.0,
     ) -> Float[Tensor, "B T H D"]:
-        """Return what every query of a segment attends to: the switch between the ways to compute it."""
+        """Return the attention output of every query of a segment, computed by `train` or `read`."""
         by_train = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.train_reads_on
         attend = self.train if by_train else self.read
         return attend(query, key, value, position, u, v, scope, dropout)
@@ -156,19 +156,19 @@ class Backend:
     def refusal(
         self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
     ) -> str | None:
-        """Say why it cannot train a model there, and what to do about it; None if it can.
+        """Return why this backend cannot train a model, and a remedy; None if it can.
 
         Args:
-            model: the configuration.
-            device: "cpu", "cuda:1" ...; None: not known yet.
-            dtype: of the matrix products; None: not known yet.
+            model: model configuration.
+            device: device of the training, such as "cpu" or "cuda:1"; None: not known yet.
+            dtype: dtype of the matrix products; None: not known yet.
         """
         reason = self._missing(model) or self._misplaced(model, device, dtype)
         asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
         return reason and f"model.attention {asked} {reason}, or use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
-        """Name the first part of the model that it does not support."""
+        """Return a message on the first unsupported option of the model; None if all are supported."""
         if not self.any_encoding and model.encoding != "relative":
             return f"needs the sinusoid R (model.encoding is {model.encoding})"
         if not self.qk_norm and model.qk_norm:
@@ -187,7 +187,7 @@ class Backend:
         return None
 
     def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-        """Say what is wrong with the device or the dtype."""
+        """Return a message on an unsupported device or dtype; None if both are supported."""
         if device and self.devices and device.partition(":")[0] not in self.devices:
             return f"cannot train on {device}, only on {' or '.join(self.devices)}"
         if dtype and self.dtypes and dtype not in self.dtypes:
@@ -251,14 +251,14 @@ BACKENDS = {
     )
 }
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
-"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model everywhere, and most recorded models
-were trained with it; only what has been measured to be faster may stand before it."""
+"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model on every device, and most recorded
+models were trained with it. Only backends that were measured to be faster may precede it."""
 FASTEST_ON: dict[str, str] = {}
-"""By the name that CUDA gives a GPU, the backend that trained fastest there in a recorded measurement. None yet."""
+"""Fastest backend in a recorded measurement of training, by CUDA's name of the GPU. Empty so far."""
 
 
 def _gpu(device: str | None) -> str | None:
-    """Return the name of an NVIDIA GPU that is here; None for another device."""
+    """Return the name of an NVIDIA GPU of this machine; None for any other device."""
     found = torch.device(device or "cpu")
     if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
         return None
@@ -266,10 +266,10 @@ def _gpu(device: str | None) -> str | None:
 
 
 def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
-    """Return the backend that a configuration asks for: with "auto" and "fastest" the first that supports the model.
+    """Return the backend of a configuration; for "auto" and "fastest", the first candidate that supports the model.
 
     Args:
-        model: the configuration.
+        model: model configuration.
         device: device that the model will train on; None: not known yet.
     """
     if model.attention in _CHOICES:
@@ -286,9 +286,9 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
 
 
 def attention_note(model: TransformerXLConfig, device: str | None) -> str | None:
-    """Return one line where the choice of `auto` or `fastest` may surprise; None elsewhere.
+    """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None.
 
-    On a CPU `fastest` says why it is not the compiled attention; on a GPU both say that none was timed there.
+    For `fastest` on a CPU it states why compiled attention is not used; on a GPU, that no backend was timed there.
     """
     if model.attention not in _CHOICES:
         return None

@@ -1,20 +1,20 @@
 """Relative attention as plain attention over wider heads: no T x S position matrix, no shift.
 
-R is made of sines and cosines, so the angle of a distance is a difference of two positions' angles. With the query at
-position i and p = W_kR^T (q_i + v) = [p_s, p_c] (the features that meet sines, and those that meet cosines),
+R consists of sines and cosines, so the angle of a distance is the difference of the angles of two positions. With the
+query at position i and p = W_kR^T (q_i + v) = [p_s, p_c] (features multiplied by sines, and by cosines),
 
     (q_i + v) . W_kR R_{i-j} = phi_i . psi_j
     phi_i = [p_c sin(i w) - p_s cos(i w), p_s sin(i w) + p_c cos(i w)]    psi_j = [sin(j w), cos(j w)]
 
-psi has no parameters and is the same for all lanes and heads. Over a stretch of N positions its E features are almost
-dependent, because neighbouring frequencies cannot be told apart there: its rows lie within `TOLERANCE` of the span of r
-orthonormal directions, the columns of B (r is 176 for E 512, N 1024; 96 for E 410, N 300). So the score is the dot
-product of [q_i + u ; B^T phi_i] and [k_j ; B^T psi_j], divided by sqrt(D), which any fused attention computes whose
-queries and keys may be wider than its values. What the projection leaves out of a score is at most
-TOLERANCE * sqrt(E/2) * |p| / sqrt(D), far below rounding. Angles are computed in float64, so that in float32 this form
-is nearer to Section 3.3 than the authors' R, whose angles are rounded.
+psi has no parameters and is the same for all lanes and heads. Over N consecutive positions its E features are almost
+linearly dependent, because neighbouring frequencies hardly differ over this range: its rows lie within `TOLERANCE` of
+the span of r orthonormal directions, the columns of B (r is 176 for E 512, N 1024; 96 for E 410, N 300). The score is
+then the dot product of [q_i + u ; B^T phi_i] and [k_j ; B^T psi_j], divided by sqrt(D). Any fused attention computes it
+whose queries and keys may be wider than its values. The projection changes a score by at most
+TOLERANCE * sqrt(E/2) * |p| / sqrt(D), far less than rounding. Angles are computed in float64. In float32 this form is
+therefore closer to Section 3.3 than the authors' R, whose angles are rounded.
 
-The identity holds for R itself alone: not for a clamped distance, not for an R with dropout, not for a learned one.
+The identity holds only for the sinusoid R itself: not with a clamp, with dropout on R, or with a learned R.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model, r rank,
 W = D + r width of a key.
@@ -37,16 +37,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from txl.attention.equations import KeyScope
 
 TOLERANCE = 1e-12
-"""Largest distance of a row of psi from the span of B, over the row's norm sqrt(E/2)."""
+"""Largest distance of a row of psi from the span of B, relative to the norm sqrt(E/2) of the row."""
 _MULTIPLE = 16
-"""Ranks are multiples of it, as matrix units like their operands."""
+"""Divisor of all ranks r, for the operand sizes of matrix units."""
 
 
 class WideKernel(Protocol):
-    """Attention that never writes its scores, and takes queries and keys that are wider than values."""
+    """Attention that never stores its scores, and accepts queries and keys that are wider than the values."""
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Any:
-        """Make the mask for `attend`, of the kernel's own type, once for all layers of a segment."""
+        """Return the mask for `attend`, in the type of the kernel; one mask serves all layers of a segment."""
         ...
 
     def attend(
@@ -57,7 +57,7 @@ class WideKernel(Protocol):
         mask: Any,
         scale: float,
     ) -> Float[Tensor, "B H T D"]:
-        """Return softmax(scale * query . key) times the values, over the keys in the mask."""
+        """Return softmax(scale * query . key) times the values; only keys in the mask enter the softmax."""
         ...
 
 
@@ -65,7 +65,7 @@ class DotProductKernel:
     """PyTorch's `scaled_dot_product_attention` with a boolean mask [T,S], shared by lanes and heads where it can be."""
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Tensor:
-        """Make a boolean mask."""
+        """Return the boolean mask, [T,S] or [B,1,T,S]."""
         mask = scope.mask(n_query, device)
         return mask if mask.dim() == 2 else mask[:, None]
 
@@ -79,19 +79,19 @@ class DotProductKernel:
     ) -> Float[Tensor, "B H T D"]:
         """Compute `WideKernel.attend`."""
         if query.device.type == "cpu":
-            # The fused kernel of a CPU wants one width for all; without it scores would be written out.
+            # The fused CPU kernel needs one width for all operands; without it scores would be stored.
             n_more = key.shape[-1] - value.shape[-1]
             value = F.pad(value, (0, n_more))
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
             return attended[..., : attended.shape[-1] - n_more]
-        # Not cuDNN's, which comes first by default: at some lengths its gradients under a mask are NaN.
+        # Exclude cuDNN, PyTorch's first choice: at some lengths its gradients with a mask are NaN.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 @dataclass(frozen=True)
 class PhaseBasis:
-    """The directions B that psi needs over N positions, counted from their middle."""
+    """Directions B that span psi for N positions around 0."""
 
     n_position: int
     directions: Float64[Tensor, "E r"]
@@ -99,10 +99,10 @@ class PhaseBasis:
 
     @classmethod
     def over(cls, n_position: int, d_model: int) -> PhaseBasis:
-        """Find the smallest basis whose span is within `TOLERANCE` of all rows of psi."""
+        """Return the smallest basis whose span is within `TOLERANCE` of all rows of psi."""
         rows = _psi(_centred(n_position), d_model)
         directions = torch.linalg.svd(rows, full_matrices=False).Vh
-        # The part of each row that the first k directions leave out, for every k.
+        # Largest residual of a row outside the span of the first k directions, for every k.
         left_out = (rows @ directions.T).square().flip(1).cumsum(1).flip(1).sqrt().amax(dim=0)
         needed = int((left_out > TOLERANCE * math.sqrt(d_model / 2)).sum())
         rank = min(math.ceil(needed / _MULTIPLE) * _MULTIPLE, len(directions))
@@ -111,11 +111,11 @@ class PhaseBasis:
 
 @dataclass(frozen=True)
 class SegmentPhases:
-    """Tables that all layers of one segment share; the place of R in `RelativeMultiHeadAttention.forward`."""
+    """Tables that all layers share for one segment; they replace R in `RelativeMultiHeadAttention.forward`."""
 
     kernel: WideKernel
     mask: Any
-    """Keys that each query sees, in the kernel's own type."""
+    """Mask of the keys that each query sees, in the type of the kernel."""
     sin: Float[Tensor, "T half"]
     """sin(i w) of the queries, for the E/2 frequencies."""
     cos: Float[Tensor, "T half"]
@@ -133,9 +133,9 @@ class SegmentPhases:
         u: Float[Tensor, "H D"],
         v: Float[Tensor, "H D"],
     ) -> Float[Tensor, "B T H D"]:
-        """Compute `reference_attention` from `weight`, W_kR, instead of W_kR R."""
+        """Compute `reference_attention`, given W_kR (`weight`) instead of W_kR R."""
         (n_lane, n_key, n_head, d_head), dtype = key.shape, query.dtype
-        with torch.autocast(query.device.type, enabled=False):  # everything is in the dtype of the query
+        with torch.autocast(query.device.type, enabled=False):  # all operands have the dtype of the query
             by_head = weight.to(dtype).view(n_head, d_head, -1)
             p = torch.einsum("bthd,hde->bhte", query + v.to(dtype), by_head)
             p_s, p_c = p.chunk(2, dim=-1)
@@ -148,7 +148,7 @@ class SegmentPhases:
 
 
 class PhaseTables:
-    """Makes the phases of each segment; keeps B and the last segment's tables, which the next one mostly shares."""
+    """Factory of `SegmentPhases`; caches B and the tables of the last segment, which the next segment mostly reuses."""
 
     def __init__(self, kernel: WideKernel, d_model: int):
         self.kernel, self.d_model = kernel, d_model
@@ -161,11 +161,11 @@ class PhaseTables:
         """Return the tables of a segment.
 
         Args:
-            scope: which keys a query sees.
+            scope: rule of which keys a query sees.
             n_query: T.
             n_lane: B.
-            capacity: most positions that the memory will hold, for which the basis is made at once.
-            dtype, device: of the queries that will attend.
+            capacity: largest number of positions that the memory will hold; the basis is computed for it at once.
+            dtype, device: dtype and device of the queries.
         """
         n_key = scope.memory + n_query
         if self._basis is None or self._basis.n_position < n_key:
@@ -183,7 +183,7 @@ class PhaseTables:
 
 
 def _centred(n_position: int) -> Tensor:
-    """Return whole positions around 0; those of a shorter stretch are among those of a longer one."""
+    """Return `n_position` integers around 0; a smaller `n_position` gives a subset of a larger one."""
     return torch.arange(n_position, dtype=torch.float64) - n_position // 2
 
 
@@ -195,16 +195,16 @@ def _psi(positions: Tensor, d_model: int) -> Tensor:
 
 
 class FlexKernel:
-    """FlexAttention: causality, window and memory as a mask of blocks, never [T,S].
+    """FlexAttention: causality, window and memory form a mask of blocks, never a mask [T,S].
 
-    On a CUDA device it is compiled to one fused kernel at its first call. On a CPU PyTorch has its forward pass alone.
+    On a CUDA device the first call compiles one fused kernel. On a CPU PyTorch has only the forward pass.
     """
 
     def __init__(self) -> None:
         self._compiled: Callable[..., Any] | None = None
 
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> BlockMask:
-        """Make a mask of blocks."""
+        """Return the mask of blocks."""
         memory, window = scope.memory, scope.window
         first = None if scope.filled is None else memory - torch.tensor(scope.filled, device=device)
 
@@ -235,5 +235,5 @@ class FlexKernel:
         return function(query, key, value, block_mask=mask, scale=scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
-        """Return a new kernel: a copy of a model compiles its own."""
+        """Return a new kernel: a copied model compiles its own kernel."""
         return FlexKernel()

@@ -1,15 +1,16 @@
 """Relative attention in time linear in the number of distances, without a copy for the shift or the mask.
 
 Appendix B of the paper computes the position terms for all distances with one matrix product and then shifts row i of
-the result to the left by T-1-i. Here the shift is a change of stride. The product goes into a buffer P [T,W] of pitch
-W = S + 1: column 0 is padding, column c + 1 means distance S-1-c. Entry (i,j) of the shifted matrix is P[i, T-i+j],
-which lies at flat offset i*W + T-i+j = T + i*(W-1) + j: a view with row stride W-1 = S, that is dense.
+the result to the left by T-1-i. Here the shift is a change of stride. The product is written to a buffer P [T,W] of
+pitch W = S + 1: column 0 is padding, column c + 1 belongs to distance S-1-c. Entry (i,j) of the shifted matrix is
+P[i, T-i+j], at flat offset i*W + T-i+j = T + i*(W-1) + j. The shifted matrix is therefore a dense view of P with row
+stride W-1 = S.
 
-The entries of P that row i does not use (its columns below T-i, padding included) are set to -inf. Through the view
-they are just the keys that causality hides: key j > M+i runs past the end of row i into the unused corner of row i+1,
-which is exactly as long as needed. No two entries of the view share a place, so in the backward pass the gradient of
-the scores is written once and read twice: through the view as the gradient of the content terms, and row by row as the
-gradient of P. All products are dense, which is what a CPU's library is fast at.
+The entries of P that row i does not use (columns below T-i, including the padding) are set to -inf. In the view these
+entries are exactly the keys that causality hides: key j > M+i lies past the end of row i, in the unused corner of row
+i+1, which has exactly the length required. Entries of the view do not overlap. In the backward pass the gradient of the
+scores is therefore written once and read twice: through the view as the gradient of the content terms, and row by row
+as the gradient of P. All products are dense, for which CPU libraries are fast.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, W = S + 1 pitch.
 """
@@ -34,7 +35,7 @@ def shifted_view(buffer: Float[Tensor, "H BT W"], n_lane: int, n_query: int) -> 
 
 
 def padded_positions(position: Float[Tensor, "S H D"]) -> Float[Tensor, "H W D"]:
-    """Return the positions behind one row of zeros."""
+    """Return the positions, heads first, with a row of zeros in front."""
     n_key, n_head, d_head = position.shape
     padded = position.new_zeros(n_head, n_key + 1, d_head)
     padded[:, 1:] = position.transpose(0, 1)
@@ -51,10 +52,10 @@ def masked_scores(
     """Compute A^rel of all queries at once: terms (a) to (d), -inf where the query does not see the key.
 
     Args:
-        query_u, query_v: (q + u) and (q + v), both times the scale.
-        key: of memory and segment.
-        position: W_kR R, farthest distance first behind one row of padding (`padded_positions`).
-        scope: which keys a query sees.
+        query_u, query_v: (q + u) and (q + v), both multiplied by the scale.
+        key: keys of memory and segment.
+        position: W_kR R, farthest distance first, after one row of padding (`padded_positions`).
+        scope: rule of which keys a query sees.
     """
     n_head, n_lane, n_query, _ = query_u.shape
     n_key = key.shape[2]
@@ -73,7 +74,7 @@ def masked_scores(
 
 
 def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
-    """Set scores [H,B,T,S] to -inf where a lane's memory holds nothing."""
+    """Set scores [H,B,T,S] to -inf at positions of memory that are not filled in a lane."""
     if scope.filled is not None:
         for lane, filled in enumerate(scope.filled):
             scores[:, lane, :, : scope.memory - filled] = -math.inf
@@ -82,13 +83,13 @@ def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
 def _one_query(
     query_u: Tensor, query_v: Tensor, key: Tensor, value: Tensor, position: Tensor, scope: KeyScope
 ) -> Tensor:
-    """Compute the attention of a single query a lane, T = 1: no shift, no causality, no copy of `position` [H,S,D].
+    """Compute the attention of a single query per lane, T = 1: no shift, no causality, no copy of `position` [H,S,D].
 
-    Products are written with the long matrix first, which a CPU's library reads about as fast as memory allows.
+    In each product the long matrix is the first factor, which CPU libraries read at about the speed of memory.
     """
     n_head, n_lane, _, d_head = query_u.shape
     n_key = key.shape[2]
-    # The vectors go in as transposed rows: as columns of stride 1 they would take a path four times slower.
+    # Pass the vectors as transposed rows; for columns of stride 1 the library would use a code path four times slower.
     by_distance = torch.bmm(position, query_v.view(n_head, n_lane, d_head).transpose(1, 2))  # [H,S,B]
     content = torch.bmm(key.flatten(0, 1), query_u.flatten(0, 1).transpose(1, 2))  # [H*B,S,1]
     scores = content.view(n_head, n_lane, n_key)
@@ -101,7 +102,7 @@ def _one_query(
 
 
 class _ShiftedAttention(torch.autograd.Function):
-    """Softmax attention over `masked_scores` with its backward written by hand: no scatter, no second score matrix."""
+    """Softmax attention over `masked_scores`; its own backward pass avoids a scatter and a second score matrix."""
 
     @staticmethod
     def forward(
@@ -118,7 +119,7 @@ class _ShiftedAttention(torch.autograd.Function):
         weights = masked_scores(query_u, query_v, key, position, scope)
         torch.softmax(weights, dim=-1, out=weights)
         if dropout > 0:
-            # The factor 1/(1-p) is folded into the mask, so forward and backward multiply once.
+            # The mask includes the factor 1/(1-p), so that the forward and backward pass multiply only once.
             keep = torch.empty_like(weights).bernoulli_(1 - dropout).div_(1 - dropout)
             applied = weights * keep
         else:
@@ -138,7 +139,7 @@ class _ShiftedAttention(torch.autograd.Function):
         grad_value = torch.bmm(applied.transpose(1, 2), grad_output).view_as(value)
 
         # The gradient of the scores, written through the shifted view of a buffer. Hidden keys get zeros (their weight
-        # is zero), which fill the unused corners of rows 1..T-1; that of row 0 is cleared here.
+        # is zero), which fill the unused corners of rows 1..T-1; the corner of row 0 is cleared here.
         buffer = weights.new_empty(n_head, n_lane * n_query, n_key + 1)
         buffer.view(n_head * n_lane, n_query * (n_key + 1))[:, :n_query] = 0
         grad_scores = shifted_view(buffer, n_lane, n_query)
@@ -156,10 +157,10 @@ class _ShiftedAttention(torch.autograd.Function):
 
 
 def _batched(matrices: Tensor) -> Tensor:
-    """Return matrices [...,S,D] that a batched product reads without a copy of its own.
+    """Return matrices [...,S,D] in a layout that batched products read without copying.
 
-    Keys and values in a memory's buffers are such already; those of a training step are copied here, once for all their
-    products.
+    Keys and values in the buffers of a memory already have this layout. Those of a training step are copied here, once
+    for all products.
     """
     return matrices if matrices.stride()[-2:] == (matrices.shape[-1], 1) else matrices.contiguous()
 
@@ -174,15 +175,15 @@ def shifted_attention(
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
-    """Compute `reference_attention`, against which outputs and all gradients are tested; arguments as there.
+    """Compute `reference_attention` with the same arguments; outputs and gradients are tested against that function.
 
-    The gradient can be taken once (no second derivatives).
+    There are no second derivatives.
     """
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
     query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))
     key, value = (_batched(each.permute(heads_first)) for each in (key, value))
-    with torch.autocast(query.device.type, enabled=False):  # the products below are already in the dtype of the query
+    with torch.autocast(query.device.type, enabled=False):  # the operands below already have the dtype of the query
         if query.shape[1] == 1 and not torch.is_grad_enabled() and dropout == 0:
             output = _one_query(query_u, query_v, key, value, _batched(position.transpose(0, 1)), scope)
         else:

@@ -1,9 +1,9 @@
-"""Relative attention by kernels of our own for NVIDIA GPUs, forward and backward, without a matrix of all scores.
+"""Relative attention in Triton kernels for NVIDIA GPUs, forward and backward, without a matrix of all scores.
 
-What is kept for the backward pass are the operands, the output and one number a query. Dropout of attention weights is
-drawn from a seed and each weight's place, so that the backward pass draws it again; the seed comes from PyTorch's
-generator for the device and stays there. Results are the same to the last bit in every run: there are no atomics, and
-sums over lanes are taken in groups that the shape decides.
+The forward pass keeps the operands, the output and one number per query for the backward pass. Dropout of an attention
+weight is drawn from a seed and the weight's index, so that the backward pass can draw it again. PyTorch's generator for
+the device draws the seed, which stays on the device. Results are the same to the last bit in every run: there are no
+atomics, and the groups in which lanes are summed depend only on the shape.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 """
@@ -27,27 +27,27 @@ from txl.attention.shifted import shifted_attention
 from txl.errors import UserError
 
 _POSITION_PROGRAMS = 512
-"""Least number of programs that share the gradient of positions, where there are enough lanes."""
+"""Smallest number of programs for the gradient of positions, if there are enough lanes."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of tiles; chosen by what fits, not by time."""
+    """Sizes of tiles, chosen to fit the device, not tuned for speed."""
 
     block: int
-    """Queries and keys of a tile."""
+    """Number of queries and of keys in a tile."""
     warps: int
     stages: int
-    """Tiles of operands that the forward pass loads ahead; the backward pass has one."""
+    """Pipeline stages of the forward pass, which loads operands ahead; the backward pass has one."""
     shared: int
-    """Bytes of shared memory that no kernel exceeds; read from the binaries of Triton 3.6 and 3.9."""
+    """Upper bound on the shared memory of the kernels in bytes, read from the binaries of Triton 3.6 and 3.9."""
 
 
 def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Tiling | None:
-    """Return the tiling for heads of a width on devices of a compute capability; None: they fit nowhere."""
+    """Return the tiling for a head width, dtype and compute capability; None if no tiling fits."""
     width = padded_width(d_head)
     if dtype == torch.bfloat16:
-        # Hopper's matrix units read tiles of 64 rows from shared memory; before it, those do not fit into registers.
+        # Hopper's matrix units read tiles of 64 rows from shared memory; on older GPUs such tiles exceed the registers.
         if capability[0] == 9 and width <= 64:
             return Tiling(64, 4, 2, shared=90112)
         return {
@@ -61,22 +61,22 @@ def tiling(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, i
 
 
 def launch_options(kernel: str, tiling: Tiling) -> dict[str, Any]:
-    """Return the options with which Triton compiles a kernel of `triton_kernels`."""
+    """Return Triton's compile options for a kernel of `triton_kernels`."""
     stages = tiling.stages if kernel == "forward_kernel" else 1
     return {"num_warps": tiling.warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
 def padded_width(d_head: int) -> int:
-    """The power of two that matrix units work on."""
+    """Return the head width rounded up to a power of two, at least 32, as matrix units require."""
     return max(32, 1 << (d_head - 1).bit_length())
 
 
 def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
-    """Why the kernels cannot serve, as what follows their name; None if they can.
+    """Return why the kernels cannot be used, as a phrase that follows their name; None if they can.
 
     Args:
-        device: where.
-        dtype: of the matrix products; None: not known yet.
+        device: device of the tensors.
+        dtype: dtype of the matrix products; None: not known yet.
         d_head: D.
     """
     device = torch.device(device)
@@ -87,9 +87,9 @@ def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head
     return _why_not_here(device, dtype, d_head, _tf32())
 
 
-@functools.cache  # asked in every layer; what a machine has does not change
+@functools.cache  # called in every layer; the hardware does not change
 def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, tf32: bool) -> str | None:
-    """Return what this machine lacks; None: nothing."""
+    """Return what this machine lacks for the kernels; None if it lacks nothing."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if torch.version.cuda is None or (device.index or 0) >= torch.cuda.device_count():
@@ -121,23 +121,23 @@ def triton_attention(
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
-    """The same function as `reference_attention`.
+    """Compute `reference_attention` in Triton kernels.
 
-    Single queries without gradients, and all segments without gradients where the kernels cannot serve, go through
-    `shifted`'s way.
+    Without gradients and dropout, `shifted_attention` computes single queries, and all segments that the kernels do not
+    support.
 
     Args:
-        query: float32 or bfloat16 on a GPU, where gradients are wanted.
-        key, value: memory first, dtype of the query.
-        position: W_kR R_d with the farthest distance first.
-        u, v: the biases.
-        scope: which keys a query sees.
+        query: queries; with gradients or dropout, float32 or bfloat16 on a GPU.
+        key, value: keys and values, memory first, dtype of the query.
+        position: W_kR R_d, farthest distance first.
+        u, v: global biases.
+        scope: rule of which keys a query sees.
         dropout: probability with which an attention weight is dropped.
 
     Returns:
-        Each query's mean of the values. Its gradient can be taken once (no second derivatives).
+        Mean of the values for each query, weighted by attention. There are no second derivatives.
     """
-    # `torch.compile` traces shapes; what the machine has was asked when the model was built.
+    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     traced = torch.compiler.is_compiling()
     reason = None if traced else why_not_triton(query.device, query.dtype, query.shape[-1])
     if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
@@ -157,14 +157,14 @@ def kernel_attention(
     scope: KeyScope,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
-    """`triton_attention` by the kernels alone; on a CPU they run in Triton's interpreter."""
+    """Compute `triton_attention` always in the kernels; on a CPU they run in Triton's interpreter."""
     device = query.device
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     oldest = None
     if scope.filled is not None:
         oldest = torch.tensor([scope.memory - n for n in scope.filled], dtype=torch.int32)
         if device.type == "cuda" and not torch.compiler.is_compiling():
-            oldest = oldest.pin_memory()  # a copy that nobody waits for
+            oldest = oldest.pin_memory()  # so that the copy is asynchronous
         oldest = oldest.to(device, non_blocking=True)
     window = key.shape[1] if scope.window is None else scope.window
     return _attend(query, key, value, position, u, v, oldest, seed, window, dropout)[0]
@@ -183,7 +183,7 @@ def _attend(
     window: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B,T,H,D] and log-sum-exps, float32 [B,H,T]."""
+    """Return outputs [B,T,H,D], and log-sum-exps to base 2, float32 [B,H,T]."""
     call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
     n_lane, n_query, n_head, _ = query.shape
     out = query.new_empty(query.shape)
@@ -208,7 +208,7 @@ def _attend_backward(
     window: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, position, u and v."""
+    """Return the gradients of query, key, value, position, u and v."""
     call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
     block, n_query_block = call.tiling.block, call.n_query_block
     n_lane, n_query, n_head, d_head = query.shape
@@ -231,7 +231,7 @@ def _attend_backward(
     n_key_block = math.ceil(n_key / block)
     call.launch("key_gradient_kernel", (n_key_block, n_head, n_lane), **rows, grad_key=grad_key, grad_value=grad_value)
 
-    # Diagonals of tiles from the lower left one to the last that causality lets through.
+    # Number of diagonals of tiles, from the lower left tile to the last one with a visible key.
     n_diagonal = n_query_block + min(n_key_block - 1, math.ceil((n_key - n_query) / block))
     n_group = min(n_lane, math.ceil(_POSITION_PROGRAMS / (n_head * n_diagonal)))
     sums = position.new_zeros(n_group, 2, (n_diagonal + 1) * block, n_head, d_head, dtype=torch.float32)
@@ -256,7 +256,7 @@ def _attend_backward(
 
 
 class _Call:
-    """Arguments that all kernels of a call share."""
+    """Arguments shared by all kernels of a call."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class _Call:
         """Run a kernel of `triton_kernels`.
 
         Raises:
-            UserError: if the device has too little of what the kernel needs; nothing was launched then.
+            UserError: if the device has too few resources for the kernel; then nothing is launched.
         """
         kernels = _kernels()
         kernel, options = getattr(kernels, name), launch_options(name, self.tiling)
@@ -328,7 +328,7 @@ def _kernels() -> ModuleType:
 
 
 def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"]:
-    """With neighbours in the last dimension lying behind one another, and zeros up to the next multiple of 16."""
+    """Return rows with stride 1 in the last dimension, padded with zeros to the next multiple of 16."""
     missing = -rows.shape[-1] % 16
     if missing:
         return F.pad(rows, (0, missing))

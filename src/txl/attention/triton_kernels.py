@@ -1,18 +1,18 @@
 """Relative attention for NVIDIA GPUs in Triton: forward and backward, no matrix of all scores.
 
-A program works on square tiles of BLOCK queries and BLOCK keys. The position terms of a tile need a band of 2 BLOCK - 1
-rows of W_kR R. Row S-1-d belongs to distance d, so query i meets key j in row T-1-i+j: entry (m, n) of a tile is entry
+A program computes square tiles of BLOCK queries and BLOCK keys. The position terms of a tile need a band of 2 BLOCK - 1
+rows of W_kR R. Row S-1-d belongs to distance d, so query i and key j use row T-1-i+j: entry (m, n) of a tile is entry
 BLOCK-1-m+n of its band. The band is cut into two blocks of BLOCK rows, `low` and `high`, and two products of BLOCK by
-BLOCK give the position terms by distance. Row m needs the last m+1 columns of `low` and the first BLOCK-1-m of `high`:
-a selection puts both into one tile, every row of which is then a rotation of what is needed, and one gather turns it
-(`_by_key`). The next tile of keys has `high` as its `low`, so a program that goes along the keys pays for one product a
-tile, not for two.
+BLOCK give the position terms by distance. Row m needs the last m+1 columns of `low` and the first BLOCK-1-m of `high`.
+A selection combines these columns in one tile, in which every row is a rotation of the required one; one gather then
+rotates the rows (`_by_key`). The `high` of a tile is the `low` of the next tile of keys, so a program that iterates
+over keys computes only one of the two products per tile.
 
-The backward pass is three kernels, each of which computes the weights again from the log-sum-exp of their row:
-gradients of queries along the keys, of keys and values along the queries, of positions along the diagonals, whose tiles
-share a band. Every sum is taken in an order that the shape decides, without atomics: the same bits in every run.
+The backward pass consists of three kernels. Each computes the weights again from the log-sum-exp of their row:
+gradients of queries along the keys, of keys and values along the queries, and of positions along the diagonals, whose
+tiles share a band. The order of every sum depends only on the shape, without atomics: the same bits in every run.
 
-This module needs Triton; `txl.attention.triton_attention` calls it and imports it only there.
+This module needs Triton; only `txl.attention.triton_attention` uses it, and imports it at the first call.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head, WIDTH the power
 of two above it.
@@ -27,12 +27,12 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SIZES = ["n_lane", "n_query", "n_key", "window", "n_group"]
-"""Arguments for whose values no code of its own is made: memory grows, and segments end short."""
+"""Arguments that Triton must not specialise code for: memory grows, and the last segments are shorter."""
 
 
 @triton.jit
 def _rows(start, row_stride, first, n_row, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows first, ..., first + BLOCK - 1 of a matrix [n_row,width], zeros outside: [BLOCK,WIDTH]."""
+    """Load rows first, ..., first + BLOCK - 1 of a matrix [n_row,width], with zeros outside: [BLOCK,WIDTH]."""
     row = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, WIDTH)
     inside = ((row >= 0) & (row < n_row))[:, None] & (feature < width)[None, :]
@@ -41,7 +41,7 @@ def _rows(start, row_stride, first, n_row, width, BLOCK: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _store_rows(start, row_stride, first, n_row, width, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The opposite of `_rows`, in the dtype of what `start` points to."""
+    """Store rows as `_rows` loads them, converted to the dtype that `start` points to."""
     row = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, WIDTH)
     inside = (row < n_row)[:, None] & (feature < width)[None, :]
@@ -50,13 +50,13 @@ def _store_rows(start, row_stride, first, n_row, width, rows, BLOCK: tl.constexp
 
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr):
-    """The product left right^T in float32."""
+    """Return the product left right^T in float32."""
     return tl.dot(left, tl.trans(right), input_precision=PRECISION)
 
 
 @triton.jit
 def _by_key(low, high, first_key, BLOCK: tl.constexpr):
-    """Position terms by distance, [BLOCK,BLOCK] for each half of the band -> by key, [BLOCK,BLOCK]."""
+    """Convert position terms by distance, [BLOCK,BLOCK] for each half of the band, to terms by key, [BLOCK,BLOCK]."""
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     first = BLOCK - 1 - row
@@ -65,7 +65,7 @@ def _by_key(low, high, first_key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _by_distance(grad, first_key, BLOCK: tl.constexpr):
-    """The opposite of `_by_key`, for gradients: a tile by key -> its parts by distance, of `low` and of `high`."""
+    """Invert `_by_key` for gradients: convert a tile by key to its parts by distance, for `low` and for `high`."""
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     turned = tl.gather(grad, (row + 1 + column + first_key) % BLOCK, 1)
@@ -85,10 +85,10 @@ def _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.cons
 
 @triton.jit
 def _kept(seed, lane, head, first_query, first_key, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Which weights of a tile dropout keeps: those whose word of Philox4x32-7 is not below the threshold.
+    """Return which weights of a tile dropout keeps: those with a word of Philox4x32-7 not below the threshold.
 
-    The counter is (key // 64 * 16 + key % 16, query, head, lane), and key // 16 % 4 chooses one of its four words: the
-    same draws as those of the compiled library for CPUs.
+    The counter is (key // 64 * 16 + key % 16, query, head, lane), and key // 16 % 4 selects one of its four words. The
+    compiled library for CPUs draws the same words.
     """
     tl.static_assert(BLOCK == 64 or BLOCK == 32)
     zero = tl.zeros([BLOCK, 16], tl.int32)
@@ -97,7 +97,7 @@ def _kept(seed, lane, head, first_query, first_key, THRESHOLD: tl.constexpr, BLO
     w0, w1, w2, w3 = tl.philox(seed, group, query, zero + head, (zero + lane).to(tl.int32), 7)
     limit = tl.full([BLOCK, 16], THRESHOLD, tl.uint32)
     k0, k1, k2, k3 = w0 >= limit, w1 >= limit, w2 >= limit, w3 >= limit
-    if BLOCK == 64:  # four times 16 keys, side by side
+    if BLOCK == 64:  # four groups of 16 keys, side by side
         words = tl.join(tl.join(k0, k2), tl.join(k1, k3))  # [BLOCK,16,2,2]: word 2s + t at (s, t)
         kept = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (BLOCK, BLOCK))
     else:
@@ -109,7 +109,7 @@ def _kept(seed, lane, head, first_query, first_key, THRESHOLD: tl.constexpr, BLO
 
 @triton.jit
 def _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK: tl.constexpr):
-    """The lane's oldest key; and of the tiles of keys that a block of queries sees, the first and the end."""
+    """Return the lane's oldest key, and the first key and the end of the tiles that a block of queries sees."""
     oldest = 0 if oldest_of is None else tl.load(oldest_of + lane)
     memory = n_key - n_query
     start = tl.maximum(tl.maximum(memory + first_query - window + 1, oldest), 0) // BLOCK * BLOCK
@@ -118,7 +118,7 @@ def _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK: tl.
 
 @triton.jit
 def _gradients_of_scores(scores, grad_weights, kept, lse, delta, seen, scale, factor, DROPS: tl.constexpr):
-    """The weights that values were multiplied by, and the gradient of the scores before their scale."""
+    """Return the weights applied to the values, and the gradient of the scores before their scale."""
     weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
     if DROPS:
         applied = tl.where(kept, weights * factor, 0.0)
@@ -136,36 +136,36 @@ def forward_kernel(
     n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [B,T,H,D] and the log-sum-exp of each query's scores to base 2, float32 [B,H,T]: one block of queries.
+    """Compute outputs [B,T,H,D] and each query's log-sum-exp to base 2, float32 [B,H,T], for one block of queries.
 
     Args:
         query_u, query_v: pointers to q + u and q + v, [B,T,H,D], dense.
-        key, value: [B,S,H,D], of any strides but 1 in the last dimension.
-        position: [S,H,D], farthest distance first, of any strides but 1 in the last dimension.
-        oldest_of: int32 [B], the first key of each lane that holds something; None: 0.
-        seed_at: int64 [1], the key of the generator; None: no dropout.
-        d_head: D, of outputs and gradients.
-        d_operand: width of the rest, behind D nothing but zeros; a multiple of 16, so that loads are of many bytes.
-        window: keys that a query sees.
+        key, value: pointers to [B,S,H,D], with stride 1 in the last dimension and any other strides.
+        position: pointer to [S,H,D], farthest distance first, with strides as for `key`.
+        oldest_of: pointer to int32 [B], the first filled key of each lane; None: 0.
+        seed_at: pointer to int64 [1], the key of the generator; None: no dropout.
+        d_head: D, width of outputs and gradients.
+        d_operand: width of all operands, zeros after D; a multiple of 16, so that each load has many bytes.
+        window: number of keys that a query sees.
         scale: 1 / sqrt(D).
         factor: 1 / (1 - p).
         THRESHOLD: p 2^32.
-        PRECISION: of float32 products, "ieee" or "tf32".
+        PRECISION: precision of float32 products, "ieee" or "tf32".
     """
     block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    wide = head.to(tl.int64)  # a head's keys may begin behind the 2^31st number
+    wide = head.to(tl.int64)  # int64, as the offset of a head's keys may exceed 2^31
     first_query = block * BLOCK
     key += lane * key_lane + wide * key_head
     value += lane * value_lane + wide * value_head
     position += wide * position_head
-    first = lane * n_query * n_head + head  # vector of this lane and head
+    first = lane * n_query * n_head + head  # index of the first vector of this lane and head
     of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     dense = first * d_head
     oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
     seed = 0 if seed_at is None else tl.load(seed_at)
 
-    band = n_query - BLOCK - first_query  # the band's first row, before a tile's first key
+    band = n_query - BLOCK - first_query  # first row of the band for a tile with first key 0
     rows = _rows(position, position_row, band + start, n_key, d_operand, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
     greatest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -180,7 +180,7 @@ def forward_kernel(
         seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
         scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
         new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-        finite = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)  # of rows that have seen nothing yet
+        finite = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)  # for rows without a visible key so far
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(greatest - finite)
         total = total * shrink + tl.sum(weights, 1)
@@ -192,7 +192,7 @@ def forward_kernel(
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     if seed_at is not None:
         sums *= factor
-    total = tl.where(total == 0.0, 1.0, total)  # of rows behind the last query
+    total = tl.where(total == 0.0, 1.0, total)  # for rows after the last query
     row = first_query + tl.arange(0, BLOCK)
     place = (lane * n_head + head) * n_query + row
     tl.store(lse + place, greatest + tl.log2(total), mask=row < n_query)
@@ -207,20 +207,20 @@ def query_gradient_kernel(
     n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q + u and of q + v, float32 [B,T,H,D], and the sums dO . O, float32 [B,H,T]: one block of queries.
+    """Compute gradients of q + u and q + v, float32 [B,T,H,D], and dO . O, float32 [B,H,T], for one block of queries.
 
     Args:
-        out: [B,T,H,D], dense, the forward pass's.
-        above: the gradient of `out`, [B,T,H,D].
+        out: pointer to the outputs of the forward pass, [B,T,H,D], dense.
+        above: pointer to the gradient of `out`, [B,T,H,D].
         others: as in `forward_kernel`.
     """
     block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    wide = head.to(tl.int64)  # a head's keys may begin behind the 2^31st number
+    wide = head.to(tl.int64)  # int64, as the offset of a head's keys may exceed 2^31
     first_query = block * BLOCK
     key += lane * key_lane + wide * key_head
     value += lane * value_lane + wide * value_head
     position += wide * position_head
-    first = lane * n_query * n_head + head  # vector of this lane and head
+    first = lane * n_query * n_head + head  # index of the first vector of this lane and head
     of_u = _rows(query_u + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     of_v = _rows(query_v + first * d_operand, n_head * d_operand, first_query, n_query, d_operand, BLOCK, WIDTH)
     dense = first * d_head
@@ -239,7 +239,7 @@ def query_gradient_kernel(
     band = n_query - BLOCK - first_query
     rows = _rows(position, position_row, band + start, n_key, d_operand, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
-    of_low = tl.zeros([BLOCK, BLOCK], of_u.dtype)  # the gradient of `low` that the tile before has left
+    of_low = tl.zeros([BLOCK, BLOCK], of_u.dtype)  # gradient of `low` that the previous tile computed for its `high`
     by_content = tl.zeros([BLOCK, WIDTH], tl.float32)
     by_position = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_key in range(start, end, BLOCK):
@@ -277,10 +277,10 @@ def _tile(
     n_head, n_query, n_key, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute for one tile: q + u, q + v, the gradient from above, the weights that were applied, the scores' gradient.
+    """Return for one tile q + u, q + v, the gradient `above`, the applied weights, and the gradient of the scores.
 
     Args:
-        query_u, query_v, above: pointers to the lane's and head's part, [T,D].
+        query_u, query_v, above: pointers to the part [T,D] of one lane and head.
         keys, values, low_rows, high_rows: [BLOCK,WIDTH].
         others: as in `forward_kernel`.
     """
@@ -312,7 +312,7 @@ def key_gradient_kernel(
     n_head, n_query, n_key, d_head, d_operand, window, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, [B,S,H,D], dense: one block of keys. Arguments as in the kernels above."""
+    """Compute gradients of keys and values, [B,S,H,D], dense, for one block of keys; arguments as in other kernels."""
     head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wide = head.to(tl.int64)
     first_key = tl.program_id(0) * BLOCK
@@ -326,7 +326,7 @@ def key_gradient_kernel(
     memory = n_key - n_query
     start = tl.maximum(first_key - memory, 0) // BLOCK * BLOCK
     end = tl.minimum(n_query, first_key + BLOCK - 1 - memory + window)
-    end = tl.where(first_key + BLOCK <= oldest, start, end)  # nobody sees them
+    end = tl.where(first_key + BLOCK <= oldest, start, end)  # no query sees this block
     of_keys = tl.zeros([BLOCK, WIDTH], tl.float32)
     of_values = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_query in range(start, end, BLOCK):
@@ -353,23 +353,23 @@ def position_gradient_kernel(
     n_head, n_lane, n_query, n_key, d_head, d_operand, window, n_group, scale, factor,
     THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient of positions over a group of lanes, along one diagonal of tiles.
+    """Sum the gradient of positions over a group of lanes, along one diagonal of tiles.
 
-    A diagonal's tiles share the two blocks of their band. `grad_position` is float32 [G,2,N+1,BLOCK,H,D], dense, for N
-    diagonals, of which the first lies at the lower left: diagonal n adds to block n (its `low`, in the first half) and
-    to block n + 1 (its `high`, in the second half). Block 0 begins at row T - BLOCK ceil(T / BLOCK).
+    All tiles of a diagonal share the two blocks of their band. `grad_position` is float32 [G,2,N+1,BLOCK,H,D], dense,
+    for N diagonals, the first at the lower left. Diagonal n writes block n in the first half (from `low`) and block
+    n + 1 in the second half (from `high`). Block 0 begins at row T - BLOCK ceil(T / BLOCK).
     """
     diagonal, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     wide = head.to(tl.int64)
     n_block = tl.cdiv(n_query, BLOCK)
-    offset = diagonal - (n_block - 1)  # of a tile's block of keys from its block of queries
+    offset = diagonal - (n_block - 1)  # index of a tile's block of keys minus that of its block of queries
     position += wide * position_head
     band = n_query - BLOCK + offset * BLOCK
     low_rows = _rows(position, position_row, band, n_key, d_operand, BLOCK, WIDTH)
     high_rows = _rows(position, position_row, band + BLOCK, n_key, d_operand, BLOCK, WIDTH)
     of_low = tl.zeros([BLOCK, WIDTH], tl.float32)
     of_high = tl.zeros([BLOCK, WIDTH], tl.float32)
-    # The shortest distance in the diagonal's tiles is BLOCK - 1 below that of their corners.
+    # The shortest distance in a tile is BLOCK - 1 less than the distance between its first query and first key.
     in_window = n_key - n_query - offset * BLOCK - (BLOCK - 1) < window
     end = tl.where(in_window, tl.minimum(n_block, tl.cdiv(n_key, BLOCK) - offset), 0)
     for lane in range(group, n_lane, n_group):
@@ -390,7 +390,7 @@ def position_gradient_kernel(
             lower, higher = _by_distance(grad_scores, first_key, BLOCK)
             of_low = tl.dot(tl.trans(lower), of_v, of_low, input_precision=PRECISION)
             of_high = tl.dot(tl.trans(higher), of_v, of_high, input_precision=PRECISION)
-    n_rows = (tl.num_programs(0) + 1) * BLOCK  # of one half
+    n_rows = (tl.num_programs(0) + 1) * BLOCK  # rows of one half
     row_stride = n_head * d_head
     half = grad_position + (2 * group * n_rows) * row_stride + head * d_head
     _store_rows(half, row_stride, diagonal * BLOCK, n_rows, d_head, of_low, BLOCK, WIDTH)

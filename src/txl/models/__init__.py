@@ -1,4 +1,4 @@
-"""Language models, all behind `txl.models.language_model.LanguageModel`."""
+"""Language models, all with the interface `txl.models.language_model.LanguageModel`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from txl.models.vanilla import VanillaTransformer
 FAMILIES: dict[type[ModelConfig], type[FamilyModel]] = {
     model.config_class: model for model in (TransformerXL, VanillaTransformer, RecurrentModel)
 }
-"""The model of every family, by its configuration."""
+"""Model class of every family, by configuration class."""
 
 
 def build_model(config: ModelConfig, vocabulary: Sized | int, device: str | None = None) -> FamilyModel:
     """Build a model with fresh weights, drawn from torch's default generator.
 
     Args:
-        config: its shape, whose class is its family.
-        vocabulary: a vocabulary, or the number of tokens in one.
-        device: device that it will train on (the caller moves it there), which the choice of attention depends on;
-            None: not known yet.
+        config: model configuration; its class determines the family.
+        vocabulary: vocabulary, or its number of tokens.
+        device: device that the model will train on, on which the choice of attention depends; None: not known yet. The
+            caller moves the model there.
     """
     vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
     return FAMILIES[type(config)](config, vocab_size, device)

@@ -1,9 +1,9 @@
 """Token embedding and output softmax, adaptive (Grave et al. 2016; Baevski and Auli 2018) or plain.
 
-The vocabulary, most frequent tokens first, is cut into clusters: the shortlist (cluster 0) and the tails. Without
-cutoffs there is one cluster, and both modules are the plain ones. With `div_val` f, cluster i is embedded in
-d_embed / f^i features and projected to d_model. The output reuses the embedding's tables (tied weights) or has its own;
-its projections are the embedding's own, or separate ones, cluster by cluster.
+The vocabulary, most frequent tokens first, is cut into clusters: the shortlist (cluster 0) and the tail clusters.
+Without cutoffs there is one cluster, and both modules are the plain ones. With `div_val` f, cluster i is embedded in
+d_embed / f^i features and projected to d_model. The softmax shares the tables of the embedding (tied weights) or has
+its own. For each cluster it uses the embedding's projection or a separate one.
 
 Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluster i, C number of tail clusters.
 """
@@ -28,7 +28,7 @@ from txl.models.layers import linear, logits, make_dropout
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the first token and the end of every cluster."""
+    """Return for every cluster its first token and the end, which is one past its last token."""
     edges = [0, *cutoffs, vocab_size]
     if any(first >= end for first, end in pairwise(edges)):
         raise UserError(
@@ -44,20 +44,20 @@ def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
 
 
 def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """Return the table [V_i, d_i] of every cluster, from one table a cluster or one for all.
+    """Return the table [V_i, d_i] of every cluster, from one table per cluster or one table for all clusters.
 
-    One split of a common table, not a slice a cluster: each slice's gradient would be as large as the table.
+    A common table is split once, and not sliced per cluster: the gradient of each slice would be as large as the table.
     """
     parts = list(tables)
     return parts if len(parts) > 1 else list(parts[0].split([end - first for first, end in bounds]))
 
 
 def _places(mask: Bool[Tensor, " N"], room: int) -> Int64[Tensor, " room"]:
-    """Return where a mask is true, in order, and then places where it is not, without waiting for the device.
+    """Return the indices where a mask is true, in order, then indices where it is false; never wait for the device.
 
     Args:
-        mask: true in `room` places or less.
-        room: at most N.
+        mask: mask with at most `room` true entries.
+        room: number of indices to return, at most N.
     """
     order = torch.where(mask, mask.cumsum(0) - 1, mask.sum() + (~mask).cumsum(0) - 1)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(mask), device=mask.device))
@@ -65,7 +65,7 @@ def _places(mask: Bool[Tensor, " N"], room: int) -> Int64[Tensor, " room"]:
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token ids to vectors of width d_model; Transformers' are scaled by sqrt(d_model) as in Vaswani et al. (2017)."""
+    """Embedding of tokens in d_model features; Transformers scale it by sqrt(d_model) as in Vaswani et al. (2017)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig):
         super().__init__()
@@ -73,7 +73,7 @@ class AdaptiveEmbedding(nn.Module):
         self.bounds = cluster_bounds(vocab_size, config.cutoffs)
         self.d_model = config.d_model
         self.scale = config.embedding_scale
-        # The authors split the table only if the clusters differ in width; one table is the same function.
+        # Like the authors, split the table only if the clusters differ in width; one table computes the same function.
         if config.div_val == 1:
             sizes, widths = [vocab_size], [d_embed]
         else:
@@ -85,31 +85,31 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def split(self) -> bool:
-        """True if every cluster has a table of its own."""
+        """True if there are several tables, one for every cluster."""
         return len(self.tables) > 1
 
     def cluster_tables(self) -> list[Float[Tensor, "_ _"]]:
-        """Return the embeddings [V_i, d_i] of every cluster."""
+        """Return the embedding table [V_i, d_i] of every cluster."""
         return cluster_parts(self.tables, self.bounds)
 
     def projection(self, cluster: int) -> Float[Tensor, "E _"] | None:
-        """Return the projection [E, d_i] of a cluster's embeddings to d_model, if there is one."""
+        """Return the projection [E, d_i] of a cluster's embeddings to d_model; None if there is none."""
         if len(self.projections) == 0:
             return None
         return self.projections[cluster if self.split else 0]
 
     def forward(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
-        """Embed tokens; on a GPU with shapes that do not depend on them, so that nobody waits for it."""
+        """Embed tokens; on a GPU with shapes that do not depend on the tokens, so that the host never waits."""
         if self.split and runs_ahead(tokens):
             return self.of_every_cluster(tokens)
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])
             if len(self.projections) > 0:
-                # Not in autocast's dtype: all layers add to it.
+                # In the table's dtype, not that of autocast, because all layers add to this tensor.
                 embedded = linear(embedded, self.projections[0]).to(self.tables[0].dtype)
         else:
             flat = tokens.reshape(-1)
-            # A token that no cluster holds shows as NaN, where zeros would give a plausible loss.
+            # A token outside of all clusters becomes NaN; zeros would give a plausible loss.
             embedded = self.tables[0].new_full((flat.numel(), self.d_model), math.nan)
             for cluster, (first, end) in enumerate(self.bounds):
                 places = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
@@ -132,14 +132,14 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities from hidden states, through the tables of an `AdaptiveEmbedding`.
+    """Log-probabilities from hidden states, computed with the tables of an `AdaptiveEmbedding`.
 
-    The head holds the shortlist and one logit a tail cluster; row i-1 of the cluster weights belongs to cluster i.
-    A tail token's probability is its cluster's times its own within the cluster.
+    The head has one logit for each shortlist token and one for each tail cluster; row i-1 of `cluster_weight` belongs
+    to cluster i. The probability of a tail token is that of its cluster times that of the token within the cluster.
     """
 
     compiled = False
-    """True if the compiled library computes losses in training too, as it does where attention is `compiled`."""
+    """True if the compiled library also computes losses in training, as for models whose attention is `compiled`."""
 
     def __init__(self, embedding: AdaptiveEmbedding, config: ModelConfig):
         super().__init__()
@@ -154,10 +154,10 @@ class AdaptiveSoftmax(nn.Module):
         if self.has_own_tables:
             self.own_tables = nn.ParameterList(torch.empty_like(table) for table in embedding.tables)
         self.dropout_tail = make_dropout(config.dropout_tail, locked=False)
-        # Baevski and Auli 2018, Section 3: tails share the embedding's projections, the shortlist's logits need none.
+        # Baevski and Auli 2018, Section 3: tail clusters share the embedding's projections, the head has no projection.
         self.plain_head = config.tie_projections == "tails"
-        # One entry for each cluster whose output projection is its own; the others use the embedding's. (With div_val 1
-        # the clusters share the embedding's one projection but may still have output projections of their own.)
+        # One entry for each cluster with a separate output projection; other clusters use the embedding's. (With
+        # div_val 1 the clusters share the embedding's only projection, but may have separate output projections.)
         self.own_projections = nn.ParameterDict()
         for cluster in range(len(self.bounds)):
             tied = config.tie_projections in ("all", "tails") or (
@@ -168,7 +168,7 @@ class AdaptiveSoftmax(nn.Module):
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
 
     def tail_rows(self, targets: Int64[Tensor, "*rows"]) -> tuple[int, ...]:
-        """Count the targets of each tail cluster, on a CPU."""
+        """Return the number of targets in each tail cluster; `targets` is on a CPU."""
         edges = torch.tensor([first for first, _ in self.bounds[1:]])
         cluster = torch.bucketize(targets.flatten(), edges, right=True)
         return tuple(cluster.bincount(minlength=len(self.bounds))[1:].tolist())
@@ -180,19 +180,20 @@ class AdaptiveSoftmax(nn.Module):
         embedding: AdaptiveEmbedding,
         tail_rows: Sequence[int] | None = None,
     ) -> Float[Tensor, " N"]:
-        """Return the negative log-likelihood of each target in nats, each in its own place.
+        """Return the negative log-likelihood of each target in nats, in the order of the targets.
 
         Args:
             hidden: h^N.
-            targets: tokens.
-            embedding: whose tables are shared.
-            tail_rows: see `Objective`; a room with less rows than targets would leave some without the tail's part.
+            targets: target tokens.
+            embedding: embedding that shares its tables and projections.
+            tail_rows: see `Objective`; with fewer rows than targets in a tail cluster, the loss of some targets would
+                lack the term of that cluster.
         """
         tables, losses = self._tables(embedding), partial(linear_cross_entropy, compiled=self.compiled)
         if len(self.bounds) == 1:
             return losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
-        # In the head a tail token is represented by its cluster's logit.
+        # In the head the logit of a cluster stands for all of its tokens.
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
@@ -219,7 +220,7 @@ class AdaptiveSoftmax(nn.Module):
         head = self._logits(hidden, embedding, tables, 0)
         shortlist = self.bounds[0][1]
         if len(self.bounds) > 1:
-            # Beside the shortlist's logits, not below its table: that would copy the table.
+            # Concatenate the logits: concatenating the weights would copy the shortlist's table.
             inner = self._projected(hidden, embedding, 0)
             clusters = logits(inner, self.cluster_weight, self.cluster_bias)
             head = torch.cat([head, clusters], dim=-1)
@@ -236,7 +237,7 @@ class AdaptiveSoftmax(nn.Module):
         return logits(self._projected(hidden, embedding, cluster), tables[cluster], self.bias[first:end])
 
     def _tables(self, embedding: AdaptiveEmbedding) -> list[Tensor]:
-        """Return the output's table [V_i, d_i] of every cluster."""
+        """Return the output table [V_i, d_i] of every cluster."""
         return cluster_parts(self.own_tables, self.bounds) if self.has_own_tables else embedding.cluster_tables()
 
     def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
@@ -249,7 +250,7 @@ class AdaptiveSoftmax(nn.Module):
         return projected if cluster == 0 else self.dropout_tail(projected)
 
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
-        """Return weight [V_i,d_i] and bias of a cluster's logits; in the head those of the C tail clusters follow."""
+        """Return weight [V_i,d_i] and bias [V_i] of a cluster's logits; the head has C further rows for the tails."""
         first, end = self.bounds[cluster]
         weight, bias = tables[cluster], self.bias[first:end]
         if cluster == 0 and len(self.bounds) > 1:

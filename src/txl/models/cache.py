@@ -1,15 +1,15 @@
-"""The continuous cache (Grave et al. 2016) around any model: tokens that were read lately become likelier.
+"""The continuous cache (Grave et al. 2016) around any model: it makes recently read tokens more likely.
 
 The cache holds pairs (h_i, x_{i+1}) of a hidden state and the token that followed it. At position t, which predicts
-x_{t+1}, it gives (Equation 3 of the paper)
+x_{t+1}, the distribution of the cache is (Equation 3 of the paper)
 
     p_cache(w) proportional to the sum over the pairs with x_{i+1} = w of exp(theta h_t . h_i),
 
-over the last `size` pairs with i < t, and the model's distribution becomes (1 - lambda) p_model + lambda p_cache
-(Equation 4). Where there is no pair yet it is p_model. A softmax temperature changes p_model before it is mixed.
-Nothing is trained: `txl.tune_cache` tunes theta and lambda.
+over the last `size` pairs with i < t. The model's distribution becomes (1 - lambda) p_model + lambda p_cache
+(Equation 4). It is p_model if there is no pair. A softmax temperature changes p_model before the mixture. The cache
+has no weights to train; `txl.tune_cache` tunes theta and lambda.
 
-Shapes: B lanes, T tokens of a segment, E width of the hidden states, S pairs within reach, V vocabulary, Q thetas.
+Shapes: B lanes, T tokens of a segment, E width of the hidden states, S pairs seen by a block, V vocabulary, Q thetas.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import EVERY_TARGET, CacheSettings, LanguageModel, Objective, State
 
 MAX_SCORES = 1 << 24
-"""Products h_t . h_i that may exist at a time."""
+"""Largest number of products h_t . h_i that exist at a time."""
 MAX_SIZE = 1 << 32
+"""Largest size of a cache in pairs, larger than any text used here."""
 _MOST_THETA = 1e30
-"""Products of hidden states times more than this leave float32."""
-"""Pairs that a cache may be given: more than any text has here."""
+"""Largest theta: products of hidden states times a larger theta overflow float32."""
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """The model's own state, and the newest n hidden states with the tokens that followed all but the last."""
+    """The state of the model inside, the newest n hidden states, and the tokens that followed all but the last."""
 
     inner: State
-    """The model's own."""
+    """State of the model inside."""
     hidden: Float[Tensor, "B n E"]
-    """Oldest first; the last one is followed by the next token to be read."""
+    """Hidden states, oldest first; the next token to be read follows the last one."""
     following: Int64[Tensor, "B pairs"]
-    """n - 1 tokens (none where n is 0)."""
+    """Tokens that followed the hidden states: n - 1, or none if n is 0."""
     valid: Bool[Tensor, "B n"]
-    """False for what a lane read before it was reset."""
+    """False for hidden states from before a reset of the lane."""
 
     @property
     def batch_size(self) -> int:
@@ -56,46 +56,46 @@ class CacheState:
 
     @property
     def lengths(self) -> Lengths:
-        """The lengths of the model's own state."""
+        """Lengths of the state of the model inside."""
         return self.inner.lengths
 
     @property
     def length(self) -> int | None:
-        """Positions of memory of the model's own state."""
+        """Number of positions in the memory of the model inside."""
         return self.inner.length
 
     def detach(self) -> CacheState:
-        """Return the state cut off from the graph that computed it."""
+        """Return the state, detached from the graph that computed it."""
         return replace(self, inner=self.inner.detach(), hidden=self.hidden.detach())
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> CacheState:
-        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
+        """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
         chosen = lanes.to(self.hidden.device)
         inner = self.inner.select(lanes)
         return CacheState(inner, self.hidden[chosen], self.following[chosen], self.valid[chosen])
 
     def reset(self, mask: Bool[Tensor, " B"]) -> CacheState:
-        """Return the state with nothing in the lanes where `mask` is true."""
+        """Return the state, emptied in the lanes where `mask` is true."""
         kept = ~mask.to(self.valid.device)
         return replace(self, inner=self.inner.reset(mask), valid=self.valid & kept[:, None])
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return everything as named tensors."""
+        """Return the state as named tensors, lanes first."""
         inner = {f"{_INNER}{name}": each for name, each in self.inner.to_tensors().items()}
         return inner | {"hidden": self.hidden, "following": self.following, "valid": self.valid}
 
     def filled_with_noise(self) -> CacheState:
-        """Return the state with the model's own filled; the pairs stay."""
+        """Return the state with noise in the state of the model inside; the pairs do not change."""
         return replace(self, inner=self.inner.filled_with_noise())
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some positions of a segment and the pairs that any of them sees."""
+    """A block of positions of a segment, and all pairs that at least one of the positions sees."""
 
     positions: slice
     scores: Float[Tensor, "B t S"]
-    """h_t . h_i."""
+    """Products h_t . h_i."""
     seen: Bool[Tensor, "B t S"]
     following: Int64[Tensor, "B S"]
 
@@ -104,12 +104,12 @@ _INNER = "inner."
 
 
 class ContinuousCache(LanguageModel[CacheState]):
-    """A model with a cache of what it has read. Its state is the model's and the last `size` pairs.
+    """A model with a continuous cache. Its state is that of the model inside, and the last `size` pairs.
 
     Args:
-        model: any model of this project; it is not changed.
-        size: pairs that a position sees.
-        theta: how much more similar contexts count, 0 or more; 0 counts all pairs alike.
+        model: any model of this project; it does not change.
+        size: number of pairs that a position sees.
+        theta: weight of the similarity of contexts, 0 or more; with 0 all pairs count equally.
         weight: lambda, the cache's share of the probability, from 0 up to but not including 1.
     """
 
@@ -121,25 +121,25 @@ class ContinuousCache(LanguageModel[CacheState]):
 
     @property
     def own_model(self) -> LanguageModel:
-        """The model inside."""
+        """The model inside the cache."""
         return self.model
 
     @property
     def cache_settings(self) -> CacheSettings:
-        """Size, theta and lambda."""
+        """Size, theta and lambda of the cache."""
         return {"cache_size": self.size, "cache_theta": self.theta, "cache_lambda": self.weight}
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
     ) -> CacheState:
-        """Return the model's empty memory, and an empty cache; see `LanguageModel.init_state`."""
+        """Return a state with empty memory and an empty cache; see `LanguageModel.init_state`."""
         inner = self.model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
         like = next(self.model.parameters()).detach()
         nothing = torch.zeros(batch_size, 0, device=like.device)
         return CacheState(inner, like.new_zeros(batch_size, 0, 0), nothing.long(), nothing.bool())
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> CacheState:
-        """Return the state that `CacheState.to_tensors` described."""
+        """Return the state from the tensors of `CacheState.to_tensors`."""
         inner = {name.removeprefix(_INNER): each for name, each in tensors.items() if name.startswith(_INNER)}
         pairs = (tensors[name] for name in ("hidden", "following", "valid"))
         return CacheState(self.model.state_from_tensors(inner), *pairs)
@@ -154,14 +154,14 @@ class ContinuousCache(LanguageModel[CacheState]):
     def nll_at(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
     ) -> tuple[Float[Tensor, "B T"], CacheState]:
-        """Return `nll` with a temperature of the model's softmax, to which the cache is mixed in afterwards."""
+        """Return `nll` with a temperature that applies to the model's softmax before the mixture with the cache."""
         mixed, _, state = self.nll_and_own(tokens, targets, state, temperature)
         return mixed, state
 
     def nll_and_own(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], CacheState]:
-        """Return the loss of each target with the cache, without gradient, and the model's own with gradient."""
+        """Return the losses with the cache, without gradient, the model's losses with gradient, and the next state."""
         plain, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
         nll = plain.detach()
         mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
@@ -175,11 +175,11 @@ class ContinuousCache(LanguageModel[CacheState]):
         thetas: Sequence[float],
         temperature: float = 1.0,
     ) -> tuple[Float[Tensor, "B T"], Float64[Tensor, "Q B T"], Bool[Tensor, "B T"], CacheState]:
-        """Return the two losses that are mixed, for several thetas at once.
+        """Return the parts of the mixture, for several thetas at once.
 
         Returns:
-            the model's loss of each target in nats, which alone may have a gradient; the target's probability in the
-            cache, for each theta; true where there was any pair (elsewhere that probability is 0); the next state.
+            The model's loss of each target in nats, the only part with gradients; the probability of each target in the
+            cache, for each theta; true at positions that see a pair (elsewhere the probability is 0); the next state.
         """
         hidden, blocks, after = self._read(tokens, state)
         if temperature == 1:
@@ -212,11 +212,11 @@ class ContinuousCache(LanguageModel[CacheState]):
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
     ) -> NoReturn:
-        """Refuse: there is nothing to train."""
+        """Raise `UserError`: a continuous cache has nothing to train."""
         raise UserError("a continuous cache has nothing to train; train the model inside it")
 
     def _read(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, Iterator[_Block], CacheState]:
-        """Return the model's hidden states [B,T,E], the segment block by block, and the next state."""
+        """Return the model's hidden states [B,T,E], an iterator over blocks of the segment, and the next state."""
         if not isinstance(state, CacheState):
             raise UserError("the state belongs to another model; expected one that this cache's init_state made")
         hidden, inner = self.model.hidden_states(tokens, state.inner)
@@ -229,9 +229,9 @@ class ContinuousCache(LanguageModel[CacheState]):
         return hidden, self._blocks(keys, following, valid, n_before), after
 
     def _blocks(self, keys: Tensor, following: Tensor, valid: Tensor, n_before: int) -> Iterator[_Block]:
-        """Yield the positions after the first `n_before`, as many at a time as `MAX_SCORES` allows."""
+        """Yield the positions after the first `n_before` in blocks as large as `MAX_SCORES` allows."""
         n_token = keys.shape[1] - n_before
-        # A block of t positions sees at most size + t pairs, and no more than there are.
+        # A block of t positions sees at most size + t pairs, and at most all pairs that exist.
         most = min(self.size + n_token, keys.shape[1])
         step = max(1, MAX_SCORES // (keys.shape[0] * most))
         for start in range(0, n_token, step):
@@ -239,7 +239,7 @@ class ContinuousCache(LanguageModel[CacheState]):
             # Position t, whose hidden state has the number n + t, sees the pairs n + t - size to n + t - 1.
             first, last = max(0, n_before + start - self.size), n_before + end - 1
             if first == last:
-                continue  # the first token of all: nothing was read before it
+                continue  # the very first token sees no pair
             place = torch.arange(first, last, device=keys.device)
             newest = torch.arange(n_before + start, n_before + end, device=keys.device)[:, None]
             within = (place < newest) & (place >= newest - self.size)
@@ -249,11 +249,11 @@ class ContinuousCache(LanguageModel[CacheState]):
 
 
 def _shares(block: _Block, theta: float) -> Tensor:
-    """Return each pair's share of the cache's probability: [B,t,S], rows of zeros where nothing is seen."""
+    """Return each pair's share of the cache's probability, [B,t,S]; zeros for a position that sees no pair."""
     largest = block.scores.masked_fill(~block.seen, -math.inf).amax(dim=-1, keepdim=True)
-    # A pair that is not seen may have a larger product: it must not overflow before its share becomes 0.
+    # Clamp, since a pair that is not seen may have a larger product, which would overflow before its share becomes 0.
     shares = ((block.scores - largest).clamp(max=0) * theta).exp() * block.seen
-    return shares / shares.sum(dim=-1, keepdim=True).clamp(min=1)  # the largest one seen counts 1
+    return shares / shares.sum(dim=-1, keepdim=True).clamp(min=1)  # the largest term of a sum is 1
 
 
 def _log(weight: float) -> float:
@@ -261,7 +261,7 @@ def _log(weight: float) -> float:
 
 
 def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) -> None:
-    """Refuse settings of a cache that are out of their ranges."""
+    """Raise `UserError` if a setting of a cache is out of its range."""
     if not 1 <= size <= MAX_SIZE:
         raise UserError(f"the cache's size is {size}; expected 1 pair or more, at most {MAX_SIZE}")
     for theta in thetas:

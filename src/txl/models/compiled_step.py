@@ -1,6 +1,6 @@
 """One-token steps through all layers in the compiled library.
 
-Everything here gives None where the library cannot be used: PyTorch then computes the same.
+Functions here return None where the library cannot be used; PyTorch then computes the same result.
 
 Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer.
 """
@@ -40,13 +40,13 @@ WEIGHTS = {
     "feed_forward.norm.weight": "E",
     "feed_forward.norm.bias": "E",
 }
-"""A layer's weights in the order of `Layer` in decode.cpp, with their shapes: A is H*D, E d_model, F d_inner."""
+"""Names of a layer's weights in the order of `Layer` in decode.cpp, with shapes: A is H*D, E d_model, F d_inner."""
 _GAINS = {"attention.q_norm.weight": "D", "attention.k_norm.weight": "D"}
-"""As `WEIGHTS`, for `Gains` in decode.cpp, with `qk_norm`. The projected R that a step is given is normalised."""
+"""Names of the weights in `Gains` of decode.cpp, with `qk_norm`. A step gets the projected R already normalised."""
 
 
 class _TransformerXL(Protocol):
-    """The parts of a `TransformerXL` that are read here; its module imports this one."""
+    """The parts of `TransformerXL` used here; the class itself cannot be imported, as its module imports this one."""
 
     config: TransformerXLConfig
     backend: Backend
@@ -64,10 +64,10 @@ class _Model(ctypes.Structure):
 
 
 class Places(ctypes.Structure):
-    """`Places` in decode.cpp: where the tokens of a step stand. `places_of` makes them."""
+    """`Places` in decode.cpp: locations of a step's tokens in the buffers, made by `places_of`."""
 
     indices: tuple[Tensor, ...]
-    """The tensors behind `lanes`, `at` and `seen`, alive as long as their addresses."""
+    """The tensors `lanes`, `at` and `seen`, kept alive as long as their addresses are in use."""
     _fields_ = [
         *((name, Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
         *((name, Pointer) for name in ("lanes", "at", "seen")),
@@ -97,7 +97,7 @@ class LayerWeights:
         )
 
     def step(self, hidden: Float[Tensor, "B E"], caches: _Pointers, places: Places) -> None:
-        """Turn h^0 into h^N in place, in the precision of the sums, and write the token's keys and values."""
+        """Turn h^0 into h^N in place and write the tokens' keys and values; `hidden` has the dtype of the sums."""
         self._run(
             ctypes.byref(self._model),
             caches,
@@ -109,14 +109,14 @@ class LayerWeights:
 
 
 def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights | None:
-    """Return the layers of a Transformer-XL for the library; None if it cannot compute them.
+    """Return the layers of a Transformer-XL for the library; None if the library cannot compute them.
 
-    It cannot with learned distances, on another device, with weights of several dtypes or other shapes, and where the
-    attention function was replaced.
+    The library does not support learned distances, devices other than the CPU, weights of several dtypes or unexpected
+    shapes, or a replaced attention function.
 
     Args:
-        model: one without hooks, of this package's own modules.
-        structure: its structure, which says so.
+        model: model without hooks, made of this package's own modules.
+        structure: record of the model, whose `outsider` is None.
     """
     config = model.config
     if config.encoding != "relative" or config.d_head > _MOST_D:
@@ -158,12 +158,12 @@ def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
 def caches_of(
     keys: Sequence[Tensor], values: Sequence[Tensor], hidden: Sequence[Tensor] | None, positions: Sequence[Tensor]
 ) -> _Pointers:
-    """Return the addresses of each layer's buffers.
+    """Return the addresses of the buffers of all layers.
 
     Args:
-        keys, values: [H,B,R,D], one a layer.
-        hidden: what enters each layer, [B,R,E]; None: it is not kept.
-        positions: W_kR R, [H,L,D], one a layer.
+        keys, values: buffers [H,B,R,D], one per layer.
+        hidden: buffers [B,R,E] for the input of each layer; None: inputs are not kept.
+        positions: W_kR R, [H,L,D], one per layer.
     """
     entries = [None] * len(keys) if hidden is None else hidden
     return _addresses([each for layer in zip(keys, values, entries, positions, strict=True) for each in layer])
@@ -178,14 +178,14 @@ def places_of(
     at: Int64[Tensor, " B"],
     seen: Int64[Tensor, " B"],
 ) -> Places:
-    """Describe where the next tokens stand.
+    """Describe the locations of the next tokens in the buffers.
 
     Args:
-        key, hidden, position: buffers of one layer; those of the other layers are laid out alike.
-        clamp_len: distances above this one count as it; None: no clamp.
-        lanes: lanes of the buffers that take part.
-        at: the place of this token's key in a buffer, where the one before the first place is the last one.
-        seen: keys that it sees, itself among them.
+        key, hidden, position: buffers of one layer; the buffers of all layers have the same layout.
+        clamp_len: clamp C, as which larger distances count; None: no clamp.
+        lanes: lanes of the buffers that the tokens belong to.
+        at: index of each token's key in the buffer, which is a ring: the index before the first is the last.
+        seen: number of keys that each token attends to, its own included.
     """
     places = Places(
         key.stride(0),
@@ -205,7 +205,7 @@ def places_of(
 def read_token(
     model: _TransformerXL, hidden: Float[Tensor, "B T E"], state: Memory, held: Projections
 ) -> tuple[Float[Tensor, "B T E"], Memory] | None:
-    """Return h^N and the next memory from h^0, for one token a lane; None where PyTorch has to compute them."""
+    """Return h^N and the next memory from h^0, for one token in each lane; None where PyTorch must compute them."""
     if (
         hidden.shape[:2].numel() > MOST_ROWS
         or hidden.shape[1] != 1

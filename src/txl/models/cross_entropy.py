@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer over many classes, without the matrix of all logits.
+"""Cross-entropy of a linear layer over many classes, without a matrix of all logits.
 
 Shapes: N rows, E features, V classes; B lanes, T tokens of a segment.
 """
@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 from txl.native.cross_entropy import compiled_cross_entropy, losses_and_sums, serves, write_gradient
 
 MAX_LOGITS = 1 << 25
-"""Logits that may exist at a time: 128 MiB in float32."""
+"""Largest number of logits that exist at a time: 128 MiB in float32."""
 _NEVER = -(2**62)
-"""No class is ignored (PyTorch's default silently gives target -100 a loss of 0)."""
+"""`ignore_index` that is no class (PyTorch's default silently gives target -100 a loss of 0)."""
 
 
 def nll_at_temperature(
     log_probs: Float[Tensor, "B T V"], targets: Int64[Tensor, "B T"], temperature: float
 ) -> Float[Tensor, "B T"]:
-    """Return -log p of each target once every p has become p^(1/temperature), normalised."""
+    """Return -log p of each target after every p is replaced by p^(1/temperature), normalised."""
     flattened = (log_probs / temperature).log_softmax(dim=-1)
     return -flattened.gather(-1, targets[..., None]).squeeze(-1)
 
@@ -39,20 +39,21 @@ def linear_cross_entropy(
 ) -> Float[Tensor, " N"]:
     """Return -log softmax(hidden W^T + b)[target], row by row, in nats.
 
-    Up to `max_logits` logits this is PyTorch's own linear and, on a CPU, the compiled library's cross-entropy, which
-    reads the logits as they are; elsewhere PyTorch's. Above, the rows are taken in chunks whose logits are thrown away
-    at once and computed again in the backward pass: memory stays constant for one more matrix product.
+    Up to `max_logits` logits are computed at once, by PyTorch's linear layer. The cross-entropy is then computed on a
+    CPU by the compiled library, which reads the logits in their own dtype, and elsewhere by PyTorch. More logits are
+    computed in chunks of rows, discarded at once and computed again in the backward pass: this keeps memory constant
+    for one more matrix product.
 
     Args:
         hidden: rows to classify.
-        weight, bias: of the linear layer, W and b.
+        weight, bias: W and b of the linear layer.
         targets: classes.
-        max_logits: logits that may exist at a time (one row at least); None: `MAX_LOGITS`.
+        max_logits: largest number of logits that exist at a time (at least one row); None: `MAX_LOGITS`.
         compiled: False leaves losses with gradients to PyTorch, so that a run does not depend on the library.
 
     Returns:
-        float32 (also under autocast), or float64 for float64. The gradient of the chunked form can be taken once (no
-        second derivatives).
+        Losses in float32 (also under autocast), or float64 for float64 inputs. The chunked form has no second
+        derivatives.
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     compiled = compiled or not torch.is_grad_enabled()
@@ -71,7 +72,7 @@ def linear_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of `rows` rows at a time, which keeps two numbers a row: max(x) and log sum exp(x - max(x))."""
+    """Cross-entropy of `rows` rows at a time; keeps two numbers per row: max(x) and log sum exp(x - max(x))."""
 
     @staticmethod
     def forward(
@@ -119,7 +120,7 @@ def _losses_and_sums(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[T
 
 
 def _gradient_over(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor, compiled: bool) -> Tensor:
-    """Return softmax - onehot(target), times the gradient of the loss, written over the logits."""
+    """Return (softmax - onehot(target)) times the gradient of the loss, written over the logits."""
     if compiled and serves(logits, targets):
         write_gradient(logits, targets, sums, above, out=logits)
         return logits
@@ -133,5 +134,5 @@ def _pytorch_s(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def at_least_float32(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Convert logits to float32 where autocast computed them in bfloat16; float64 stays."""
+    """Convert logits to float32; float64 stays float64."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,4 +1,4 @@
-"""The part that all families of models share: embedding, softmax, losses and first weights. Their layers differ.
+"""Base class of all families of models: embedding, softmax, losses and initial weights. Subclasses add the layers.
 
 Shapes: B lanes, T tokens of a segment, E width of the hidden states, V vocabulary.
 """
@@ -24,24 +24,24 @@ from txl.models.mixture import MixtureOfSoftmaxes
 
 
 class FamilyModel(LanguageModel[StateT]):
-    """A language model that computes everything from its final hidden states, built from a configuration.
+    """A language model built from a configuration, whose outputs depend on its final hidden states alone.
 
     A subclass builds its layers and then calls `_finish`.
     """
 
     config_class: ClassVar[type[ModelConfig]]
-    """The configuration of its family."""
+    """Configuration class of the family."""
     attention_name: str
-    """Name of the attention that it trains with, for logs; "no" for a model without attention."""
+    """Name of the attention that the model trains with, for logs; "no" for a model without attention."""
     attention_note: str | None = None
-    """One line about the choice of attention, for the user who begins to train; None: nothing to say."""
+    """Message of one line about the choice of attention, shown at the start of training; None: no message."""
     layers: nn.ModuleList
     """The layers, lowest first."""
     config: ModelConfig
     compiles_any_length: bool | None = None
-    """True: layers are compiled for segments of any length at once; None: when a second length comes."""
+    """True: layers are compiled for any segment length from the start; None: once a second length occurs."""
     regularises_dropped = False
-    """True: `activation_reg` squares the final hidden states after their dropout; False: before it."""
+    """True: `activation_reg` squares the final hidden states after dropout; False: before dropout."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
         super().__init__()
@@ -55,25 +55,25 @@ class FamilyModel(LanguageModel[StateT]):
 
     @abstractmethod
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the bytes that the layers take while they train."""
+        """Return the memory, in bytes, that the layers need in training."""
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Refuse a configuration that cannot train on a device with matrix products in a dtype."""
+        """Raise `UserError` if a configuration cannot train on a device with matrix products in a dtype."""
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """Return the names of the layers' matrices, which map hidden states to hidden states.
+        """Return the parameters of the layers that are matrices, which map hidden states to hidden states.
 
-        Embeddings, softmax tables, u and v, biases and norms are not among them.
+        Embeddings, softmax tables, u and v, biases and norms are not included.
 
         Returns:
-            For each name of a parameter, how many matrices are stored in it: below one another, and beside.
+            For each parameter name, the numbers of matrices stacked in the parameter, vertically and horizontally.
         """
         layers = self.get_submodule("layers").named_modules(prefix="layers")
         return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
 
     def _finish(self, d_last: int | None = None) -> None:
-        """Build the softmax and draw the first weights of everything; `d_last` is the width of h^N (None: d_model)."""
+        """Build the softmax and draw all initial weights; `d_last` is the width of h^N (None: d_model)."""
         config = self.config
         self.softmax = AdaptiveSoftmax(self.embedding, config)
         self.mixture = None
@@ -88,12 +88,12 @@ class FamilyModel(LanguageModel[StateT]):
         self.init_weights()
 
     def _dropout(self, p: float | None) -> nn.Module:
-        """Make dropout of rate `p`, or of the configuration's general rate."""
+        """Return a dropout layer of rate `p`; None: the configuration's general rate."""
         return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw the first weights: the authors' (all normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
+        """Draw the initial weights: the authors' (all normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
         if self.config.first_weights == "xavier":
             self._init_xavier()
             return
@@ -110,10 +110,11 @@ class FamilyModel(LanguageModel[StateT]):
                 parameter.normal_(0.0, std)
 
     def _init_xavier(self) -> None:
-        """Draw weights as Baevski and Auli's code: Xavier-uniform matrices, LayerNorm 1, and N(0, 1/d) for embeddings
-        and learned vectors of positions or distances.
+        """Draw the initial weights as in Baevski and Auli's code.
 
-        Matrices of queries, keys and values have a gain of 1/sqrt(2), nearly that of one matrix for all three.
+        Matrices are Xavier-uniform, LayerNorm gains are 1, and embeddings and learned vectors of positions or distances
+        are N(0, 1/d). The matrices of queries, keys and values have a gain of 1/sqrt(2), which gives
+        nearly the same distribution as one matrix for all three.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -136,12 +137,12 @@ class FamilyModel(LanguageModel[StateT]):
 
     @abstractmethod
     def empty_state(self, batch_size: int, lengths: Lengths) -> StateT:
-        """Return empty memory for `batch_size` lanes, with lengths that are complete and checked."""
+        """Return empty memory for `batch_size` lanes, with `lengths` already completed and checked."""
 
     def _embedded(
         self, tokens: Int64[Tensor, "B T"], state: StateT, positions: Float[Tensor, "T E"] | None = None
     ) -> Float[Tensor, "B T E"]:
-        """Return h^0; `positions`, if any, are added before the dropout (Vaswani et al., Section 5.4)."""
+        """Return h^0; `positions`, if given, are added before the dropout (Vaswani et al., Section 5.4)."""
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
@@ -168,7 +169,7 @@ class FamilyModel(LanguageModel[StateT]):
         state: StateT,
         temperature: float = 1.0,
     ) -> Float[Tensor, " P"]:
-        """Compute `LanguageModel.chosen_nll` with the softmax of the chosen positions alone."""
+        """Compute `LanguageModel.chosen_nll`; the softmax is computed only at the chosen positions."""
         hidden = self.hidden_states(tokens, state)[0].flatten(0, 1)[None, at]
         if temperature != 1:
             return nll_at_temperature(self.log_probs_of(hidden), targets[None], temperature)[0]
@@ -184,7 +185,7 @@ class FamilyModel(LanguageModel[StateT]):
         """Return the mean loss and the activation regularisers; see `LanguageModel.training_terms`.
 
         The regularisers are alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h of
-        all positions, also of those whose loss does not count. m is the mask of their dropout in a recurrent model
+        all positions, including positions whose loss does not count. m is the dropout mask of h in a recurrent model
         (Merity et al. 2017, Section 4.5, and their code) and 1 in a Transformer (the authors' Penn Treebank code).
         """
         check_targets(tokens, targets)
@@ -192,7 +193,7 @@ class FamilyModel(LanguageModel[StateT]):
         return *self._terms_of(hidden, targets, objective), state.detach()
 
     def tail_rows(self, targets: Int64[Tensor, "B T"], loss: LossName) -> TailRows | None:
-        """Count the targets of each tail cluster that count in the loss, for an `Objective`: of a CPU's tensor."""
+        """Return the number of counted targets in each tail cluster, for an `Objective`; `targets` is on a CPU."""
         if not self.config.cutoffs:
             return None
         return self.softmax.tail_rows(targets[:, -Objective(loss).counted(targets.shape[1]) :])
@@ -200,7 +201,7 @@ class FamilyModel(LanguageModel[StateT]):
     def _terms_of(
         self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"], objective: Objective
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return the two terms of `training_terms` from h^N; the softmax is that of the positions that count."""
+        """Return the two terms of `training_terms` from h^N; the softmax covers only positions whose loss counts."""
         dropped, final = self.dropout_out(hidden), at_least_float32(hidden)
         penalty = final.new_zeros(())
         if self.config.activation_reg > 0:
@@ -217,7 +218,7 @@ class FamilyModel(LanguageModel[StateT]):
         return self._nll_of_dropped(self.dropout_out(hidden), targets)
 
     def _nll_of_dropped(self, hidden: Tensor, targets: Tensor, tail_rows: TailRows | None = None) -> Tensor:
-        """Compute `nll_of` from hidden states that had their dropout; `tail_rows` as in `Objective`."""
+        """Compute `nll_of` from hidden states after dropout; `tail_rows` as in `Objective`."""
         if self.mixture is not None:
             return self.mixture.nll(hidden, targets, self.softmax, self.embedding, tail_rows)
         nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding, tail_rows)
@@ -237,7 +238,7 @@ class FamilyModel(LanguageModel[StateT]):
 
 
 def check_targets(tokens: Tensor, targets: Tensor) -> None:
-    """Refuse targets of another shape than the tokens."""
+    """Raise `UserError` if the shapes of targets and tokens differ."""
     if tokens.shape != targets.shape:
         raise UserError(
             f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"

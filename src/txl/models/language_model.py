@@ -1,7 +1,7 @@
-"""The interface of every model and of its state: Transformer-XL, Transformers without memory, recurrent networks.
+"""The interface of every model and its state: Transformer-XL, Transformers without memory, recurrent networks.
 
-Whoever trains, evaluates, generates or analyses uses a model through these two classes alone. State goes in and comes
-out:
+Training, evaluation, generation and analysis use a model through these two classes alone. Every call takes a state and
+returns the next one:
 
     state = model.init_state(batch_size)
     nll, state = model.nll(tokens, targets, state)
@@ -23,35 +23,35 @@ from txl.errors import UserError
 from txl.models.cross_entropy import nll_at_temperature
 
 TailRows = tuple[int, ...]
-"""Rows for the targets of each tail cluster of an adaptive softmax."""
+"""Number of rows for the targets of each tail cluster of an adaptive softmax."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Positions of a segment that have a loss, and the progress of training: given to the model in every step."""
+    """Arguments of a training step: positions of a segment whose loss counts, progress of training, and sizes."""
 
     loss: LossName = "full"
-    """full: every position's; half: that of the recent half (Section 4.2, Table 6); last: the last one's alone."""
+    """Positions that count. full: all; half: the more recent half (Section 4.2, Table 6); last: only the last."""
     progress: float = 0.0
-    """Fraction of all updates made so far, 0 to 1, for schedules of auxiliary losses."""
+    """Fraction of all updates already made, 0 to 1, for schedules of auxiliary losses."""
     tail_rows: TailRows | None = None
-    """Room for as many targets of each tail cluster as there are, or more, if the caller knows; None: they are counted,
-    for which a device has to be waited for."""
+    """Number of rows to reserve for the targets of each tail cluster, at least the number of targets there; None: the
+    model counts the targets, which waits for the device."""
     lengths: tuple[int, ...] | None = None
-    """Lengths of the consecutive segments that the tokens consist of, where gradients flow through the memory from each
-    to the one before (`train.backprop_segments`); None: one segment."""
+    """Lengths of the consecutive segments that the tokens consist of; gradients flow through the memory from each
+    segment to the one before (`train.backprop_segments`). None: one segment."""
 
     def counted(self, n_position: int) -> int:
-        """Return how many of a segment's positions count, the most recent ones; of an odd number the larger half."""
+        """Return the number of most recent positions that count; half of an odd number is rounded up."""
         return {"full": n_position, "half": n_position - n_position // 2, "last": 1}[self.loss]
 
 
 EVERY_TARGET = Objective()
-"""The full loss, at the beginning of training."""
+"""Full loss, at the beginning of training."""
 
 
 class CacheSettings(TypedDict, total=False):
-    """Pairs, theta and lambda of a continuous cache, as fields of an `EvaluationResult`; empty for a model without."""
+    """Pairs, theta and lambda of a continuous cache, as fields of an `EvaluationResult`; empty without a cache."""
 
     cache_size: int
     cache_theta: float
@@ -71,20 +71,20 @@ class State(Protocol):
 
     @property
     def lengths(self) -> Lengths:
-        """Memory length, window and clamp that travel with the state; zero and none for a model without memory."""
+        """Memory length, window and clamp, which are part of the state; 0, None and None for a model without memory."""
         ...
 
     @property
     def length(self) -> int | None:
-        """Positions of memory held now; None for a recurrent state, which has none and carries all that was read."""
+        """Number of positions held in memory; None for a recurrent state, which has no positions."""
         ...
 
     def detach(self) -> Self:
-        """Return the state cut off from the graph that computed it."""
+        """Return the state, detached from the graph that computed it."""
         ...
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Self:
-        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
+        """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
         ...
 
     def reset(self, mask: Bool[Tensor, " B"]) -> Self:
@@ -92,14 +92,14 @@ class State(Protocol):
         ...
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return everything as named tensors, lanes first where a tensor has lanes.
+        """Return the state as named tensors, lanes first where a tensor has lanes.
 
         `LanguageModel.state_from_tensors` is the inverse.
         """
         ...
 
     def filled_with_noise(self) -> Self:
-        """Return a state of the greatest size, of random numbers, to measure time and memory with."""
+        """Return a state of maximal size that holds random numbers, for measurements of time and memory."""
         ...
 
 
@@ -107,19 +107,20 @@ StateT = TypeVar("StateT", bound=State)
 
 
 class LanguageModel(nn.Module, ABC, Generic[StateT]):
-    """A model of the next token. State goes in and comes out; nothing hides in the module.
+    """A model of the next token. Calls take and return the state; the module itself keeps none.
 
-    Given the same weights, a stream fed whole, in segments or token by token gives the same numbers:
-    everywhere if the window is exact, else for the first ``mem_len + 1`` positions.
+    With the same weights, the results for a text do not depend on whether it is read at once, in segments or token by
+    token: at all positions if the window is exact, else at the first ``mem_len + 1`` positions.
 
-    A subclass needs `init_state`, `nll` and `log_probs`; all else has a default. Where any model will do, code writes
-    `LanguageModel` without its state's class: a state goes back only into the model that it came from.
+    A subclass must define `init_state`, `nll` and `log_probs`; all other methods have a default. Code for arbitrary
+    models writes `LanguageModel` without the class of the state, because it only passes a state back to the model that
+    returned it.
     """
 
     vocab_size: int
     config: ModelConfig
     context: int | None = None
-    """Most tokens that a model without memory reads at once; None for a model whose state carries what it has read."""
+    """Largest number of tokens that a Transformer without memory reads at once; None for other families."""
 
     @abstractmethod
     def init_state(
@@ -127,8 +128,8 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     ) -> StateT:
         """Return empty memory for `batch_size` lanes.
 
-        `mem_len`, `window` and `clamp_len` travel with the state; None takes the model's configuration, and
-        ``"none"`` switches a window or clamp of the configuration off.
+        `mem_len`, `window` and `clamp_len` become part of the state. None stands for the value in the model's
+        configuration, and ``"none"`` for no window or no clamp.
 
         Raises:
             UserError: for a negative length, or a window that needs more memory than `mem_len`.
@@ -138,9 +139,9 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def nll(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT
     ) -> tuple[Float[Tensor, "B T"], StateT]:
-        """Return the negative log-likelihood of each target in nats, each in its own place, and the next state.
+        """Return the negative log-likelihood of each target, in nats, and the next state.
 
-        float32, or float64 for a float64 model.
+        Losses are float32, or float64 for a float64 model.
         """
 
     @abstractmethod
@@ -152,20 +153,20 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         self._lacks("states that can be saved")
 
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T E"], StateT]:
-        """Return the final hidden states h^N, from which `nll_of` and `log_probs_of` compute, and the next state.
+        """Return the final hidden states h^N, the input of `nll_of` and `log_probs_of`, and the next state.
 
         Raises:
-            UserError: for tokens that do not fit the state, a state of another model, or a model that is more than a
-                function of its hidden states (a continuous cache).
+            UserError: for tokens that do not fit the state, a state of another model, or a model whose losses do not
+                follow from its hidden states alone (a continuous cache).
         """
         self._lacks("hidden states that its losses follow from")
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Return the negative log-likelihood of each target from h^N, in nats."""
+        """Return the negative log-likelihood of each target, in nats, computed from h^N."""
         self._lacks("hidden states that its losses follow from")
 
     def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
-        """Return log-probabilities of the next token from h^N."""
+        """Return log-probabilities of the next token, computed from h^N."""
         self._lacks("hidden states that its losses follow from")
 
     def nll_at(
@@ -173,7 +174,7 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     ) -> tuple[Float[Tensor, "B T"], StateT]:
         """Return `nll` with every probability p of the softmax replaced by p^(1/temperature), normalised.
 
-        Other than 1, this takes the probabilities of the whole vocabulary.
+        A temperature other than 1 requires the probabilities of the whole vocabulary.
         """
         if temperature == 1:
             return self.nll(tokens, targets, state)
@@ -183,7 +184,10 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     def nll_and_own(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT, temperature: float
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], StateT]:
-        """Return `nll_at`, and the loss whose gradient the weights can follow: the same but for a continuous cache."""
+        """Return the losses of `nll_at`, the model's own losses with gradients, and the next state.
+
+        The two losses are equal, except for a continuous cache.
+        """
         nll, state = self.nll_at(tokens, targets, state, temperature)
         return nll, nll, state
 
@@ -195,12 +199,13 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         state: StateT,
         temperature: float = 1.0,
     ) -> Float[Tensor, " P"]:
-        """Return the negative log-likelihood of what follows some of the tokens, in nats.
+        """Return the negative log-likelihood, in nats, of the tokens that follow selected tokens.
 
         Args:
-            tokens: what is read.
-            at: P indices among the B*T tokens, lane after lane; one may repeat, with the same target.
-            targets: the tokens that follow them.
+            tokens: tokens to read.
+            at: P indices of selected tokens among the B*T tokens, lane after lane; a repeated index must have the same
+                target.
+            targets: tokens that follow the selected tokens.
             state: memory before the tokens.
             temperature: as in `nll_at`.
         """
@@ -214,9 +219,9 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         state: StateT,
         objective: Objective = EVERY_TARGET,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
-        """Return the mean loss in nats over the targets that count, the regularisers' sum (or 0), and the next state.
+        """Return the mean loss over the targets that count, in nats, the sum of the regularisers (or 0), and the state.
 
-        Two scalars with gradient; the state is detached.
+        Both scalars have gradients; the next state is detached.
         """
         nll, state = self.nll(tokens, targets, state)
         counted = objective.counted(targets.shape[1])
@@ -235,12 +240,12 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
 
     @property
     def own_model(self) -> LanguageModel:
-        """The model that has the weights: this one, or the one inside a continuous cache."""
+        """The model that holds the weights: this model itself, or the model inside a continuous cache."""
         return self
 
     @property
     def cache_settings(self) -> CacheSettings:
-        """Settings of the model's continuous cache."""
+        """Settings of the continuous cache; empty for a model without one."""
         return {}
 
     def _lacks(self, what: str) -> NoReturn:

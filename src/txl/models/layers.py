@@ -21,7 +21,7 @@ from txl.native.training_attention import why_not_training
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, parameter for parameter; faster for the few rows of a decoding step."""
+    """Linear layer with the parameters of `nn.Linear`; faster for the few rows of a decoding step."""
 
     def forward(self, input: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         """Return the product; see `linear`."""
@@ -31,11 +31,11 @@ class Linear(nn.Linear):
 def linear(
     rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
 ) -> Float[Tensor, "*rows O"]:
-    """Compute `F.linear`, a few rows on a CPU at the speed of memory.
+    """Compute `F.linear`; for a few rows on a CPU at the speed of memory.
 
-    They are bound by reading the weights, which the compiled library does at that speed. Without it, PyTorch's
-    matrix-vector kernels reach about half the rate of its batched ones for one row of float32: the weights go in as a
-    batch of two halves.
+    A product of a few rows is bound by reading the weights, which the compiled library does at the speed of memory.
+    Without the library, one row of float32 is multiplied by the weights as a batch of two halves: PyTorch's
+    matrix-vector kernels reach about half the rate of its batched kernels.
     """
     few = few_rows(rows, weight, bias)
     if few is not None:
@@ -57,16 +57,16 @@ def linear(
 
 
 def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
-    """Compute `linear` in float32, or float64 for a float64 model."""
+    """Compute `linear` and return float32, or float64 for a float64 model."""
     few = few_rows(rows, weight, bias)
     return few if few is not None else at_least_float32(linear(rows, weight, bias))
 
 
 class LockedDropout(nn.Module):
-    """Dropout with one mask for all positions of a segment, and a mask of its own for every lane.
+    """Dropout with one mask per lane, shared by all positions of a segment.
 
     Also called variational dropout (Gal and Ghahramani 2016, Section 4; "locked" in AWD-LSTM, Merity et al. 2017).
-    Features that are kept are scaled by 1/(1-p), so the expectation stays.
+    Kept features are scaled by 1/(1-p), so the expectation does not change.
     """
 
     def __init__(self, p: float):
@@ -74,7 +74,7 @@ class LockedDropout(nn.Module):
         self.p = p
 
     def forward(self, hidden: Float[Tensor, "*lanes T E"]) -> Float[Tensor, "*lanes T E"]:
-        """Drop features; outside of training, return the input itself."""
+        """Drop features in training; otherwise return the input itself."""
         if not self.training or self.p == 0:
             return hidden
         ones = hidden.new_ones(*hidden.shape[:-2], 1, hidden.shape[-1])
@@ -86,19 +86,19 @@ class LockedDropout(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`; by the compiled library where `use_compiled_layers` says so."""
+    """`nn.Dropout`, computed by the compiled library after `use_compiled_layers`."""
 
     compiled = False
 
     def forward(self, input: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """Drop numbers; outside of training, return the input itself.
+        """Drop numbers in training; otherwise return the input itself.
 
         Raises:
             UserError: if the compiled library cannot serve the input's device or dtype.
         """
         if not (self.compiled and self.training and self.p > 0):
             return super().forward(input)
-        # As compiled attention does, which comes later.
+        # Compiled attention would raise the same error, but only after this dropout.
         if not torch.compiler.is_compiling() and (reason := why_not_training(input.device.type, input.dtype)):
             raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
         return compiled_dropout(input, self.p)
@@ -107,7 +107,7 @@ class Dropout(nn.Dropout):
 class HeadNorm(nn.RMSNorm):
     """RMSNorm over the features of each head (`qk_norm`), computed in float32 at least.
 
-    By the compiled library without gradients, and in training where `use_compiled_layers` says so.
+    The compiled library computes it without gradients, and after `use_compiled_layers` also in training.
     """
 
     compiled = False
@@ -122,10 +122,10 @@ class HeadNorm(nn.RMSNorm):
 
 
 def use_compiled_layers(model: nn.Module) -> None:
-    """Let all ordinary dropout and norms of heads of a model be computed by the compiled library in training.
+    """Make the compiled library compute all ordinary dropout and all head norms of a model in training.
 
-    A model does so where its attention is `compiled`. A run goes on with the attention that it has recorded, so after
-    a stop it draws from the same generator, and rounds alike.
+    Models whose attention is `compiled` call this. A resumed run uses the attention that the run has recorded, so it
+    draws from the same generator and rounds in the same way as before.
     """
     for module in model.modules():
         if isinstance(module, Dropout | HeadNorm):
@@ -133,21 +133,21 @@ def use_compiled_layers(model: nn.Module) -> None:
 
 
 def make_dropout(p: float, locked: bool) -> nn.Module:
-    """Make locked or ordinary dropout of rate `p`."""
+    """Return a locked or an ordinary dropout layer of rate `p`."""
     return LockedDropout(p) if locked else Dropout(p)
 
 
 def word_mask(vocab_size: int, p: float, device: torch.device) -> Float32[Tensor, " V"]:
     """Draw the factor of each token's embedding for one step: 0 with probability `p`, else 1/(1-p).
 
-    A token that is dropped is dropped wherever it stands (Gal and Ghahramani 2016, Section 4.2; Merity et al. 2017,
+    A dropped token is dropped at all of its positions (Gal and Ghahramani 2016, Section 4.2; Merity et al. 2017,
     Section 4.3).
     """
     return F.dropout(torch.ones(vocab_size, device=device), p)
 
 
 class PositionwiseFeedForward(nn.Module):
-    """Linear, ReLU, Linear, with residual and LayerNorm."""
+    """Feed-forward sub-layer: Linear, ReLU, Linear, with residual and LayerNorm."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -1,8 +1,8 @@
 """The memory of a Transformer-XL (Section 3.2): the hidden states that entered each layer at earlier positions.
 
-In evaluation and generation weights do not change, so a position's keys and values never change either, and W_kR R
-depends on the distance alone. `Projections` caches them beside the hidden states. Whoever changes the weights, or takes
-gradients, computes from the hidden states.
+In evaluation and generation the weights are fixed. The keys and values of a position are then fixed as well, and W_kR R
+depends only on the distance. `Projections` caches all three beside the hidden states. Code that changes weights or
+needs gradients computes from the hidden states.
 
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model.
 """
@@ -22,63 +22,63 @@ from txl.config import Lengths
 from txl.models.structure import Structure
 
 _TAKING = threading.Lock()
-"""Held while a place in buffers is taken: threads may continue one state. One lock for all, as states are copied."""
+"""Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied."""
 
 
 class StreamBuffers:
-    """Buffers for the positions of memory and of segments to come, shared by the states of one stream.
+    """Buffers for the positions of memory and of future segments, shared by the states of one stream.
 
-    Positions are appended and never written again, so every state made from them stays valid. The state that ends
-    where writing has ended is continued in place; any other one, and one that finds no more room, moves to buffers of
-    its own. There is room for half of the memory again, so moving costs about two copied positions a token.
+    Positions are appended and never overwritten, so all earlier states stay valid. The state that ends at the last
+    written position is continued in place. Any other state is copied to new buffers, and so is a state without enough
+    room. New buffers have room for half of the memory again, so copying costs about two positions per token.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.written = 0
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Hidden states [B,size,E], keys and values [H,B,size,D] of each layer."""
+        """Hidden states [B,size,E], keys [H,B,size,D] and values [H,B,size,D] of each layer."""
         self.compiled: object = None
-        """The model's weights as the compiled step reads them (its `LayerWeights`), looked up once."""
+        """Weights for the compiled step (`LayerWeights`), cached here."""
 
     def take(self, end: int, n_new: int) -> bool:
-        """Reserve the places behind `end` for one reader; False if they are another's, or not there.
+        """Reserve `n_new` positions after `end`; return False if they are taken or beyond the buffers.
 
-        First of all, so that nobody else has them if this segment is broken off.
+        Must precede all writes, so that no other state gets these positions if reading the segment fails.
         """
         with _TAKING:
             if self.written != end or self.size < end + n_new:
                 return False
-            # What was made in inference mode cannot be written outside of it.
+            # An inference tensor cannot be written outside of inference mode.
             if self.layers and self.layers[0][0].is_inference() and not torch.is_inference_mode_enabled():
                 return False
             self.written = end + n_new
             return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"compiled": None}  # addresses mean nothing elsewhere
+        return self.__dict__ | {"compiled": None}  # its addresses are invalid in other processes
 
 
 @dataclass(frozen=True)
 class Projections:
-    """Keys and values of the positions that a memory holds, with the position projections."""
+    """Projected keys and values of the positions in a memory, and W_kR R."""
 
     structure: Structure
-    """The model that projected them, as it was then; others must not use them."""
+    """Record of the model at the time of projection; the projections are valid only while the record holds."""
     autocast: torch.dtype | None
-    """The dtype of autocast when they were projected; None: that of the weights."""
+    """Dtype of autocast at the time of projection; None: no autocast."""
     keys: tuple[Float[Tensor, "H B M D"], ...]
-    """One a layer."""
+    """Keys, one tensor per layer."""
     values: tuple[Float[Tensor, "H B M D"], ...]
     positions: tuple[Float[Tensor, "H L D"], ...]
-    """W_kR R, one a layer, farthest distance first, for L >= M distances."""
+    """W_kR R, one tensor per layer, farthest distance first, for L >= M distances."""
     buffers: StreamBuffers | None = None
-    """The buffers that keys, values and hidden states lie in, if there may be room behind them."""
+    """Buffers that hold the keys, values and hidden states and may have room for more; None: none."""
     end: int = 0
-    """The position of the buffers behind the newest one."""
+    """Index in the buffers of the position after the newest one."""
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Projections:
-        """Return the projections of some lanes."""
+        """Return the projections of the lanes with indices `lanes`."""
         chosen = lanes.to(self.keys[0].device)
         keys, values = (tuple(each.index_select(1, chosen) for each in kind) for kind in (self.keys, self.values))
         return replace(self, keys=keys, values=values, buffers=None)
@@ -90,7 +90,7 @@ class Projections:
 
 
 class ProjectedSegment:
-    """A segment read with fixed weights, layer by layer: it collects its keys and values behind those of memory."""
+    """A segment read with fixed weights, layer by layer; its keys and values are appended to those of memory."""
 
     def __init__(self, hidden: tuple[Tensor, ...], held: Projections, n_new: int):
         self.hidden, self.held, self.n_new = hidden, held, n_new
@@ -108,10 +108,10 @@ class ProjectedSegment:
     def append(
         self, layer: int, hidden: Float[Tensor, "B T E"], key: Float[Tensor, "B T H D"], value: Float[Tensor, "B T H D"]
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Store the hidden states that enter a layer, and its new keys and values; layers come in order.
+        """Store the input of a layer and the segment's keys and values there; call once per layer, in order.
 
         Returns:
-            keys and values of memory and segment, as views of the buffers.
+            Keys and values of memory and segment, as views of the buffers.
         """
         added = (hidden, key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3))
         if not self.in_place:
@@ -123,7 +123,7 @@ class ProjectedSegment:
         return keys, values
 
     def reserve(self) -> None:
-        """Make room in every layer for one position, before `end`, that a compiled step writes."""
+        """Provide the buffers of every layer; a compiled step then writes the position before `end`."""
         if not self.in_place:
             for layer, kinds in enumerate(zip(self.hidden, self.held.keys, self.held.values, strict=True)):
                 self._reserve(layer, kinds)
@@ -133,7 +133,7 @@ class ProjectedSegment:
         self.buffers.layers.append(tuple(map(self._moved, old, like)))  # pyright: ignore[reportArgumentType]
 
     def _moved(self, old: Tensor, new: Tensor) -> Tensor:
-        """Return a buffer of the right size that begins with the memory."""
+        """Return a buffer of `self.buffers.size` positions that begins with a copy of the memory."""
         buffer = new.new_empty(*new.shape[:-2], self.buffers.size, new.shape[-1])
         buffer.narrow(-2, 0, self.n_memory).copy_(old)
         return buffer
@@ -150,26 +150,26 @@ class ProjectedSegment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden states m^{n-1} of the last positions, for every layer n. A value: nothing changes it in place.
+    """Hidden states m^{n-1} of the last positions, for every layer n. An immutable value.
 
-    It starts with no positions and grows to `capacity`; what has been reset in a lane is never attended to again.
+    Memory starts without positions and grows to `capacity`. After a reset, a lane never attends to earlier positions.
     """
 
     hidden: tuple[Float[Tensor, "B M E"], ...]
-    """One a layer, oldest position first; detached, unless `differentiable`."""
+    """Hidden states, one tensor per layer, oldest position first; detached, unless `differentiable`."""
     filled: tuple[int, ...] | None
-    """Positions of each lane that hold something, counted from the newest; None: all M in every lane."""
+    """Number of filled positions in each lane, which are the newest; None: all M in every lane."""
     lengths: Lengths
-    """Memory length asked for, window and clamp."""
+    """Requested memory length, window and clamp."""
     projections: Projections | None = None
-    """Keys and values of the positions held, if they were read without gradients; a cache beside `hidden`."""
+    """Keys and values of the positions, cached beside `hidden` if they were read without gradients."""
     differentiable: bool = False
-    """True inside a training step of several segments: gradients flow into the states that these have left behind."""
+    """True within a training step of several segments: gradients flow through `hidden` to earlier segments."""
 
     @classmethod
     def empty(cls, n_layer: int, batch_size: int, d_model: int, lengths: Lengths, like: Tensor) -> Memory:
         """Return a memory without positions, with the dtype and device of `like`."""
-        # Not like.new_empty: a sharded parameter would make it a sharded tensor.
+        # Do not use like.new_empty: for a sharded parameter it returns a sharded tensor.
         nothing = torch.empty(batch_size, 0, d_model, dtype=like.dtype, device=like.device)
         return cls((nothing,) * n_layer, None, lengths)
 
@@ -180,27 +180,27 @@ class Memory:
 
     @property
     def length(self) -> int:
-        """Positions M held now (in the fullest lane)."""
+        """Number of positions M currently held (in the fullest lane)."""
         return self.hidden[0].shape[1]
 
     @property
     def mem_len(self) -> int:
-        """Positions of memory asked for."""
+        """Requested number of positions of memory."""
         return self.lengths.mem_len
 
     @property
     def window(self) -> int | None:
-        """Keys a query sees, itself included; None: no limit."""
+        """Number of keys that a query attends to, its own included; None: no window."""
         return self.lengths.window
 
     @property
     def clamp_len(self) -> int | None:
-        """Distances above this one count as it; None: no clamp."""
+        """Clamp C, as which larger distances count; None: no clamp."""
         return self.lengths.clamp_len
 
     @property
     def capacity(self) -> int:
-        """Most positions worth holding: beyond the window nothing is ever seen."""
+        """Largest number of positions held; a window limits it, since queries never attend to older positions."""
         return self.lengths.capacity
 
     def scope(self) -> KeyScope:
@@ -216,7 +216,7 @@ class Memory:
         return self._followed_by(n_new, hidden, None)
 
     def _followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None) -> Memory:
-        """Return the memory that holds `hidden` after `n_new` more positions."""
+        """Return the memory with the given `hidden`, after `n_new` more positions were read."""
         keep, filled = hidden[0].shape[1], self.filled
         if filled is not None:
             filled = tuple(min(keep, count + n_new) for count in filled)
@@ -228,18 +228,18 @@ class Memory:
         return self._followed_by(segment.n_new, *segment.finish(keep))
 
     def filled_with_noise(self) -> Memory:
-        """Return a memory at its capacity, of random numbers; see `State.filled_with_noise`."""
+        """Return a memory of `capacity` positions with random numbers; see `State.filled_with_noise`."""
         shape = (self.batch_size, self.capacity, self.hidden[0].shape[-1])
         return replace(self, hidden=tuple(torch.randn(shape).to(old) for old in self.hidden), filled=None)
 
     def detach(self) -> Memory:
-        """Return the memory without the graph that computed it: as it is, unless it is `differentiable`."""
+        """Return the memory, detached from the graph that computed it; the memory itself unless `differentiable`."""
         if not self.differentiable:
             return self
         return replace(self, hidden=tuple(each.detach() for each in self.hidden), differentiable=False)
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Memory:
-        """Return the memory of some lanes, in the order of the indices `lanes`; repeats are allowed."""
+        """Return the memory of the lanes with indices `lanes`, in that order; indices may repeat."""
         filled = self.filled
         if filled is not None:
             filled = tuple(filled[lane] for lane in lanes.tolist())
@@ -248,10 +248,10 @@ class Memory:
         return replace(self, hidden=hidden, filled=filled, projections=projections)._trimmed()
 
     def reset(self, mask: Bool[Tensor, " B"]) -> Memory:
-        """Return the memory with nothing in the lanes where `mask` is true."""
+        """Return the memory, emptied in the lanes where `mask` is true."""
         filled = self.filled or (self.length,) * self.batch_size
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
-        # What is hidden has weight 0, and 0 times a number that is not finite is none.
+        # Set masked positions to 0: their attention weight is 0, but 0 times a number that is not finite is NaN.
         mask = mask.to(self.hidden[0].device)
         hidden = tuple(each.masked_fill(mask[:, None, None], 0) for each in self.hidden)
         held = self.projections
@@ -262,26 +262,26 @@ class Memory:
         return replace(self, hidden=hidden, filled=emptied, projections=held)._trimmed()
 
     def with_mem_len(self, mem_len: int) -> Memory:
-        """Return the memory with another length from here on; positions beyond it are dropped, the oldest first."""
+        """Return the memory with the length `mem_len`; the oldest positions beyond this length are dropped."""
         changed = replace(self, lengths=replace(self.lengths, mem_len=mem_len))
         keep = min(changed.capacity, self.length)
         filled = None if self.filled is None else tuple(min(count, keep) for count in self.filled)
         return replace(changed._newest(keep), filled=_none_if_full(filled, keep))._trimmed()
 
     def _trimmed(self) -> Memory:
-        """Return the memory without the oldest positions that no lane uses."""
+        """Return the memory without the oldest positions that are filled in no lane."""
         if self.filled is None:
             return self
         keep = max(self.filled, default=0)
         return replace(self._newest(keep), filled=_none_if_full(self.filled, keep))
 
     def _newest(self, keep: int) -> Memory:
-        """Return the newest `keep` positions; the caller updates `filled`."""
+        """Return the memory with only its newest `keep` positions; the caller must update `filled`."""
         hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
         return replace(self, hidden=hidden, projections=self.projections and self.projections.newest(keep))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return everything as named tensors; `from_tensors` is the inverse."""
+        """Return the memory as named tensors, without projections; `from_tensors` is the inverse."""
         filled = self.filled or (self.length,) * self.batch_size
         limits = [-1 if limit is None else limit for limit in astuple(self.lengths)]
         tensors = {f"hidden.{layer}": states for layer, states in enumerate(self.hidden)}
@@ -289,10 +289,10 @@ class Memory:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory:
-        """Return the memory that `to_tensors` described, without positions that no lane fills.
+        """Return the memory from the tensors of `to_tensors`, without positions that are filled in no lane.
 
         Raises:
-            ValueError: if the tensors do not fit one another.
+            ValueError: if the shapes and values of the tensors do not match.
         """
         hidden = tuple(tensors[f"hidden.{layer}"] for layer in range(len(tensors) - 2))
         mem_len, window, clamp_len = tensors["limits"].tolist()
@@ -307,7 +307,7 @@ class Memory:
 
 
 def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
-    """Return the last `keep` positions of [old, new], without reading what is dropped, or keeping it alive."""
+    """Return the last `keep` positions of [old, new]; dropped positions are neither read nor kept alive."""
     n_new = new.shape[1]
     if keep <= n_new:
         return new if keep == n_new else new[:, n_new - keep :].clone()
@@ -315,5 +315,5 @@ def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
 
 
 def _none_if_full(filled: tuple[int, ...] | None, length: int) -> tuple[int, ...] | None:
-    """Return None, the faster case, if every lane holds all positions."""
+    """Return `filled`, or None if every lane holds all positions, which is the faster case."""
     return None if filled is None or all(count == length for count in filled) else filled

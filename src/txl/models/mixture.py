@@ -1,7 +1,7 @@
-"""The mixture of softmaxes (Yang et al. 2017), on top of any model.
+"""The mixture of softmaxes (Yang et al. 2017), an output layer for any model.
 
 P(x | h) = sum_k pi_k softmax(W h_k)_x with h_k = tanh(W_k h) and pi = softmax(W_pi h): Equation 3 of the paper. All K
-softmaxes share the output's tables, whatever those are, an adaptive softmax's included.
+softmaxes share the output tables, which may be those of a plain or an adaptive softmax.
 
 Shapes: N tokens, E_h width of a model's hidden states, E d_model, K softmaxes, V vocabulary.
 """
@@ -19,7 +19,7 @@ from txl.models.cross_entropy import at_least_float32
 
 
 class MixtureOfSoftmaxes(nn.Module):
-    """The weights pi of a mixture's parts, and their hidden states h_k."""
+    """The weights pi of the K softmaxes in a mixture, and their hidden states h_k."""
 
     def __init__(self, d_hidden: int, d_model: int, n_softmax: int, dropout: nn.Module):
         super().__init__()
@@ -44,7 +44,7 @@ class MixtureOfSoftmaxes(nn.Module):
     def log_probs(
         self, hidden: Float[Tensor, "B T E_h"], softmax: AdaptiveSoftmax, embedding: AdaptiveEmbedding
     ) -> Float[Tensor, "B T V"]:
-        """Return log-probabilities over the whole vocabulary, computed one softmax after the other."""
+        """Return log-probabilities over the whole vocabulary, computed one softmax at a time."""
         log_prior, mixed = self._log_prior(hidden), None
         for part, log_weight in zip(self._parts(hidden).unbind(-2), log_prior.unbind(-1), strict=True):
             log_probs = softmax.log_probs(part.flatten(0, 1), embedding).unflatten(0, part.shape[:2])

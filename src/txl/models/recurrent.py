@@ -1,11 +1,12 @@
 """Recurrent language models: LSTM and QRNN, plain or with the regularisation of AWD-LSTM.
 
-The layers stand one upon another, with dropout between them; the last one has as many units as the softmax takes.
-AWD-LSTM's regularisation (Merity et al. 2017, Section 4) is in the configuration: `weight_drop`, `locked_dropout`,
-`dropout_words`, `activation_reg` (of the last layer's states after dropout), `temporal_reg` (of those before it), and
-`train.average_patience` for NT-ASGD. As in AWD-LSTM's code, and unlike in the Transformers, embeddings are not scaled.
+The layers form a stack with dropout between them; the last layer has as many units as the softmax has inputs.
+AWD-LSTM's regularisation (Merity et al. 2017, Section 4) is set in the configuration: `weight_drop`, `locked_dropout`,
+`dropout_words`, `activation_reg` (on the last layer's states after dropout), `temporal_reg` (on its states before
+dropout), and `train.average_patience` for NT-ASGD. As in AWD-LSTM's code, and unlike in the Transformers, embeddings
+are not scaled.
 
-Shapes: B lanes, T tokens of a segment, I features that enter a layer, H units of it, K tokens of a convolution.
+Shapes: B lanes, T tokens of a segment, I inputs and H units of a layer, K tokens of a convolution.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ def linear_recurrence(
 ) -> Float[Tensor, "B T H"]:
     """Compute c_t = f_t c_{t-1} + b_t for all t, element by element: the f-pooling of Bradbury et al. 2016, Section 2.
 
-    A scan of two levels: about sqrt(T) chunks of about sqrt(T) positions are scanned at once, each from zero; then the
-    chunks' last states; then every chunk gets the state before it. That is 2 sqrt(T) dependent steps on large tensors
-    instead of T on small ones, for three times the arithmetic. Nothing is divided and no logarithm is taken, so it is
-    as exact as a loop over positions. On a CPU one chunk is fastest.
+    The scan has two levels. About sqrt(T) chunks of about sqrt(T) positions are scanned in parallel, each from zero.
+    Then the last states of the chunks are scanned, and the state before each chunk, times the decays, is added to the
+    chunk. This takes 2 sqrt(T) dependent steps on large tensors instead of T on small ones, for three times the
+    arithmetic. The scan has no divisions or logarithms, so it is as exact as a loop over positions. On a CPU one chunk
+    is fastest.
 
     Args:
         decay: f.
         drive: b.
         initial: c before the first position.
-        chunk: positions of a chunk; None: all on a CPU, else about the root of T. It changes speed, not the result.
+        chunk: positions per chunk; None: T on a CPU, else about sqrt(T). It affects the speed, not the result.
 
     Returns:
-        c; its gradients to all three can be taken once (no second derivatives).
+        c, with gradients to `decay`, `drive` and `initial` (no second derivatives).
     """
     n_position = decay.shape[1]
     if chunk is None:
@@ -57,7 +59,7 @@ def linear_recurrence(
 
 
 class _LinearRecurrence(torch.autograd.Function):
-    """The scan. Its backward pass is a recurrence of the same kind from the last position, which needs f and c."""
+    """The scan. Its backward pass is the same recurrence in reverse order, computed from f and c."""
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
@@ -70,7 +72,7 @@ class _LinearRecurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         decay, states, initial = ctx.saved_tensors
-        # d/dc_t of everything after t: g_t + f_{t+1} d_{t+1}; the last position has none after it.
+        # The total gradient of c_t is d_t = g_t + f_{t+1} d_{t+1}; the last position has no second term.
         later = F.pad(decay[:, 1:], (0, 0, 0, 1)).flip(1)
         grad = _scan(later, grads[0].flip(1), torch.zeros_like(initial), ctx.chunk).flip(1)
         before = torch.cat([initial[:, None], states[:, :-1]], dim=1)
@@ -82,9 +84,9 @@ def _scan(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
     n_chunk = -(-n_position // chunk)
     if n_chunk == 1:
         return torch.stack(_one_after_the_other(decay, drive, initial), dim=1)
-    padding = (0, 0, 0, n_chunk * chunk - n_position)  # whatever stands there comes after all that is asked for
+    padding = (0, 0, 0, n_chunk * chunk - n_position)  # padding follows all requested positions, so it has no effect
     decays, drives = (F.pad(each, padding).unflatten(1, (n_chunk, chunk)) for each in (decay, drive))
-    # Of each chunk: its states from zero, and the products of its decays, by position within the chunk.
+    # For each position within the chunks: the states from zero, and the products of the decays.
     local, product = [drives[:, :, 0]], [decays[:, :, 0]]
     for place in range(1, chunk):
         local.append(torch.addcmul(drives[:, :, place], decays[:, :, place], local[-1]))
@@ -97,7 +99,7 @@ def _scan(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
 
 
 def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[Tensor]:
-    """Return the states [B,H] of all positions of [B,T,H]."""
+    """Return the states [B,H] of all T positions, computed in a loop."""
     states = []
     for place in range(decay.shape[1]):
         states.append(torch.addcmul(drive[:, place], decay[:, place], states[-1] if states else initial))
@@ -105,13 +107,13 @@ def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[
 
 
 LayerState = tuple[Tensor, ...]
-"""State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and its last inputs [B,K-1,I]."""
+"""State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and the last K-1 inputs, [B,K-1,I]."""
 
 AUTOCAST_IS_FLOAT16 = ("cuda",)
-"""Devices where autocast, of bfloat16 too, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
+"""Devices where autocast, even to bfloat16, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
 
-A loss that is not scaled has gradients below float16's range, so LSTMs leave autocast there, and compute in the
-precision of their weights.
+The loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
+devices and compute in the precision of their weights.
 """
 
 
@@ -128,20 +130,20 @@ class RecurrentState:
 
     @property
     def lengths(self) -> Lengths:
-        """No memory of positions, and no limits."""
+        """Lengths of an empty memory, without window and clamp."""
         return Lengths()
 
     @property
     def length(self) -> None:
-        """No positions: the state carries everything that was read."""
+        """None: the state has no positions."""
         return None
 
     def detach(self) -> RecurrentState:
-        """Return the state cut off from the graph that computed it."""
+        """Return the state, detached from the graph that computed it."""
         return RecurrentState(tuple(tuple(each.detach() for each in layer) for layer in self.layers))
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> RecurrentState:
-        """Return the state of some lanes, in the order of the indices `lanes`; repeats are allowed."""
+        """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
         chosen = lanes.to(self.layers[0][0].device)
         return RecurrentState(tuple(tuple(each[chosen] for each in layer) for layer in self.layers))
 
@@ -157,11 +159,11 @@ class RecurrentState:
         return RecurrentState(tuple(tuple(emptied(each) for each in layer) for layer in self.layers))
 
     def filled_with_noise(self) -> RecurrentState:
-        """Return the state as it is: it always has its greatest size."""
+        """Return the state itself, which always has its maximal size."""
         return self
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return everything as named tensors."""
+        """Return the state as named tensors, lanes first."""
         return {
             f"layers.{number}.{place}": each.contiguous()
             for number, layer in enumerate(self.layers)
@@ -194,7 +196,7 @@ class LSTMLayer(nn.Module):
                 return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
         before = (state[0][None], state[1][None])
         if self.training and self.weight_drop > 0:
-            # By name: others may have put weights in the place of the parameters (`torch.func.functional_call`).
+            # Look weights up by name: `torch.func.functional_call` may have replaced the parameters.
             weights = [cast(Tensor, getattr(self.lstm, name)) for name in self.lstm._flat_weights_names]
             weights[1] = F.dropout(weights[1], self.weight_drop)  # weight_hh, after weight_ih
             outputs, hidden, cell = torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, True)
@@ -211,26 +213,27 @@ class QRNNLayer(nn.Module):
     """A quasi-recurrent layer with fo-pooling (Bradbury et al. 2016, Section 2).
 
     Z, F, O = tanh, sigmoid, sigmoid of a convolution over x_{t-K+1}, ..., x_t; c_t = f_t c_{t-1} + (1 - f_t) z_t;
-    h_t = o_t c_t. Everything but c_t is computed for all tokens at once, and c_t by a parallel scan.
+    h_t = o_t c_t. A parallel scan computes c_t; all other values are computed for all tokens at once.
     """
 
     def __init__(self, n_in: int, n_unit: int, kernel_size: int, weight_drop: float, zoneout: float):
         super().__init__()
         self.kernel_size, self.weight_drop, self.zoneout = kernel_size, weight_drop, zoneout
-        self.convolution = nn.Linear(kernel_size * n_in, 3 * n_unit)  # of the K tokens side by side, oldest first
+        self.convolution = nn.Linear(kernel_size * n_in, 3 * n_unit)  # inputs: K tokens side by side, oldest first
         self.fan = kernel_size * n_in
         self.recurrence: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_recurrence
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
-        """Compile everything but the recurrence: a trace would unroll its positions, a graph for every length.
+        """Compile the layer except for its recurrence, which a trace would unroll into one graph per segment length.
 
-        It is taken out here, not where it is defined, because that imports PyTorch's compiler: a second at every start.
+        The recurrence is excluded here and not by a decorator, which would import PyTorch's compiler at every start of
+        the program (1 s).
         """
-        self.recurrence = torch.compiler.disable(linear_recurrence)  # pyright: ignore (its decorators' type)
+        self.recurrence = torch.compiler.disable(linear_recurrence)  # pyright: ignore (type of the decorator)
         super().compile(*arguments, **settings)
 
     def empty(self, batch_size: int, like: Tensor) -> LayerState:
-        """Return zeros: c [B,H], and as many inputs as the convolution looks back, [B,K-1,I]."""
+        """Return zeros: c [B,H], and the K-1 inputs before the first token, [B,K-1,I]."""
         n_in, n_unit = self.convolution.in_features // self.kernel_size, self.convolution.out_features // 3
         return like.new_zeros(batch_size, n_unit), like.new_zeros(batch_size, self.kernel_size - 1, n_in)
 
@@ -248,8 +251,8 @@ class QRNNLayer(nn.Module):
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).
             forget = torch.where(torch.rand_like(forget) < self.zoneout, 1.0, forget)
         cells = self.recurrence(forget, (1 - forget) * torch.tanh(candidate), cell.to(forget.dtype))
-        # Copies: views would keep the whole segment's tensors as long as the state lives. Contiguous, even of no
-        # inputs: a compiled layer is compiled anew for other strides, and a view's depend on the segment's length.
+        # Clone, since views would keep the tensors of the whole segment alive with the state. Make the clone contiguous
+        # even if it is empty: strides of a view depend on the segment length, and new strides recompile the layer.
         last = read[:, read.shape[1] - self.kernel_size + 1 :]
         outputs = (torch.sigmoid(output) * cells).to(inputs.dtype)
         return outputs, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
@@ -260,23 +263,23 @@ class QRNNLayer(nn.Module):
 
 
 class RecurrentModel(FamilyModel[RecurrentState]):
-    """The language model. Its state has a constant size, and its numbers never depend on how a stream is cut.
+    """The recurrent language model. Its state has a constant size, and results do not depend on where segments are cut.
 
-    It has no positions of memory: `mem_len` is always 0, although the state goes on from segment to segment. A context
-    of exactly c tokens is c tokens read from an empty state (`txl.losses_at_context`). No gradient flows from a segment
-    into the one before it.
+    The state is passed on from segment to segment, but has no positions: `mem_len` is always 0. To predict with exactly
+    c tokens of context, the model reads c tokens from an empty state (`txl.losses_at_context`). No gradient flows from
+    a segment to the one before it.
     """
 
     config_class = RecurrentConfig
-    config: RecurrentConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
+    config: RecurrentConfig  # pyright: ignore[reportIncompatibleVariableOverride] (never assigned)
     attention_name = "no"
     regularises_dropped = True
 
     def __init__(self, config: RecurrentConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
-        # A QRNN's segments have random lengths as a rule, and its first, inner and last layers different shapes, each
-        # with gradients and without: graphs for the first length beside those for all others would be more than PyTorch
-        # keeps of one function, 8, and whatever comes after them runs eagerly.
+        # A QRNN usually has random segment lengths, and its first, inner and last layers have different shapes, each
+        # with and without gradients. Separate graphs for the first length and for all other lengths would exceed the 8
+        # graphs that PyTorch keeps of one function; layers beyond that limit would run eagerly.
         self.compiles_any_length = True if config.kind == "qrnn" else None
         widths = config.widths
         self.layers = nn.ModuleList(
@@ -289,20 +292,21 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         self._finish(widths[-1])
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """See `FamilyModel.layer_matrices`: one matrix for each gate, and for each token of a convolution."""
+        """Implement `FamilyModel.layer_matrices`: one matrix per gate, and per token of a convolution."""
         if self.config.kind == "lstm":
             names = ("lstm.weight_ih_l0", "lstm.weight_hh_l0")
             return {f"layers.{layer}.{name}": (4, 1) for layer in range(len(self.layers)) for name in names}
         return {f"layers.{layer}.convolution.weight": (3, size) for layer, size in enumerate(self.config.kernels)}
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the bytes that the layers take while they train.
+        """Return the memory, in bytes, that the layers need in training.
 
-        With B lanes of one micro-batch, I features that enter a layer, P its weights and f = 4 bytes:
+        With B lanes of one micro-batch, I inputs of a layer, P its number of weights and f = 4 bytes:
 
-        - lstm, as PyTorch's on a CPU: f*B*T*5*H, the output and four gates; scratch f*(9*B*T*H + 2*P) of the widest;
-        - qrnn: f*B*T*4*H, and the windows f*B*T*K*I where K > 1; scratch f*(4*B*T*H + P) of the widest;
-        - between layers f*B*T*H for each tensor that dropout keeps, and with dropped weights 2*f of those.
+        - lstm, as in PyTorch on a CPU: f*B*T*5*H, the output and four gates; scratch f*(9*B*T*H + 2*P) of the widest
+          layer;
+        - qrnn: f*B*T*4*H, and the windows f*B*T*K*I if K > 1; scratch f*(4*B*T*H + P) of the widest layer;
+        - f*B*T*H for each tensor that a dropout between layers keeps, and 2*f for each weight under `weight_drop`.
         """
         config, is_lstm = self.config, self.config.kind == "lstm"
         widths = config.widths
@@ -325,10 +329,10 @@ class RecurrentModel(FamilyModel[RecurrentState]):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw the first weights: PyTorch's for layers and a mixture of softmaxes, the rest as for every model.
+        """Draw the initial weights: as in PyTorch for layers and a mixture of softmaxes, else as for every model.
 
-        An LSTM's are uniform within 1/sqrt(units), a convolution's and a mixture's within 1/sqrt(features that it
-        reads), as in Yang et al.'s code. The tail clusters of an adaptive softmax begin at 0, as in awd-lstm-lm.
+        Weights of an LSTM are uniform within 1/sqrt(units); weights of a convolution or mixture are uniform within
+        1/sqrt(inputs), as in Yang et al.'s code. Weights of tail clusters start at 0, as in awd-lstm-lm.
         """
         super().init_weights()
         uniform: list[tuple[nn.Module, int]] = [(layer, layer.fan) for layer in self._recurrent_layers()]
@@ -345,12 +349,12 @@ class RecurrentModel(FamilyModel[RecurrentState]):
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> RecurrentState:
         """Return zeros for `batch_size` lanes."""
-        # Not the parameter itself: one that is sharded would make sharded zeros.
+        # Do not create zeros from the parameter itself: they would be sharded if the parameter is.
         like = torch.empty(0, dtype=self.softmax.bias.dtype, device=self.softmax.bias.device)
         return RecurrentState(tuple(layer.empty(batch_size, like) for layer in self._recurrent_layers()))
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> RecurrentState:
-        """Return the state that `RecurrentState.to_tensors` described."""
+        """Return the state from the tensors of `RecurrentState.to_tensors`."""
         return RecurrentState(
             tuple((tensors[f"layers.{number}.0"], tensors[f"layers.{number}.1"]) for number in range(len(self.layers)))
         )
@@ -367,7 +371,7 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         return hidden, RecurrentState(tuple(after)).detach()
 
     def _check(self, state: RecurrentState) -> None:
-        """Refuse another model's state."""
+        """Raise `UserError` for a state of another model."""
         if isinstance(state, RecurrentState) and len(state.layers) == len(self.layers):
             expected = self.init_state(1).layers
             shapes = [[each.shape[1:] for each in layer] for layer in state.layers]

@@ -1,8 +1,8 @@
-"""A view of a model for evaluation, and a record of its modules that tells whether they have changed.
+"""A view of a model for evaluation, and a record of a model's modules that detects changes.
 
-Nothing here changes a model. Evaluation, generation and analysis read through `evaluation_view`, so that a model may
-train, or be read by others, at the same time. Code that computes in the place of modules (cached keys and values,
-compiled steps, the decode engine) keeps a `Structure` and checks that it still holds.
+Nothing here changes a model. Evaluation, generation and analysis use a model through `evaluation_view`, so that the
+model can be trained or used elsewhere at the same time. Code that replaces calls of modules (cached keys and values,
+compiled steps, the decode engine) keeps a `Structure` and checks that this record still holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _version, _training = attrgetter("_version"), itemgetter("training")
 
 
 def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT:
-    """Return the model in evaluation mode, the model itself unchanged.
+    """Return a view of the model in evaluation mode; the model itself does not change.
 
-    The view is a second tree of modules with `training` false throughout. Parameters, buffers and hooks are the
-    model's own, so a view takes no memory and sees every step of an optimiser; attributes set on it are its own. Layers
-    that `torch.compile` compiled for training run eagerly in it.
+    The view is a second tree of modules with `training` false throughout. It shares parameters, buffers and hooks with
+    the model, so it needs no memory for them and follows every update of the weights. Attributes set on the view do not
+    affect the model. Layers that `torch.compile` compiled for training run eagerly in the view.
 
     Args:
         model: any module, in any mode.
-        dtype: convert parameters and buffers of floating point, which then are the view's own; None: do not.
+        dtype: dtype of the view's floating-point parameters and buffers, which are then converted copies; None: they
+            are shared with the model.
     """
     views: dict[int, nn.Module] = {}
     converted: dict[int, Tensor] = {}
@@ -49,7 +50,7 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
         view = views[id(module)] = object.__new__(type(module))
         own, given = vars(view), vars(module)
         own.update(given, training=False)
-        own.pop("_compiled_call_impl", None)  # bound to the module, and to its mode
+        own.pop("_compiled_call_impl", None)  # bound to the original module and its mode
         own["_modules"] = {name: None if child is None else viewed(child) for name, child in module._modules.items()}
         for name, value in given.items():
             if type(value) is MethodType and value.__self__ is module:
@@ -63,17 +64,17 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
 
 
 class Structure:
-    """A model's modules, parameters, buffers and hooks as they are now.
+    """Record of a model's modules, parameters, buffers and hooks at the time of construction.
 
     Args:
-        model: the model.
-        own: classes whose `forward` may be computed elsewhere; `nn.Module` for modules without one.
+        model: model to record.
+        own: classes whose `forward` other code may compute; `nn.Module` stands for modules without a `forward`.
     """
 
     def __init__(self, model: nn.Module, own: frozenset[type] = frozenset()):
         self.model = model
         self.outsider: str | None = None
-        """A module that has to be called itself, because it is of another class or has forward hooks, in words."""
+        """Message about a module that must be called itself: its class is not in `own`, or it has a forward hook."""
         self._vars: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         owners: list[dict[str, Any]] = []
@@ -101,7 +102,7 @@ class Structure:
                     names += owner
                     if kind != "_modules":
                         tensors |= {id(each): each for each in owner.values() if each is not None}
-            # What a module does may also be replaced for it alone: `module.forward = ...`.
+            # A method may also be replaced on a single module: `module.forward = ...`.
             replaceable = [name for name in ("forward", "attend") if name == "forward" or name in given]
             owners += repeat(given, len(replaceable))
             names += replaceable
@@ -111,21 +112,22 @@ class Structure:
                 elif _any_listens(*hooks):
                     self.outsider = f"{_named(model, module)} has a forward hook"
         self._owners, self._names = owners, names
-        self._values = [*map(dict.get, owners, names)]  # kept, so that no other object gets their ids
+        self._values = [*map(dict.get, owners, names)]  # kept alive, so that no new object gets one of these ids
         self._ids = [*map(id, self._values)]
         self._counts = [*map(len, self._hooks)]
         self._tensors = [*tensors.values()]
-        # An inference tensor has no version, and nothing but inference mode can change it.
+        # An inference tensor has no version, and only inference mode can change it.
         self._counted = [each for each in self._tensors if not each.is_inference()]
         self._addresses, self._versions = self._now()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # elsewhere, and in a copy, it says nothing
+        return type(None), ()  # a pickle or a copy of the record would be meaningless, so it becomes None
 
     def holds(self, hooks: bool = True) -> bool:
-        """Say if all modules, parameters and buffers are the same objects with the same values; the hooks too.
+        """Return whether all modules, parameters and buffers are still the same objects with the same values.
 
-        A change through `parameter.data`, which PyTorch does not count, is not seen.
+        With `hooks`, the forward hooks must be unchanged too. A change through `parameter.data` is not detected,
+        because PyTorch does not count it as a new version.
         """
         return (
             [*map(id, map(dict.get, self._owners, self._names))] == self._ids
@@ -134,11 +136,11 @@ class Structure:
         )
 
     def evaluates(self) -> bool:
-        """Say if every module is in evaluation mode."""
+        """Return whether every module is in evaluation mode."""
         return not any(map(_training, self._vars))
 
     def change(self) -> str:
-        """Say what no longer holds."""
+        """Return a description of the first change found since the record was made."""
         for owner, name, value in zip(self._owners, self._names, self._values, strict=True):
             if owner.get(name) is not value:
                 return f"{self._place(owner)}{name} was replaced"
@@ -158,12 +160,12 @@ class Structure:
 
 
 def _home(kind: type) -> type:
-    """Return the class that defines `forward`; sharding, which makes a subclass, does not change it."""
+    """Return the class that defines `forward`; it stays the same under sharding, which makes a subclass."""
     return next(each for each in kind.__mro__ if "forward" in vars(each))
 
 
 def _any_listens(*kinds: dict[int, Any]) -> bool:
-    """Say if a hook is a user's, not a method of PyTorch's own objects, which shard modules or count operations."""
+    """Return whether a hook is the user's, and not one of PyTorch's own, which shard modules or count operations."""
     return any(kinds) and any(
         not type(getattr(hook, "__self__", None)).__module__.startswith("torch.")
         for hook in chain(*(each.values() for each in kinds))
@@ -171,11 +173,11 @@ def _any_listens(*kinds: dict[int, Any]) -> bool:
 
 
 def _all_are_heard() -> bool:
-    """Say if a user's hook is called for every module there is."""
+    """Return whether a global hook of the user is called for every module."""
     return _any_listens(_global._global_forward_hooks, _global._global_forward_pre_hooks)
 
 
 def _named(model: nn.Module, module: nn.Module) -> str:
-    """Return a module's name and class."""
+    """Return the name and class of a module in a model."""
     name = next((name for name, each in model.named_modules() if each is module), "")
     return f"{name or 'the model'} ({type(module).__name__})"

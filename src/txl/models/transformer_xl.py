@@ -1,9 +1,9 @@
 """Transformer-XL (Dai et al. 2019, Section 3): segment-level recurrence and relative positional encoding.
 
-With `encoding` "shaw" it has the encoding of Shaw et al. (2018) as Section 3.3 describes it, which Tables 6 and 7
-compare with: terms (a) and (b) alone, and in the place of W_{k,R} R_d a learned vector for each distance, layer and
-head. As Shaw et al. clip distances (their equation 5), all above `max_distance` share one vector, so that memory may
-be longer in evaluation than it was in training.
+With `encoding` "shaw" the model uses the encoding of Shaw et al. (2018) as described in Section 3.3, the baseline of
+Tables 6 and 7: only terms (a) and (b), and a learned vector for each distance, layer and head instead of W_{k,R} R_d.
+Shaw et al. clip distances (their equation 5), so all distances above `max_distance` share one vector. Memory may
+therefore be longer in evaluation than in training.
 
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head,
 E d_model, V vocabulary, L distances.
@@ -41,7 +41,7 @@ class RelativeMultiHeadAttention(nn.Module):
     """The attention sub-layer: projections, A^rel, Masked-Softmax, output projection, residual, LayerNorm."""
 
     attend: RelativeAttention
-    """Computes attention from projections: the model's `Backend`, or an observer around it."""
+    """Function that computes attention from projections: the model's `Backend`, or an observer that wraps it."""
 
     def __init__(self, config: TransformerXLConfig, backend: Backend):
         super().__init__()
@@ -80,11 +80,11 @@ class RelativeMultiHeadAttention(nn.Module):
 
         Args:
             hidden: h^{n-1}.
-            memory: m^{n-1}; its gradient has been stopped, SG(m), but W_k and W_v learn from it.
-            r: the rows R_d, farthest distance first; with learned vectors the distances; in the factorised form what
-                takes the place of R.
+            memory: m^{n-1}, with its gradient stopped, SG(m); W_k and W_v still get gradients from it.
+            r: rows R_d, farthest distance first; with learned vectors the distances; in the factorised form the tables
+                that replace R.
             shared_biases: u and v, if all layers share them.
-            scope: which keys a query sees.
+            scope: rule of which keys a query sees.
 
         Returns:
             LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
@@ -110,12 +110,12 @@ class RelativeMultiHeadAttention(nn.Module):
         shared_biases: Biases | None,
         scope: KeyScope,
     ) -> Float[Tensor, "B T E"]:
-        """Compute `forward` without gradients and dropout, from keys, values and positions that are projected already.
+        """Compute `forward` without gradients and dropout, given the keys and values of memory and the positions.
 
         Args:
             hidden: h^{n-1}.
-            segment: holds the keys and values of memory, and is given those of this segment.
-            layer: number n of the layer, from 0.
+            segment: keys and values of memory; those of this segment are appended.
+            layer: index of the layer, from 0.
             position: W_{k,R} R.
             shared_biases, scope: as for `forward`.
         """
@@ -125,39 +125,39 @@ class RelativeMultiHeadAttention(nn.Module):
         return self.merge(hidden, self.attend(self.query(context), key, value, position, u, v, scope))
 
     def query(self, context: Float[Tensor, "B T E"]) -> Float[Tensor, "B T H D"]:
-        """Project queries; with pre-norm, `context` is normalised already."""
+        """Project queries; with pre-norm, `context` must already be normalised."""
         return self._heads(self.q_proj(context), self.q_norm)
 
     def keys_and_values(
         self, context: Float[Tensor, "B S E"]
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Project keys and values; with pre-norm, `context` is normalised already."""
+        """Project keys and values; with pre-norm, `context` must already be normalised."""
         return self._heads(self.k_proj(context), self.k_norm), self._heads(self.v_proj(context))
 
     def position(self, r: Float[Tensor, "S E"] | Int64[Tensor, " S"]) -> Float[Tensor, "S H D"]:
-        """Project R to W_{k,R} R, or look up the learned vectors of distances."""
+        """Project R to W_{k,R} R, or look up the learned vectors if `r` holds distances."""
         if self.learns_distances:
             rows = F.embedding(r.clamp(max=len(self.distances) - 1), self.distances.flatten(1))
-            if torch.is_autocast_enabled(rows.device.type):  # which leaves look-ups as they are
+            if torch.is_autocast_enabled(rows.device.type):  # autocast does not convert look-ups
                 rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         else:
             rows = self.r_proj(r)
         return self._heads(rows, self.r_norm)
 
     def biases(self, shared: Biases | None) -> Biases:
-        """Return u and v: those of all layers, or this layer's own; zeros without terms (c) and (d)."""
+        """Return u and v: the shared ones if given, else those of this layer; zeros without terms (c) and (d)."""
         if self.learns_distances:
             zeros = self.distances.new_zeros(self.n_head, self.d_head)
             return zeros, zeros
         return (self.u, self.v) if shared is None else shared
 
     def merge(self, hidden: Float[Tensor, "B T E"], attended: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T E"]:
-        """Apply what comes after attention: output projection, residual, LayerNorm."""
+        """Apply the steps after attention: output projection, residual, LayerNorm."""
         output = self.dropout(self.o_proj(attended.flatten(-2)))
         return hidden + output if self.pre_norm else self.norm(hidden + output)
 
     def _heads(self, projected: Tensor, norm: HeadNorm | None = None) -> Tensor:
-        """Divide [..., H*D] into heads [...,H,D], normalise each if there is a norm, and drop."""
+        """Split [...,H*D] into heads [...,H,D], normalise each head if there is a norm, and apply dropout."""
         heads = (self.n_head, self.d_head)
         if norm is not None:
             projected = norm(projected.unflatten(-1, heads)).flatten(-2)
@@ -165,7 +165,7 @@ class RelativeMultiHeadAttention(nn.Module):
 
 
 class TransformerXLLayer(nn.Module):
-    """Attention and feed-forward."""
+    """A layer of Transformer-XL: attention and feed-forward."""
 
     def __init__(self, config: TransformerXLConfig, backend: Backend):
         super().__init__()
@@ -192,21 +192,21 @@ class TransformerXLLayer(nn.Module):
         shared_biases: Biases | None,
         scope: KeyScope,
     ) -> Float[Tensor, "B T E"]:
-        """Compute `forward` without gradients; arguments as in `RelativeMultiHeadAttention.read`."""
+        """Compute `forward` without gradients and dropout; arguments as in `RelativeMultiHeadAttention.read`."""
         return self.feed_forward(self.attention.read(hidden, segment, layer, position, shared_biases, scope))
 
 
 class TransformerXL(FamilyModel[Memory]):
-    """The language model. Its state is a `Memory`.
+    """The Transformer-XL language model. Its state is a `Memory`.
 
     Args:
-        config: its shape.
-        vocab_size: tokens of the vocabulary.
-        device: device that it will train on, which the choice of attention depends on; None: not known yet.
+        config: model configuration.
+        vocab_size: number of tokens in the vocabulary.
+        device: device that the model will train on, on which the choice of attention depends; None: not known yet.
     """
 
     config_class = TransformerXLConfig
-    config: TransformerXLConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
+    config: TransformerXLConfig  # pyright: ignore[reportIncompatibleVariableOverride] (never assigned)
 
     def __init__(self, config: TransformerXLConfig, vocab_size: int, device: str | None = None):
         super().__init__(config, vocab_size)
@@ -223,13 +223,13 @@ class TransformerXL(FamilyModel[Memory]):
         self._finish()
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the bytes of `transformer_costs`; a window leaves less memory in use."""
+        """Return `transformer_costs`, where a window limits the positions of memory."""
         n_memory = self.config.lengths().capacity
         norm_bytes = 0
-        if self.config.qk_norm:  # of each number that goes in: PyTorch keeps it and its normalised value, in float32
+        if self.config.qk_norm:  # per input number: PyTorch keeps the number and its normalised value, in float32
             compiled = 2 if train.dtype == "bfloat16" else 4
             norm_bytes = compiled if self.attention_name == "compiled" else 2 * 4
-        whole = self.attention_name not in ("compiled", "triton")  # these keep no scores, and add u and v by themselves
+        whole = self.attention_name not in ("compiled", "triton")  # these keep no scores and neither q+u nor q+v
         return transformer_costs(
             self.config,
             train,
@@ -241,7 +241,7 @@ class TransformerXL(FamilyModel[Memory]):
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Refuse a device or a dtype that the configuration's attention cannot train with."""
+        """Raise `UserError` if the configuration's attention cannot train on a device or in a dtype."""
         assert isinstance(config, TransformerXLConfig)
         if (reason := attention_backend(config, device).refusal(config, device, dtype)) is not None:
             raise UserError(reason)
@@ -251,18 +251,18 @@ class TransformerXL(FamilyModel[Memory]):
         return Memory.empty(self.config.n_layer, batch_size, self.config.d_model, lengths, like=self.softmax.bias)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> Memory:
-        """Return the state that `Memory.to_tensors` described."""
+        """Return the state from the tensors of `Memory.to_tensors`."""
         return Memory.from_tensors(tensors)
 
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: Memory) -> tuple[Float[Tensor, "B T E"], Memory]:
         """Return h^N and the memory for the next segment; see `LanguageModel.hidden_states`.
 
-        There are three ways:
+        There are three ways to compute them:
 
-        - `_from_hidden`: keys and values of memory are projected again from its hidden states. For training, for
-          gradients, and where a module has a hook or is of another class.
-        - `read_token`: one token through all layers in the compiled library.
-        - `_from_projections`: everything else with fixed weights; keys, values and positions are projected once.
+        - `_from_hidden` projects the hidden states of memory to keys and values again. Used in training, for
+          gradients, and if a module has a hook or is of another class.
+        - `read_token` passes one token through all layers in the compiled library.
+        - `_from_projections` reads all other segments with fixed weights, and projects each key and value only once.
         """
         if (
             not isinstance(state, Memory)
@@ -278,7 +278,7 @@ class TransformerXL(FamilyModel[Memory]):
         return self._from_projections(hidden, state, held) if read is None else read
 
     def _from_hidden(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Read a segment behind the hidden states of memory, as Section 3.3 writes it: from h^0 [B,T,E]."""
+        """Compute h^N and the next memory from h^0 [B,T,E] and the hidden states of memory, as in Section 3.3."""
         r = self._relative_positions(hidden, state)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
@@ -296,11 +296,11 @@ class TransformerXL(FamilyModel[Memory]):
         state: Memory,
         objective: Objective = EVERY_TARGET,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Memory]:
-        """Return `FamilyModel.training_terms`, of one segment or of several (`Objective.lengths`).
+        """Return `FamilyModel.training_terms` of one segment or of several segments (`Objective.lengths`).
 
-        Several are truncated back-propagation through time: each segment attends to what the ones before it have left
-        in memory, and the gradient of its loss flows there, down to the first of them and no further. Each segment's
-        terms count in proportion to its targets.
+        Several segments train by truncated back-propagation through time: each segment attends to the memory that
+        earlier segments have left, and gradients flow through this memory back to the first of the segments. The terms
+        of each segment are weighted by its share of the counted targets.
         """
         if objective.lengths is None:
             return super().training_terms(tokens, targets, state, objective)
@@ -318,13 +318,13 @@ class TransformerXL(FamilyModel[Memory]):
         return torch.stack(losses).sum(), torch.stack(penalties).sum(), state.detach()
 
     def _encoded(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return R [S,E], or the distances [S] themselves where vectors are learned."""
+        """Return R [S,E], or with learned vectors the distances [S] themselves."""
         if self.config.encoding == "shaw":
             return distances
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
 
     def _relative_positions(self, hidden: Tensor, state: Memory) -> Tensor | SegmentPhases:
-        """Return R of the distances, farthest first, or what takes its place in the factorised form."""
+        """Return R for all distances, farthest first, or in the factorised form the tables that replace R."""
         n_lane, n_new, _ = hidden.shape
         if self.phase_tables is None:
             distances = distances_farthest_first(state.length + n_new, state.lengths.clamp_len, hidden.device)
@@ -332,14 +332,14 @@ class TransformerXL(FamilyModel[Memory]):
         device, dtype = hidden.device, hidden.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        # A state may have a clamp of its own.
+        # The state may have another clamp than the configuration.
         here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
         if (reason := self.backend.refusal(here, str(device), dtype)) is not None:
             raise UserError(reason)
         return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
 
     def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
-        """Read a segment behind memory whose keys and values are projected already: from h^0 [B,T,E]."""
+        """Compute h^N and the next memory from h^0 [B,T,E] and the projected keys and values of memory."""
         n_new = hidden.shape[1]
         segment = ProjectedSegment(state.hidden, held, n_new)
         shared_biases = (self.u, self.v) if self.shares_biases else None
@@ -355,7 +355,7 @@ class TransformerXL(FamilyModel[Memory]):
     ) -> tuple[Float[Tensor, "H L D"], ...]:
         """Return W_kR R of every layer for L = `n_distance` distances, farthest first; dtype and device as `like`.
 
-        Learned vectors take its place where the encoding has them.
+        With the encoding "shaw" these are the learned vectors.
         """
         distances = distances_farthest_first(n_distance, clamp_len, like.device)
         r = self._encoded(distances, like.dtype)  # not in training, so without dropout
@@ -363,9 +363,10 @@ class TransformerXL(FamilyModel[Memory]):
         return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
 
     def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
-        """Return the state's projections if the current weights made them, else project memory again.
+        """Return the state's projections if the current weights computed them, else project memory again.
 
-        None where the model has hooks or modules of others (`frozen_structure`): then every module has to be called.
+        Return None in training mode, or if the model has hooks or modules of other classes (`frozen_structure`): then
+        all modules must be called.
         """
         held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -384,7 +385,7 @@ class TransformerXL(FamilyModel[Memory]):
             held = Projections(structure, autocast, keys, values, ())
         n_key, n_known = state.length + n_new, held.positions[0].shape[1] if held.positions else 0
         if n_known < n_key:
-            # Not at once for all of a memory that may never fill: twice as many as before.
+            # Double the number of distances: memory may never fill, so its capacity is not computed at once.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
             held = dataclasses.replace(
                 held, positions=self.position_projections(n_distance, state.lengths.clamp_len, hidden)
@@ -396,13 +397,13 @@ _OWN = frozenset(
     {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
     | {Dropout, HeadNorm, Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
 )
-"""Classes whose `forward` cached projections and compiled steps stand in for."""
+"""Classes whose `forward` is replaced by cached projections and compiled steps."""
 
 
 def frozen_structure(model: TransformerXL) -> Structure:
-    """Record the model's modules, weights and hooks as they are now.
+    """Return a record of the model's current modules, weights and hooks.
 
-    Every way to compute that does not call all modules obeys one rule: it is taken only where the record names no
-    `outsider`, a module of another class or one with forward hooks, and only as long as the record holds.
+    Code that computes without calling all modules must follow one rule: it may do so only if the record names no
+    `outsider` (a module of another class or with forward hooks), and only as long as the record holds.
     """
     return Structure(model, _OWN)

@@ -1,16 +1,16 @@
-"""The vanilla Transformer that the paper compares with: every segment on its own, absolute positions.
+"""The vanilla Transformer that the paper compares with: segments are independent, positions are absolute.
 
-Al-Rfou et al. (2018) add a learned vector for each position at the input of every layer; Vaswani et al. (2017) add
-sinusoids to the embedding alone. Al-Rfou et al. predict all positions of a training segment and, when they test, only
-the last one of a window that slides by one (`txl.evaluate_sliding`). There a position's context is never cut short, at
-the price of recomputing everything.
+Al-Rfou et al. (2018) add a learned vector for each position to the input of every layer; Vaswani et al. (2017) add
+sinusoids only to the embedding. Al-Rfou et al. train on all positions of a segment. In evaluation they predict only the
+last position of a window that slides by one token (`txl.evaluate_sliding`). Every prediction then has a full context,
+but the whole window is recomputed for each token.
 
-Their auxiliary losses ("Auxiliary Losses") are options, off by default as in the paper's own baselines. Of the three
-kinds, that of intermediate positions is `train.loss full`, every position's own loss. The others need classifiers that
-serve in training alone, each a logistic regression over the vocabulary:
+Auxiliary losses (Al-Rfou et al., "Auxiliary Losses") are options, off by default as in the paper's own baselines. There
+are three kinds. The losses of intermediate positions are `train.loss full`: the loss of every position. The other two
+need classifiers, used only in training, each a logistic regression over the vocabulary:
 
-- intermediate layers: layer l < n predicts as well, until l/(2n) of training is done,
-- multiple targets: each layer that predicts also predicts the token k + 1 places on (k = 1 ...), with a weight of 0.5.
+- intermediate layers: layer l < n also predicts, for the first l/(2n) of training,
+- multiple targets: each predicting layer also predicts the token k + 1 places ahead (k = 1 ...), with a weight of 0.5.
 
 Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model, V vocabulary.
 """
@@ -37,22 +37,22 @@ from txl.native.training_attention import why_not_training
 
 
 def layer_counts(layer: int, n_layer: int, progress: float) -> bool:
-    """Say if layer `layer` of 1 ... n still has a loss when `progress` of training, 0 to 1, is done.
+    """Return whether layer `layer` of 1 ... n has a loss at `progress`, the fraction of training done, 0 to 1.
 
-    An intermediate layer's loss ends after l/(2n); none is left after half of the training.
+    The loss of an intermediate layer l ends after l/(2n) of training; all have ended after half of the training.
     """
     return layer == n_layer or progress < layer / (2 * n_layer)
 
 
 class AuxiliaryHeads(nn.Module):
-    """The classifiers of the auxiliary losses."""
+    """Classifiers of the auxiliary losses, one for each layer and target."""
 
     def __init__(self, config: VanillaConfig, vocab_size: int):
         super().__init__()
         self.n_layer, self.weight = config.n_layer, config.extra_target_weight
         heads = {}
         for layer in range(1 if config.layer_losses else config.n_layer, config.n_layer + 1):
-            # The last layer's first target is the model's own.
+            # The model's own softmax predicts the last layer's first target.
             for ahead in range(2 if layer == config.n_layer else 1, config.n_target + 1):
                 heads[f"{layer}_{ahead}"] = Linear(config.d_model, vocab_size)
         self.heads = nn.ModuleDict(heads)
@@ -66,13 +66,13 @@ class AuxiliaryHeads(nn.Module):
     ) -> Float[Tensor, ""]:
         """Return the sum over layers l and targets k of w_k times the mean loss, in nats.
 
-        w_1 is 1 and the other w_k are `extra_target_weight`. Targets behind the segment's end are left out of the mean.
+        w_1 is 1 and the other w_k are `extra_target_weight`. Targets after the segment's end do not enter the mean.
 
         Args:
             hidden: output of each layer, lowest first.
             targets: the next token of each position.
             objective: positions that count, and the progress of training.
-            dropout: of hidden states before a classifier.
+            dropout: dropout applied to hidden states before a classifier.
         """
         n_position = targets.shape[1]
         first = n_position - objective.counted(n_position)
@@ -80,7 +80,7 @@ class AuxiliaryHeads(nn.Module):
         for name, head in self.heads.items():
             assert isinstance(head, Linear)
             layer, ahead = map(int, name.split("_"))
-            end = n_position - (ahead - 1)  # position t's k-th target is the next token of position t + k - 1
+            end = n_position - (ahead - 1)  # the k-th target of position t is targets[t + k - 1]
             if end <= first or not layer_counts(layer, self.n_layer, objective.progress):
                 continue
             states = dropout(hidden[layer - 1][:, first:end]).flatten(0, 1)
@@ -93,18 +93,18 @@ class AuxiliaryHeads(nn.Module):
 
 @dataclass(frozen=True)
 class NoMemory:
-    """The state of a model that carries nothing from segment to segment: its number of lanes."""
+    """The state of a model without memory: only the number of lanes."""
 
     batch_size: int
 
     @property
     def lengths(self) -> Lengths:
-        """No memory, and no limits."""
+        """Lengths of an empty memory, without window and clamp."""
         return Lengths()
 
     @property
     def length(self) -> int:
-        """No positions."""
+        """0: the state has no positions."""
         return 0
 
     def detach(self) -> NoMemory:
@@ -112,14 +112,14 @@ class NoMemory:
         return self
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> NoMemory:
-        """Return a state of as many lanes as `lanes` has."""
+        """Return a state with as many lanes as `lanes` has indices."""
         chosen = lanes.tolist()
         if any(not -self.batch_size <= lane < self.batch_size for lane in chosen):
             raise IndexError(f"lanes {chosen} of a state with {self.batch_size}")
         return NoMemory(len(chosen))
 
     def reset(self, mask: Bool[Tensor, " B"]) -> NoMemory:
-        """Return the state as it is: there is nothing to forget."""
+        """Return the state itself: it holds nothing to reset."""
         return self
 
     def filled_with_noise(self) -> NoMemory:
@@ -127,12 +127,12 @@ class NoMemory:
         return self
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return one meaningless number a lane, which keeps the number of lanes."""
+        """Return a tensor of zeros, one for each lane, which records the number of lanes."""
         return {"lanes": torch.zeros(self.batch_size, dtype=torch.uint8)}
 
 
 class CausalSelfAttention(nn.Module):
-    """Scaled dot-product attention within the segment, output projection, residual, LayerNorm."""
+    """Attention sub-layer: scaled dot-product attention in the segment, output projection, residual, LayerNorm."""
 
     def __init__(self, config: VanillaConfig):
         super().__init__()
@@ -161,7 +161,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class VanillaLayer(nn.Module):
-    """Attention and feed-forward."""
+    """A layer of the vanilla Transformer: attention and feed-forward."""
 
     def __init__(self, config: VanillaConfig):
         super().__init__()
@@ -174,15 +174,15 @@ class VanillaLayer(nn.Module):
 
 
 class VanillaTransformer(FamilyModel[NoMemory]):
-    """The language model. Its state holds nothing; each call of `nll` or `log_probs` is a segment of its own."""
+    """The vanilla Transformer language model. It has no memory: each call of `nll` or `log_probs` reads one segment."""
 
     config_class = VanillaConfig
-    config: VanillaConfig  # pyright: ignore[reportIncompatibleVariableOverride] (nobody assigns it)
+    config: VanillaConfig  # pyright: ignore[reportIncompatibleVariableOverride] (never assigned)
     attention_name = "scaled_dot_product_attention"
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Refuse the compiled attention elsewhere than on a CPU with a compiler, and in dtypes that it lacks."""
+        """Raise `UserError` if the compiled attention does not support the device, the dtype or this machine."""
         assert isinstance(config, VanillaConfig)
         if config.attention == "compiled" and (reason := why_not_training(device, dtype)):
             raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
@@ -199,21 +199,21 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         self._finish()
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the bytes of `transformer_costs`; the fused attention keeps no probabilities without `dropatt`, the
-        compiled one never."""
+        """Return `transformer_costs`; compiled attention, and fused attention without `dropatt`, keep no
+        probabilities."""
         keeps_scores = self.config.dropatt > 0 and self.attention_name != "compiled"
         return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=keeps_scores)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> NoMemory:
-        """Return a state of `batch_size` lanes, which holds nothing."""
+        """Return a state for `batch_size` lanes."""
         return NoMemory(batch_size)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> NoMemory:
-        """Return the state that `NoMemory.to_tensors` described."""
+        """Return the state from the tensors of `NoMemory.to_tensors`."""
         return NoMemory(len(tensors["lanes"]))
 
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: NoMemory) -> tuple[Float[Tensor, "B T E"], NoMemory]:
-        """Return h^N of a segment on its own; see `LanguageModel.hidden_states`."""
+        """Return h^N of one independent segment; see `LanguageModel.hidden_states`."""
         hidden = self._input(tokens, state)
         for number in range(len(self.layers)):
             hidden = self._layer(number, hidden)
@@ -226,7 +226,7 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         state: NoMemory,
         objective: Objective = EVERY_TARGET,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], NoMemory]:
-        """Return `FamilyModel.training_terms` with the auxiliary losses in the second term."""
+        """Return `FamilyModel.training_terms`, with the auxiliary losses added to the second term."""
         if not self.config.n_auxiliary:
             return super().training_terms(tokens, targets, state, objective)
         check_targets(tokens, targets)
@@ -253,7 +253,7 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         return self._embedded(tokens, state, rows)
 
     def _layer(self, number: int, hidden: Tensor) -> Tensor:
-        """Return h^{n+1} from h^n for n = `number`, [B,T,E] each; learned positions are added to what enters."""
+        """Return h^{n+1} from h^n for n = `number`, [B,T,E] each; learned positions are added to the input."""
         if self.config.encoding == "learned":
             hidden = hidden + self.positions[number, : hidden.shape[1]]
         return self.layers[number](hidden)

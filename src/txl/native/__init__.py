@@ -1,1 +1,1 @@
-"""Code for the processor at hand: compiled when it is first needed, kept in the user's cache, replaced by PyTorch's."""
+"""Code compiled for this processor at first use and kept in the user's cache; where it is missing, PyTorch is used."""

@@ -1,13 +1,14 @@
-// Attention of a segment on a CPU: relative (terms (a) to (d)), or plain where there are no positions. For gradients it
-// leaves two numbers a query beside its outputs, from which attend_backward.cpp has the weights again.
+// Attention of a segment on a CPU: relative (terms (a) to (d)), or plain if there are no positions. For gradients it
+// stores two numbers per query beside the outputs, from which attend_backward.cpp computes the weights again.
 //
-// No matrix of all scores is made. A block of keys with its values, and the positions that some queries need for it,
-// are packed once for all of these queries; for a few of them at a time the scores of the block are two products, one
-// by keys and one by distances, the second read one place further to the left for every query (Appendix B's shift).
-// They become weights where they lie, in the first cache, and each query carries the greatest score, the sum of
-// weights and the weighted sum of values from block to block. Everything but the operands of products is float32.
+// There is no matrix of all scores. A block of keys and values, and the positions that the queries of a task need for
+// it, are packed once for all of these queries. For a few queries at a time, the scores of the block are the sum of two
+// products, one by keys and one by distances; the latter is read one column further to the left for each next query
+// (Appendix B's shift). Scores become weights in place, in the L1 cache. The greatest score, the sum of weights and the
+// weighted sum of values of each query are carried from block to block. All numbers but the operands of products are
+// float32.
 //
-// What a lane is given depends on nothing but its own numbers: not on the other lanes, nor on the number of threads.
+// Results of a lane do not depend on the other lanes or on the number of threads.
 //
 // Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 
@@ -17,12 +18,12 @@
 
 namespace {
 
-constexpr int64_t KEYS = 512;     // of a block, at most
-constexpr int64_t QUERIES = 240;  // of a task, that share its packed keys
+constexpr int64_t KEYS = 512;     // largest number of keys in a block
+constexpr int64_t QUERIES = 240;  // queries of a task, which share its packed keys
 template <class S>
 constexpr int64_t FEW = sizeof(S) == 2 ? 2 * TILE : 4 * BLOCK_ROWS;  // queries whose scores exist at a time
 
-// What some queries of one head attend to, in several lanes one after the other.
+// Attention of several queries of one head, in several lanes, one lane after the other.
 template <class S>
 class Task {
   public:
@@ -59,8 +60,8 @@ class Task {
         tiles = &here;
         for (int64_t lane = 0; lane < lanes; ++lane) pack_queries(lane);
         std::fill(sums + 0, sums + lanes * rows * width, 0.0f);
-        std::fill(weights + 0, weights + FEW<S> * pairs, 0);  // rows of no query stay numbers
-        const int64_t last = memory + first_query + queries;            // behind the last key that anybody sees
+        std::fill(weights + 0, weights + FEW<S> * pairs, 0);  // so that rows without a query hold finite numbers
+        const int64_t last = memory + first_query + queries;            // one past the last key that a query sees
         int64_t first = last;
         for (int64_t lane = 0; lane < lanes; ++lane) first = min(first, first_key(lane, first_query));
         for (int64_t key = first / most * most; key < last; key += most) {
@@ -78,7 +79,7 @@ class Task {
         return (const S*)from.first + (first_lane + lane) * from.lane + row * from.row + head * from.head;
     }
 
-    // (q + u) / sqrt(D) and (q + v) / sqrt(D).
+    // Packs (q + u) / sqrt(D) and (q + v) / sqrt(D).
     void pack_queries(int64_t lane) {
         const float scale = float(1 / std::sqrt(double(a.width)));
         const auto add = [&](const float* bias, Word* to) {
@@ -97,10 +98,10 @@ class Task {
         if (a.position.first) add(a.v, by_distance + lane * rows * words);
     }
 
-    // The column of W_kR R, counted in keys, that a query needs for a key.
+    // Index of the row of W_kR R, farthest distance first, for a query and a key.
     int64_t column(int64_t query, int64_t key) const { return a.queries - 1 - query + key; }
 
-    // Positions of all these queries for a block of keys.
+    // Packs the positions that all queries of the task need for a block of keys.
     void pack_positions(int64_t key) {
         first_column = column(first_query + queries - 1, key);
         n_column = min(column(first_query, key + most), a.keys) - first_column;
@@ -116,16 +117,16 @@ class Task {
         for (int64_t t = 0; t < queries; t += FEW<S>) few(lane, t, min(t + FEW<S>, queries), first, last);
     }
 
-    // What queries [t, end) of this task see of keys [first, last).
+    // Attention of queries [t, end) of this task to keys [first, last).
     void few(int64_t lane, int64_t t, int64_t end, int64_t first, int64_t last) {
         const int64_t seen = max(first, first_key(lane, first_query + t));
         const int64_t behind = min(last, last_key(first_query + end - 1));
         if (seen >= behind) return;
-        // From here on keys are counted from the block's first; whole panels, and whole tiles of weights.
+        // From here on, keys are counted from the block's first key, in whole panels and whole tiles of weights.
         const int64_t from = (seen - first) / TWO * TWO, to = rounded_up(behind - first, TWO), n = end - t;
         multiply<S>(*tiles, by_key + (lane * rows + t) * words, words, n, keys + from * words, words * PANEL,
                     (to - from) / PANEL, words, scores + from, most, false);
-        int64_t shift = 0;  // of the last of these queries: where its distances begin
+        int64_t shift = 0;  // column at which the distances of the last query begin
         if (a.position.first) {
             const int64_t wanted = column(first_query + end - 1, first + from) - first_column;
             const int64_t panel = wanted / PANEL, panels = rounded_up(n_column, PANEL) / PANEL;
@@ -153,10 +154,10 @@ class Task {
                     sums + (lane * rows + t) * width, width, true);
     }
 
-    // Scores of keys [from, to), of which a query sees [low, high), become weights.
+    // Turns a query's scores of keys [from, to) into weights; the query sees keys [low, high).
     void weigh(int64_t query, float* row, const float* other, const float* keep, int64_t from, int64_t to, int64_t low,
                int64_t high, S* out) {
-        // Panels all of whose keys the query sees, and those of which it sees some.
+        // Panels [whole, behind) are seen entirely; the panels next to them may be seen in part.
         const int64_t whole = min(rounded_up(low, PANEL), to), behind = max(high / PANEL * PANEL, whole);
         Vec<float> top = Vec<float>{} + NOTHING;
         const auto raise = [&](Vec<float> next) { top = next > top ? next : top; };
@@ -207,13 +208,13 @@ class Task {
         }
     }
 
-    static constexpr int64_t TWO = 2 * PANEL;  // keys of a tile of weights
+    static constexpr int64_t TWO = 2 * PANEL;  // keys in a tile of weights
 
     const Attention& a;
     const int64_t head, first_lane, lanes, first_query, queries;
     const int64_t memory, width, words, rows;
-    const int64_t most;   // keys of a block
-    const int64_t pairs;  // words of them, where sums run over keys
+    const int64_t most;   // keys in a block
+    const int64_t pairs;  // words of these keys, if sums run over keys
     const int64_t distances_stride;
     int64_t first_column = 0, n_column = 0;
     const Tiles* tiles = nullptr;
@@ -229,7 +230,7 @@ class Task {
 template <class S>
 void attend(const Attention& a, int threads) {
     if (a.lanes <= 0 || a.queries <= 0) return;
-    // Lanes of a head share its positions, and queries their keys; they are parted only as far as threads need it.
+    // Lanes of a head share positions, and queries of a lane share keys; split them only as far as threads need work.
     const int64_t wanted = 2 * threads, lane_parts = min(a.lanes, max(int64_t(1), (wanted + a.heads - 1) / a.heads));
     const int64_t most = (a.queries + FEW<S> - 1) / FEW<S>, least = (a.queries + QUERIES - 1) / QUERIES;
     const int64_t query_parts = min(most, max(least, (wanted + a.heads * lane_parts - 1) / (a.heads * lane_parts)));
@@ -238,7 +239,7 @@ void attend(const Attention& a, int threads) {
     const int64_t n_lanes = (a.lanes + some_lanes - 1) / some_lanes, n_queries = (a.queries + some_queries - 1) / some_queries;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t task = 0; task < a.heads * n_lanes * n_queries; ++task) {
-        // The last queries, which see the most keys, first.
+        // Start with the last queries, which see the most keys.
         const int64_t query = (n_queries - 1 - task / (a.heads * n_lanes)) * some_queries;
         const int64_t head = task % a.heads, lane = task / a.heads % n_lanes * some_lanes;
         Task<S>(a, head, lane, min(some_lanes, a.lanes - lane), query, min(some_queries, a.queries - query)).run();
@@ -255,6 +256,6 @@ void txl_attend_float32(const Attention* a, int threads) { attend<float>(*a, thr
 void txl_attend_bfloat16(const Attention* a, int threads) {
     if constexpr (MULTIPLIES<BFloat16>) attend<BFloat16>(*a, threads);
 }
-// Whether this processor multiplies bfloat16.
+// Returns whether this processor multiplies bfloat16.
 int txl_attends_bfloat16() { return MULTIPLIES<BFloat16>; }
 }

@@ -1,19 +1,20 @@
 // Gradients of attention on a CPU: of queries, keys, values, projected positions, u and v.
 //
-// The pass forward (attend.cpp) kept its outputs and of each query the greatest score and the sum of exponentials of all
-// scores less that. Here the weights of a few queries and a block of keys are computed again from these, in a tile that
-// stays in the second cache, and become the scores' gradient where they lie:
+// The forward pass (attend.cpp) keeps its outputs, and for each query the greatest score and the sum of
+// exp(score - greatest). From these, the weights of a few queries and a block of keys are computed again, in a tile
+// that stays in the L2 cache, and are replaced in place by the gradient of the scores:
 //
-//     P = exp(score - greatest) / sum    dP = dO V^T    dS = P (keep dP - dO . O)    keep: what dropout multiplies by
+//     P = exp(score - greatest) / sum    dP = dO V^T    dS = P (keep dP - dO . O)    keep: factors of dropout
 //     dV = (keep P)^T dO    dK = dS^T (q + u)    dq = dS K + dB R    dR = dB^T (q + v)    du, dv: sums over queries
 //
-// B are the position terms by distance, before Appendix B's shift. Their tile is [queries, distances]; read with a row
-// stride that is one less it is [queries, keys], the shift. dS is written through that view, and what lies outside of it
-// is set to zero, so that the tile is dB without a copy. Scores are summed in the order of the pass forward, to the bit.
+// B are the position terms by distance, before Appendix B's shift, in a tile [queries, distances]. Read with a row
+// stride smaller by one, the tile is [queries, keys], which is the shift. dS is written through this view, and all
+// other entries of the tile are set to zero. The tile is then dB, without a copy. Scores are summed in the same order
+// as in the forward pass, so that they have the same bits.
 //
-// A task has a head and some lanes. It sums the gradient of its positions, of u and of v over its lanes in their order;
-// the sums of a head's tasks are added in theirs. How many tasks there are depends on the shape alone, so nothing
-// depends on the number of threads. Everything but the operands of products is float32.
+// A task has one head and several lanes. It sums the gradients of positions, u and v over its lanes, in their order;
+// then the sums of all tasks of a head are added, in task order. The number of tasks depends only on the shape, so
+// results do not depend on the number of threads. All numbers but the operands of products are float32.
 //
 // Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 
@@ -22,27 +23,27 @@
 #include "attention.h"
 
 struct AttentionGradients {
-    Attention of;     // as it went forward, without `out`
-    Rows out, above;  // [B,T,H,D]: what it gave, and the gradient of that
-    void *query, *key, *value;  // [B,T,H,D], [B,S,H,D] twice
-    void* position;   // [S,H,D], or null as those of `of`
-    float *u, *v;     // [H,D], or null as those of `of`
+    Attention of;     // arguments of the forward pass, without `out`
+    Rows out, above;  // [B,T,H,D]: output of the forward pass, and its gradient
+    void *query, *key, *value;  // gradients [B,T,H,D], [B,S,H,D], [B,S,H,D]
+    void* position;   // [S,H,D], or null if `of.position` is
+    float *u, *v;     // [H,D], or null if those of `of` are
 };
 
 namespace {
 
-constexpr int64_t FEW = 32;     // queries of a tile
-constexpr int64_t TASKS = 32;   // at most, about
-constexpr int64_t STEP = 32;    // keys of a tile come in these
+constexpr int64_t FEW = 32;     // queries in a tile
+constexpr int64_t TASKS = 32;   // approximate upper bound
+constexpr int64_t STEP = 32;    // the number of keys in a tile is a multiple of this
 
-// Keys of a block, at most: its keys and values in their layouts, and the sums of their gradients, share a cache.
+// Largest number of keys in a block: packed keys and values, and the sums of their gradients, must fit into a cache.
 template <class S>
 int64_t most_keys(const Attention& a) {
     const int64_t fitting = 16384 * PER_WORD<S> / a.width / STEP * STEP;
     return min(max(min(fitting, int64_t(512)), STEP), rounded_up(a.keys, STEP));
 }
 
-// Two rows of 16 floats as bfloat16: each as it lies, and as words of the neighbours in a column.
+// Writes two rows of 16 floats as bfloat16: each as a row, and both as words of adjacent numbers of a column.
 #ifdef __AVX512BF16__
 inline void write_pairs(Vec<float> even, Vec<float> odd, BFloat16* even_row, BFloat16* odd_row, Word* words) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(__m512(odd), __m512(even));
@@ -58,7 +59,7 @@ inline void write_pairs(Vec<float> even, Vec<float> odd, BFloat16* even_row, BFl
 inline void write_pairs(Vec<float>, Vec<float>, BFloat16*, BFloat16*, Word*) {}
 #endif
 
-// Rows [n,width] from columns [width,n]: 16 of them from 16 floats, some of which are wanted.
+// Writes rows [n,width] from columns [width,n], in blocks of 16 by 16; the last blocks are used in part.
 template <class S, class Row>
 void write_transposed(const float* columns, int64_t stride, int64_t n, int64_t width, const Row& row) {
     for (int64_t first = 0; first < n; first += PANEL)
@@ -77,7 +78,7 @@ void write_transposed(const float* columns, int64_t stride, int64_t n, int64_t w
         }
 }
 
-// Sums over some lanes of what lanes share: of a head's positions, columns of which the first few mean nothing, of u, of v.
+// Layout of sums over lanes: gradients of a head's positions, in columns of which the first ones are unused, u and v.
 struct Shared {
     int64_t columns, width, size;
 
@@ -86,14 +87,14 @@ struct Shared {
           width(rounded_up(a.width, PANEL)),
           size(width * stride() + 2 * width) {}
 
-    // Columns in front of the farthest distance, so that every tile begins with a panel.
+    // Columns before the farthest distance, so that every tile begins at a panel.
     static int64_t before(const Attention& a) { return FEW + rounded_up(a.queries, PANEL) - a.queries; }
-    int64_t stride() const { return columns ? columns + PANEL : 0; }  // of a row; no power of two, which caches dislike
+    int64_t stride() const { return columns ? columns + PANEL : 0; }  // of rows; no power of two: cache conflicts
     float* u(float* sums) const { return sums + width * stride(); }
     float* v(float* sums) const { return u(sums) + width; }
 };
 
-// A head and some lanes.
+// Backward pass of one head and several lanes.
 template <class S>
 class Backward {
   public:
@@ -136,13 +137,13 @@ class Backward {
           halves(sizeof(S) == 2 ? FEW / 2 * tile_stride * 5 : 0),
           key_sums(width * key_stride),
           value_sums(width * key_stride) {
-        // Words behind the last feature stay zeros.
+        // Words after the last feature stay zero.
         std::fill(by_key + 0, by_key + rows * words, 0);
         if (relative) std::fill(by_distance + 0, by_distance + rows * words, 0);
         std::fill(above + 0, above + rows * words, 0);
     }
 
-    // A head; sums over lanes go to `shared` from here on.
+    // Selects a head; sums over lanes are added to `shared` from here on.
     void begin(int64_t number, float* shared) {
         head = number;
         position_sums = shared, u_sums = distances.u(shared), v_sums = distances.v(shared);
@@ -164,7 +165,7 @@ class Backward {
         return (const S*)from.first + lane * from.lane + row * from.row + head * from.head;
     }
 
-    // W_kR R behind columns of zeros, by distance and by feature.
+    // Packs W_kR R, preceded by columns of zeros, by distance and by feature.
     void pack_positions() {
         const int64_t before = Shared::before(a), n = distances.columns;
         S* all = (S*)(padded + 0);
@@ -176,7 +177,7 @@ class Backward {
         pack(all, a.width, n, a.width, n / PER_WORD<S>, (Word*)positions);
     }
 
-    // (q + u) / sqrt(D), (q + v) / sqrt(D) and the gradient from above, by query and by feature; and dO . O.
+    // Packs (q + u) / sqrt(D), (q + v) / sqrt(D) and the gradient `above`, by query and by feature; computes dO . O.
     void pack_queries() {
         std::fill(greatest + 0, greatest + rows, 0.0f);
         std::fill(inverse + 0, inverse + rows, 0.0f);
@@ -186,8 +187,8 @@ class Backward {
         }
         Vec<float> one[FEW], other[FEW];
         for (int64_t t = 0; t < rows; t += FEW) {
-            // Feature after feature, as the products dO V^T are summed: in a row that a single weight dominates, they
-            // and their mean dO . O are almost the same, and so should be what is rounded off.
+            // Sum feature by feature, like the products dO V^T: in a row that a single weight dominates, the product
+            // and the mean dO . O are almost equal, and should have almost equal rounding errors.
             Vec<float> products[FEW / PANEL] = {};
             for (int64_t i = 0; i < width; i += PANEL) {
                 Vec<float> bias_u = {}, bias_v = {};
@@ -230,7 +231,7 @@ class Backward {
         }
     }
 
-    // Features [i, i + 16) of queries from t on; zeros where there is none.
+    // Loads features [i, i + 16) of queries from t on; zeros where there is no query or feature.
     void get(const Rows& from, int64_t t, int64_t i, Vec<float> (&values)[FEW]) const {
         const int64_t n = min(PANEL, a.width - i);
         for (int64_t r = 0; r < FEW; ++r) {
@@ -244,7 +245,7 @@ class Backward {
         }
     }
 
-    // The same as operands by query and, transposed, by feature.
+    // Writes the values that `get` loads as operands, by query and, transposed, by feature.
     void put(const Vec<float> (&values)[FEW], int64_t t, int64_t i, Word* by_query, Word* by_feature) const {
         Word* to = by_query + t * words + i / PER_WORD<S>;
         Words turned[16];
@@ -291,13 +292,13 @@ class Backward {
         write(value_sums, g.value);
     }
 
-    // What queries from t on have to do with keys [from, to) of the block that begins with `first`.
+    // Backward pass of queries from t on and keys [from, to) of the block that begins with key `first`.
     void few(const Sight& sight, int64_t t, int64_t first, int64_t from, int64_t to) {
         const int64_t n_key = to - from, n_distance = n_key + FEW;
-        // Rows of zeros where words are made of several.
+        // If a word holds two numbers, use all FEW rows; rows without a query are zeros.
         const int64_t n = sizeof(S) == 2 ? FEW : min(FEW, a.queries - t), n_word = n / PER_WORD<S>;
         const int64_t key_words = n_key / PER_WORD<S>, distance_words = n_distance / PER_WORD<S>;
-        // The last row of the tile begins with the distance of its query to the first key.
+        // Column 0 of the tile belongs to the distance from the query of its last row to the first key.
         const int64_t column = Shared::before(a) + a.queries - t - FEW + first + from;
         const int64_t stride = relative ? tile_stride - 1 : tile_stride;
         float* scores = relative ? tile + (FEW - 1) : tile + 0;
@@ -310,7 +311,7 @@ class Backward {
                     products + 0, key_stride, false);
         for (int64_t r = 0; r < n; ++r) weigh(sight, t + r, r, first + from, n_key, scores + r * stride);
 
-        // dS, dB and P as operands by query and by key.
+        // Operands dS, dB and P, by query and by key.
         const Word *scores_a = (Word*)scores, *distances_a = (Word*)(tile + 0);
         const Word *scores_b = (Word*)scores, *distances_b = (Word*)(tile + 0), *weights_b = (Word*)(products + 0);
         int64_t scores_stride = stride, a_stride = stride, a_distances = tile_stride, weights_stride = key_stride;
@@ -347,7 +348,7 @@ class Backward {
                     distances.columns / PER_WORD<S> * PANEL, width / PANEL, distance_words, query_v + t * width, width, true);
     }
 
-    // A row of scores of n keys, from the key `first` on, becomes their gradient, and its products the weights that values had.
+    // Replaces a row of scores of n keys from `first` on by their gradient, and its products by the applied weights.
     void weigh(const Sight& sight, int64_t query, int64_t r, int64_t first, int64_t n, float* row) {
         float *content = contents + r * key_stride, *other = products + r * key_stride;
         const int64_t low = min(max(sight.first(query) - first, int64_t(0)), n);
@@ -397,8 +398,8 @@ class Backward {
     int64_t head = 0, lane = 0;
     const bool relative;
     const int64_t memory, width, words, rows;
-    const int64_t feature_stride;  // words of a feature's queries; no power of two, which caches dislike
-    const int64_t most;  // keys of a block
+    const int64_t feature_stride;  // words of a feature's queries; no power of two, to avoid cache conflicts
+    const int64_t most;  // keys in a block
     const Shared distances;
     const int64_t tile_stride, key_stride;
     const float scale;
@@ -417,7 +418,7 @@ template <class S>
 void backward(const AttentionGradients& g, int threads) {
     const Attention& a = g.of;
     const int64_t parts = max(int64_t(1), min(a.lanes, TASKS / a.heads)), lanes = max(int64_t(1), (a.lanes + parts - 1) / parts);
-    const int64_t n_part = max(int64_t(1), (a.lanes + lanes - 1) / lanes);  // without lanes, gradients are zero
+    const int64_t n_part = max(int64_t(1), (a.lanes + lanes - 1) / lanes);  // without lanes, one task writes zeros
     const Shared shared(a);
     Room<float> sums(a.heads * n_part * shared.size);
 #pragma omp parallel num_threads(threads)
@@ -425,7 +426,7 @@ void backward(const AttentionGradients& g, int threads) {
         Backward<S> some(g);
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < a.heads * n_part; ++task) {
-            // Heads of the same lanes after one another: their numbers lie side by side.
+            // Consecutive tasks are heads of the same lanes, whose numbers are adjacent in memory.
             const int64_t head = task % a.heads, part = task / a.heads;
             some.begin(head, sums + (head * n_part + part) * shared.size);
             for (int64_t lane = part * lanes; lane < min((part + 1) * lanes, a.lanes); ++lane) some.run(lane);

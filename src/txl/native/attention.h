@@ -1,4 +1,4 @@
-// What attention is asked for, and what the pass forward (attend.cpp) and the one backward (attend_backward.cpp) share.
+// Arguments of attention, and code shared by the forward pass (attend.cpp) and the backward pass (attend_backward.cpp).
 
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 }  // namespace
 
-struct Rows {  // numbers [B,n,H,D] of which only the last dimension lies behind one another; strides in numbers
+struct Rows {  // numbers [B,n,H,D] with stride 1 in the last dimension; strides are counted in numbers
     const void* first;
     int64_t lane, row, head;
 };
@@ -27,17 +27,17 @@ struct Attention {
     Rows query, key, value;
     Rows position;     // W_kR R [S,H,D], farthest distance first, without lanes; or null
     const float *u, *v;  // [H,D], or null
-    const int64_t* filled;  // [B], how many of the S - T positions of memory hold something, the newest; or null: all
-    int64_t window;    // keys that a query sees, itself among them
+    const int64_t* filled;  // [B], number of filled positions of memory, which are the newest; or null: all S - T
+    int64_t window;    // keys that a query sees, its own included
     void* out;         // [B,T,H,D]
-    float* sums;       // [B,H,T,2], a query's greatest score and the sum of exponentials of all less that; or null
+    float* sums;       // [B,H,T,2], a query's greatest score and sum of exp(score - greatest); or null
     double dropout;    // probability with which a weight is dropped
-    uint64_t seed;     // of what is dropped
+    uint64_t seed;     // of dropout
 };
 
 namespace {
 
-// Room for words or floats, aligned, not set to anything.
+// Aligned, uninitialised memory for words or floats.
 template <class T>
 class Room {
   public:
@@ -52,14 +52,14 @@ class Room {
     T* first;
 };
 
-// Which keys queries of a lane see, both counted from the first of their kind.
+// Keys that the queries of a lane see; queries and keys are each counted from their first.
 struct Sight {
     int64_t memory, filled, window;
 
     Sight(const Attention& a, int64_t lane)
         : memory(a.keys - a.queries), filled(a.filled ? a.filled[lane] : memory), window(a.window) {}
 
-    // The first key that a query sees, and the one behind its last.
+    // The first key that a query sees, and the key after the last one.
     int64_t first(int64_t query) const { return max(memory - filled, memory + query + 1 - window); }
     int64_t last(int64_t query) const { return memory + query + 1; }
 };

@@ -1,6 +1,6 @@
-"""The shared library of the C++ sources here: one that the wheel brought, else compiled once, for this processor.
+"""The shared library of the C++ sources: from the wheel if it contains one, else compiled once for this processor.
 
-Where there is neither that nor a C++ compiler, one line says so, and PyTorch computes the same.
+If the wheel has no library and there is no C++ compiler, one line is logged, and PyTorch computes the same results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
 
 @contextmanager
 def compiled_code(wanted: bool) -> Iterator[None]:
-    """Choose whether the compiled library may be used on a CPU, as it is by default, within this block."""
+    """Allow or forbid the compiled library on a CPU within a `with` block; by default it is allowed."""
     token = _wanted.set(wanted)
     try:
         yield
@@ -42,17 +42,17 @@ def compiled_code(wanted: bool) -> Iterator[None]:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library; None where it cannot be had (which has been said once), or is not wanted."""
+    """Return the library; None if it is not available (which is logged once) or not wanted."""
     return _load()[0] if _wanted.get() else None
 
 
 def why_not() -> str | None:
-    """Return why there is no library; None if there is one."""
+    """Return why the library is not available; None if it is."""
     return _load()[1]
 
 
 def identity() -> dict[str, str]:
-    """Return everything that the library's numbers depend on: the library in use, "none" without one, and the
+    """Return everything that results of the library depend on: the library in use ("none" without one) and the
     processor."""
     made = library()
     return {
@@ -63,7 +63,7 @@ def identity() -> dict[str, str]:
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    # PyTorch first: a library of a wheel takes OpenMP's functions from those that PyTorch has loaded.
+    # Import PyTorch first: a library from a wheel uses the OpenMP functions that PyTorch has loaded.
     import torch  # noqa: F401
 
     brought = find_prebuilt(Path(__file__).parent, cpp_sources(), _flags())
@@ -81,12 +81,12 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _built() -> Path:
-    """Return the library's file, compiled if it is not there whole.
+    """Return the path of the library, which is compiled unless an undamaged file is in the cache.
 
-    Its name ends with the sha256 of its content, so a damaged file is noticed before it is loaded, whoever wrote it.
+    The file's name ends with the sha256 of the content, so that a damaged file is detected before it is loaded.
 
     Raises:
-        ValueError, OSError, SubprocessError: if that is not possible; the message says why.
+        ValueError, OSError, SubprocessError: if compilation is not possible; the message contains the reason.
     """
     sources, compiler = cpp_sources(), find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
@@ -97,7 +97,7 @@ def _built() -> Path:
     for found in sorted(folder.glob(f"{name}-*.so")):
         if found.name == _full_name(name, found):
             return found
-        # It stays: removed here, it might be the one that another process has compiled in its place by now.
+        # Do not remove the file: another process may have replaced it by an undamaged one by now.
         _logger.info("%s is damaged; it is compiled again", found)
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def _built() -> Path:
         with open(made, "rb") as file:
             os.fsync(file.fileno())
         whole = folder / _full_name(name, made)
-        os.replace(made, whole)  # at once, whoever else is compiling
+        os.replace(made, whole)  # atomic, as other processes may compile the same library
     _logger.info("compiled %s in %.1f s", whole, time.perf_counter() - start)
     return whole
 
@@ -118,14 +118,17 @@ def _full_name(name: str, library: Path) -> str:
 
 
 def _processor() -> str:
-    """Return what `-march=native` depends on; a home folder may be shared by machines of several kinds."""
+    """Return a description of the processor, as far as `-march=native` depends on it.
+
+    It is part of the library's name, since machines with different processors may share a home directory.
+    """
     kept = ("model name", "flags", "Features", "CPU part")
     lines = sorted({line for line in _cpuinfo() if line.startswith(kept)})
     return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"
 
 
 def _flags() -> list[str]:
-    """Return the processor's extensions, as Linux names them."""
+    """Return the flags of the processor, as listed by Linux."""
     return next((line.partition(":")[2].split() for line in _cpuinfo() if line.startswith("flags")), [])
 
 

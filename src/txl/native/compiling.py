@@ -1,4 +1,7 @@
-"""Compilation of the C++ sources into a library. `setup.py` runs this file by itself: it imports nothing of ours."""
+"""Compilation of the C++ sources into a library.
+
+`setup.py` runs this file alone, so this file must not import other modules of the package.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,19 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def compiler_flags(*processor: str) -> list[str]:
-    """Return the flags, with those for a processor.
+    """Return the compiler flags, including the given flags for a processor.
 
-    What they drop of IEEE arithmetic is the error flags alone: not-a-number stays what it is, and no sum changes its
-    order.
+    They disable only the error flags of IEEE arithmetic: NaN is preserved, and sums are not reordered.
     """
     arithmetic = ("-fno-math-errno", "-fno-trapping-math")
     return ["-std=c++17", "-O3", *processor, "-fopenmp", *arithmetic, "-shared", "-fPIC"]
 
 
 def find_compiler() -> list[str]:
-    """Return the words that call the C++ compiler: those of CXX, if it is set, else the first compiler that there is.
+    """Return the command of the C++ compiler, as a list: CXX if it is set, else the first compiler found.
 
     Raises:
-        ValueError: if there is none, or that of CXX cannot be run.
+        ValueError: if no compiler is found, or the command in CXX cannot be run.
     """
     given = os.environ.get("CXX", "").strip()
     if not given:
@@ -47,18 +49,18 @@ def find_compiler() -> list[str]:
 def compile_library(
     compiler: Sequence[str], flags: Sequence[str], sources: dict[str, str], made: Path, own_openmp: bool = True
 ) -> None:
-    """Write the library.
+    """Compile the sources and write the library.
 
     Args:
-        compiler: words that call it.
-        flags: for it (`compiler_flags`).
-        sources: texts by file name, which are laid beside the library.
-        made: the library, in a folder for these files alone.
-        own_openmp: False leaves OpenMP's functions open, for those that the process has already: PyTorch's. Where a
-            library goes to other machines, these may have no other OpenMP, or one of another name.
+        compiler: command of the compiler, as a list.
+        flags: compiler flags (`compiler_flags`).
+        sources: texts by file name, which are written beside the library.
+        made: path of the library, in a directory for these files only.
+        own_openmp: False leaves OpenMP's functions unresolved, so that the library uses the ones that PyTorch has
+            loaded. Machines that get a prebuilt library may have no other OpenMP, or one with another name.
 
     Raises:
-        ValueError, OSError, SubprocessError: if that fails; the message quotes the compiler.
+        ValueError, OSError, SubprocessError: if compilation fails; the message quotes the compiler.
     """
     for name, text in sources.items():
         made.with_name(name).write_text(text, encoding="utf-8")

@@ -1,14 +1,14 @@
-// Cross-entropy of rows of logits, and its gradient. A row is read again while it lies in a cache; nothing of its length
-// is written but the gradient.
+// Cross-entropy of rows of logits, and its gradient. A row is read twice, the second time from a cache. Of the outputs,
+// only the gradient has the length of the row.
 
 #include "panels.h"
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 15;  // logits up to which waking other threads takes longer
+constexpr int64_t ALONE = 1 << 15;  // logits up to which one thread is faster
 constexpr int64_t STRIDE = 4 * PANEL;
 
-// Of a row x[n]: max(x), and the sum of exp(x - max(x)). A sum has 64 parts, so that no part is long.
+// Returns the sum of exp(x - max(x)) for a row x[n], and max(x) in `greatest`. 64 partial sums keep each sum short.
 template <class S>
 float sum_of_exponentials(const S* x, int64_t n, float& greatest) {
     Vec<float> most[4], sums[4] = {};
@@ -30,8 +30,8 @@ float sum_of_exponentials(const S* x, int64_t n, float& greatest) {
     return sum;
 }
 
-// Of each row the loss, and what its softmax is made from: max(x), and log sum exp(x - max(x)). One number, their sum,
-// would lose what a large logit has behind the comma.
+// Computes for each row the loss, and the two numbers that determine its softmax: max(x) and log sum exp(x - max(x)).
+// Their sum alone would lose the fractional digits of large logits.
 template <class S>
 void losses(const S* logits, const int64_t* targets, int64_t rows, int64_t n, float* loss, float* sums, int threads) {
 #pragma omp parallel for num_threads(rows * n > ALONE ? threads : 1) schedule(static)
@@ -45,7 +45,7 @@ void losses(const S* logits, const int64_t* targets, int64_t rows, int64_t n, fl
     }
 }
 
-// softmax(x) - onehot(target), times the gradient of the row's loss; it may be written over the logits.
+// Writes (softmax(x) - onehot(target)) times the gradient of the row's loss; `out` may be the logits themselves.
 template <class S>
 void gradients(
     const S* logits, const int64_t* targets, const float* sums, const float* above, int64_t rows, int64_t n, S* out,

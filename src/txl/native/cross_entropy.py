@@ -1,6 +1,6 @@
-"""Cross-entropy of logits by the compiled library: no copy of them in float32, no table of log-probabilities.
+"""Cross-entropy of logits in the compiled library: no float32 copy of the logits, no table of log-probabilities.
 
-What is kept for the backward pass are the logits and two numbers a row.
+The forward pass keeps the logits and two numbers per row for the backward pass.
 
 Shapes: N rows, V classes.
 """
@@ -17,7 +17,7 @@ from txl.native.tensors import Count, call, computes
 
 
 def serves(logits: Tensor, targets: Tensor) -> bool:
-    """Return whether the library computes these losses: where it `computes`, and PyTorch would not refuse."""
+    """Return whether the library computes these losses: `computes` is true, and the targets match the logits."""
     return (
         targets.dtype == torch.int64
         and targets.device == logits.device
@@ -28,10 +28,10 @@ def serves(logits: Tensor, targets: Tensor) -> bool:
 
 
 def compiled_cross_entropy(logits: Float[Tensor, "N V"], targets: Tensor) -> Float32[Tensor, " N"] | None:
-    """Return -log softmax(logits)[target], row by row, in nats; None where the library does not serve.
+    """Return -log softmax(logits)[target], row by row, in nats; None if `serves` is false.
 
     Raises:
-        IndexError: if a target is no class.
+        IndexError: if a target is not a class.
     """
     return _losses(logits, targets)[0] if serves(logits, targets) else None
 
@@ -39,7 +39,11 @@ def compiled_cross_entropy(logits: Float[Tensor, "N V"], targets: Tensor) -> Flo
 def losses_and_sums(
     logits: Float[Tensor, "N V"], targets: Int64[Tensor, " N"]
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, "N 2"]]:
-    """Return the losses, and of each row max(x) and log sum exp(x - max(x)), where the library serves."""
+    """Return the losses, and for each row max(x) and log sum exp(x - max(x)); `serves` must be true.
+
+    Raises:
+        IndexError: if a target is not a class.
+    """
     n_row, n_class = logits.shape
     if n_row and not 0 <= int(targets.min()) <= int(targets.max()) < n_class:
         raise IndexError(f"a target is no class: {int(targets.min())} to {int(targets.max())} of {n_class} classes")
@@ -59,9 +63,10 @@ def write_gradient(
     """Write the gradient with respect to the logits.
 
     Args:
-        logits, targets, sums: what `losses_and_sums` was given, and returned.
+        logits, targets: arguments of `losses_and_sums`.
+        sums: second result of `losses_and_sums`.
         above: gradients with respect to the losses.
-        out: where to, of the logits' dtype, its rows behind one another; the logits themselves, if they lie so.
+        out: contiguous output with the dtype of the logits; contiguous logits may be overwritten.
     """
     n_row, n_class = logits.shape
     rows = Count(n_row), Count(n_class)
@@ -99,7 +104,7 @@ def _gradients(ctx, above: Tensor, _above_sums: Tensor | None) -> tuple[Tensor, 
     logits, targets, sums = ctx.saved_tensors
     if not torch.is_grad_enabled() and library() is not None:
         return _gradient(logits, targets, sums, above), None
-    # Derivatives of the gradient are asked for, or the library is no longer wanted.
+    # Second derivatives are required, or the library is not allowed in the backward pass.
     probabilities = logits.softmax(-1, dtype=torch.float32)
     onehot = F.one_hot(targets, logits.shape[1])
     return ((probabilities - onehot) * above[:, None]).to(logits.dtype), None

@@ -1,11 +1,11 @@
 // One token of every stream through the layers of Transformer-XL on a CPU, and products of a few rows with a matrix.
 //
-// Such a step is bound by reading weights, keys and values once. So each of them is read in the order in which it lies
-// in memory, by all threads, and everything else stays in their caches: one parallel region for all layers, the
-// activations and all sums in float32 (float64 for a float64 model) whatever the weights are stored in.
+// Such a step is bound by reading weights, keys and values once. All threads read them in memory order, and all other
+// data stays in the caches of the threads. One parallel region covers all layers. Activations and sums are float32
+// (float64 for a float64 model), whatever the dtype of the weights.
 //
-// Nothing a stream is given depends on the other streams, on their number or on the number of threads: each sum has one
-// order.
+// Results of a stream do not depend on the other streams, their number or the number of threads, as each sum has a
+// fixed order.
 //
 // Shapes: B lanes (streams), H heads, D width of a head, E d_model, F d_inner.
 
@@ -23,13 +23,13 @@ using std::max;
 using std::min;
 
 constexpr int64_t MOST_D = 512;  // width of a head
-constexpr int64_t CHUNK = 256;  // keys that one task attends to
-constexpr int64_t AHEAD = 16;   // rows of a matrix that are asked for before they are needed
+constexpr int64_t CHUNK = 256;  // keys of one task of attention
+constexpr int64_t AHEAD = 16;   // rows of a matrix to prefetch
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// 64 bytes of a matrix at once. Of bfloat16 these are 32 numbers, of which the even ones become float32 by a shift and
-// the odd ones by a mask: the vectors they meet are arranged in the same way.
+// A block is 64 bytes of a matrix, read at once. A block of bfloat16 has 32 numbers; a shift converts the even ones to
+// float32, a mask the odd ones. The vectors that multiply the block are arranged in the same way.
 template <class S>
 constexpr int BLOCK = 64 / sizeof(S);
 
@@ -48,8 +48,8 @@ inline void multiply_add(Vec<float>& sum, const BFloat16* matrix, const Vec<floa
     sum += values * x[1];
 }
 
-// Vectors [lanes,n] that rows of a matrix are multiplied by, in blocks. Where n is no multiple of a block's size the
-// last block overlaps the one before, and holds zeros there.
+// Vectors [lanes,n] that multiply the rows of a matrix, in blocks. If n is not a multiple of a block's size, the last
+// block overlaps the previous one, and is zero in the overlap.
 template <class S, class T>
 struct Rows {
     static constexpr int STEP = BLOCK<S>, VECTORS = STEP / LANES<T>;
@@ -70,7 +70,7 @@ struct Rows {
     const Vec<T>* of(int64_t lane) const { return arranged.data() + lane * blocks * VECTORS; }
 };
 
-// Adds R rows of a matrix times C of the vectors; to `sums`, or to `rest` where a row is shorter than a block.
+// Adds R rows of a matrix times C of the vectors to `sums`, or to `rest` if a row is shorter than a block.
 template <class S, class T, int R, int C>
 inline __attribute__((always_inline)) void products(const S* matrix, const Rows<S, T>& rows, int64_t lane,
                                                     Vec<T> (&sums)[R][C], T (&rest)[R][C]) {
@@ -90,8 +90,8 @@ inline __attribute__((always_inline)) void products(const S* matrix, const Rows<
     }
 }
 
-// R rows of a matrix times C of the vectors; with `other`, also R rows of that one times the next vector, added.
-// By itself, so that the compiler has all sums in registers.
+// R rows of a matrix times C of the vectors; if `other` is given, plus R rows of that matrix times the next vector.
+// Not inlined, so that the compiler keeps all sums in registers.
 template <class S, class T, int R, int C>
 __attribute__((noinline)) void dots(const S* matrix, const S* other, const Rows<S, T>& rows, int64_t lane,
                                     T (&out)[R][C]) {
@@ -121,7 +121,7 @@ void few_rows(const S* matrix, const Rows<S, T>& rows, int64_t row, const Use& u
     for (; lane < rows.lanes; ++lane) few_lanes<S, T, R, 1>(matrix, rows, row, lane, use);
 }
 
-// Rows [first, end) of a matrix times all vectors; `use(row, lane, value)` takes them.
+// Rows [first, end) of a matrix times all vectors; calls `use(row, lane, value)` with each product.
 template <class S, class T, class Use>
 void multiply(const S* matrix, int64_t first, int64_t end, const Rows<S, T>& rows, const Use& use) {
     int64_t row = first;
@@ -131,12 +131,12 @@ void multiply(const S* matrix, int64_t first, int64_t end, const Rows<S, T>& row
 
 // ---------------------------------------------------------------------------------------------------------- threads
 
-// Tasks of one phase, which end before the next phase begins. Nobody waits for a thread that is not at work: on a busy
-// machine one that sleeps leaves its share to the others, and skips what was done meanwhile.
+// Tasks of one phase, all of which end before the next phase begins. Threads wait only for tasks in progress: on a busy
+// machine, other threads take the tasks of a thread that is not running, which later skips the finished phases.
 struct alignas(64) Phase {
     std::atomic<int64_t> next{0}, done{0};
 
-    // `prepare()` is called by each thread that finds a task, and its result handed to `task(result, number)`.
+    // Each thread that gets a task calls `prepare()` once, and passes the result to `task(result, number)`.
     template <class Prepare, class Task>
     void share(int64_t n, const Prepare& prepare, const Task& task) {
         int64_t number = next.fetch_add(1, std::memory_order_relaxed);
@@ -158,7 +158,7 @@ struct alignas(64) Phase {
     }
 };
 
-// Rows that one task multiplies: few enough for all threads to have some, many enough to be read at full speed.
+// Number of rows in a task: small enough to give all threads tasks, large enough to read rows at full speed.
 template <class S>
 int64_t rows_of_task(int64_t n_out, int64_t n_in, int threads) {
     const int64_t fast = (32 << 10) / (n_in * int64_t(sizeof(S))), fair = n_out / (4 * threads);
@@ -181,14 +181,14 @@ void multiply(Phase& phase, int threads, std::initializer_list<const void*> matr
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------- what the caller fills in
+// ------------------------------------------------------------------------------------------ arguments from the caller
 
-struct Layer {  // weights as torch.nn.Linear has them, [out, in]
+struct Layer {  // weights in the layout of torch.nn.Linear, [out, in]
     const void *query, *key, *value, *output, *inner, *inner_bias, *outer, *outer_bias;
     const void *attention_norm, *attention_norm_bias, *norm, *norm_bias, *u, *v;
 };
 
-struct Gains {  // [D], of a layer's queries and keys
+struct Gains {  // [D], gains of the norms of a layer's queries and keys
     const void *query, *key;
 };
 
@@ -196,20 +196,20 @@ struct Model {
     int64_t n_layer, d_model, n_head, d_head, d_inner, pre_norm;
     double epsilon;
     const Layer* layers;
-    const Gains* gains;  // null where heads are not normalised
+    const Gains* gains;  // null if heads are not normalised
 };
 
 struct Cache {  // of one layer; strides in elements
-    void *keys, *values;  // [H,B,size,D] with any strides of heads and lanes
-    void* hidden;         // [B,size,E] with any stride of lanes, or null
+    void *keys, *values;  // [H,B,size,D], with any strides of heads and lanes
+    void* hidden;         // [B,size,E], with any stride of lanes, or null
     const void* position;  // W_kR R [H,n_distance,D], farthest distance first
 };
 
 struct Places {
-    int64_t head_stride, lane_stride, hidden_stride, size, n_distance, clamp;  // clamp: the largest distance told apart
-    const int64_t* lanes;  // [B], which lane of the cache
-    const int64_t* at;     // [B], where this token's key goes; older ones lie before it, behind the end once it is met
-    const int64_t* seen;   // [B], keys this token sees, itself among them
+    int64_t head_stride, lane_stride, hidden_stride, size, n_distance, clamp;  // clamp: larger distances count as it
+    const int64_t* lanes;  // [B], lanes of the cache
+    const int64_t* at;     // [B], index of this token's key in the ring; older keys precede it, wrapping around
+    const int64_t* seen;   // [B], number of keys that this token sees, its own included
 };
 
 namespace {
@@ -244,7 +244,7 @@ class Step {
   private:
     static constexpr int64_t PHASES = 10;
 
-    // `hidden` [B,E], h^{n-1}, becomes h^n.
+    // Replaces `hidden` [B,E], h^{n-1}, by h^n.
     void one_layer(const Layer& layer, const Gains* gains, const Cache& cache, Phase* phase) {
         const T* entered = m.pre_norm ? normal.data() : hidden;
         phase++->share(lanes, [&](int64_t lane) {
@@ -290,14 +290,14 @@ class Step {
         return (S*)buffer + head * p.head_stride + p.lanes[lane] * p.lane_stride;
     }
 
-    // Where a lane's new key or value goes.
+    // Address of a lane's new key or value.
     S* place(void* buffer, int64_t lane, int64_t head) const { return of(buffer, lane, head) + p.at[lane] * m.d_head; }
 
     // LayerNorm of a lane of `hidden`.
     void normalise(int64_t lane, const void* weight, const void* bias, T* to) const {
         const int64_t n = m.d_model;
         const T* x = hidden + lane * n;
-        double mean = 0, square = 0;  // of a thousand numbers: float64 costs nothing here
+        double mean = 0, square = 0;  // float64 costs little for a thousand numbers
         for (int64_t i = 0; i < n; ++i) mean += x[i];
         mean /= n;
         for (int64_t i = 0; i < n; ++i) square += (x[i] - mean) * (x[i] - mean);
@@ -314,7 +314,7 @@ class Step {
         for (int64_t i = 0; i < m.d_head; ++i) x[i] *= scale * read((const S*)gain + i);
     }
 
-    // The query's attention: chunks of keys by themselves, counted from the newest key, then together.
+    // Attention of the query: first for each chunk of keys, counted from the newest key, then joined.
     void attend(const Layer& layer, const Cache& cache, Phase*& phase) {
         const int64_t part = m.d_head + 2;
         phase++->share(lanes * m.n_head * chunks, [&](int64_t task) {
@@ -342,12 +342,12 @@ class Step {
         for (int64_t i = 0; i < m.d_head; ++i) out[i] /= weight;
     }
 
-    // The keys at distances [nearest, nearest + CHUNK): their greatest score, the sum of exp(score - greatest), and the
-    // sum of the values so weighted.
+    // For the keys at distances [nearest, nearest + CHUNK), writes to `out` the greatest score, the sum of the weights
+    // exp(score - greatest), and the weighted sum of the values.
     void attend_to_chunk(const Layer& layer, const Cache& cache, int64_t lane, int64_t head, int64_t nearest, T* out) {
         const int64_t d = m.d_head, n = min(CHUNK, p.seen[lane] - nearest), farthest = nearest + n - 1;
         const S *keys = of(cache.keys, lane, head), *values = of(cache.values, lane, head);
-        const S* position = (const S*)cache.position + (head + 1) * p.n_distance * d - d;  // of distance 0
+        const S* position = (const S*)cache.position + (head + 1) * p.n_distance * d - d;  // row of distance 0
         alignas(64) T scores[CHUNK], both[2 * MOST_D];
         const T scale = T(1 / std::sqrt(double(d)));
         const T* q = query.data() + lane * width + head * d;
@@ -356,7 +356,7 @@ class Step {
             both[d + i] = (q[i] + read((const S*)layer.v + head * d + i)) * scale;
         }
         const Rows<S, T> queries(both, 2, d);  // q + u for keys, q + v for positions
-        T beyond = 0;                          // the position term at all distances from the clamp on
+        T beyond = 0;                          // position term for all distances >= clamp
         if (farthest >= p.clamp)
             few_rows<S, T, 1>(position - p.clamp * d, Rows<S, T>(both + d, 1, d), 0,
                               [&](int64_t, int64_t, T value) { beyond = value; });
@@ -385,7 +385,7 @@ class Step {
         weighted(values, scores + before_end, n - before_end, out + 2);
     }
 
-    // Scores of R keys that lie behind one another, and so do their positions, if they are not all beyond the clamp.
+    // Scores of R consecutive keys with consecutive positions; `position` is null if all are at or beyond the clamp.
     template <int R>
     static void scores_of(const S* key, const S* position, const Rows<S, T>& queries, T beyond, T* out) {
         T both[R][1];
@@ -439,7 +439,7 @@ void product(const void* weight, const void* bias, int64_t n_out, int64_t n_in, 
     });
 }
 
-// The same with the matrix as its transpose [I,O]: some columns of it a task.
+// `product` with the transposed matrix [I,O]; each task computes several columns.
 template <class S, class T>
 void transposed_product(const void* weight, const void* bias, int64_t n_out, int64_t n_in, const T* x, int64_t lanes,
                         T* out, int threads) {
@@ -467,11 +467,11 @@ void transposed_product(const void* weight, const void* bias, int64_t n_out, int
 }  // namespace
 
 // -------------------------------------------------------------------------------------------------------- entry points
-// Sums are float32 for float32 and bfloat16 weights, float64 for float64.
+// Sums are float32 for float32 and bfloat16 weights, float64 for float64 weights.
 
 extern "C" {
 
-// Streams through all layers: `hidden` [B,E], h^0 in, h^N out. Writes each layer's key, value and entry to the cache.
+// Passes streams through all layers: turns `hidden` [B,E] from h^0 into h^N, writes keys, values and inputs to caches.
 void txl_step_float32(const Model* m, const Cache* c, const Places* p, int64_t lanes, float* hidden, int threads) {
     Step<float, float>(*m, c, *p, lanes, hidden, threads).run();
 }

@@ -1,11 +1,11 @@
-// Dropout of whole tensors. Nothing is kept for the backward pass but the seed: gradients go through the same function.
+// Dropout of whole tensors. Only the seed is kept: the backward pass applies the same function to the gradients.
 
 #include "dropout.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 32 * Dropout::GROUP;  // numbers of a row; their factors fit into the first cache
-constexpr int64_t ALONE = 8 * BLOCK;            // numbers up to which waking other threads takes longer
+constexpr int64_t BLOCK = 32 * Dropout::GROUP;  // numbers in a row; their factors fit into the L1 cache
+constexpr int64_t ALONE = 8 * BLOCK;            // numbers up to which one thread is faster
 
 template <class S>
 void drop(const S* from, S* to, int64_t n, double rate, uint64_t seed, int threads) {

@@ -1,5 +1,5 @@
-// What dropout multiplies numbers by: 1/(1-p) for each that is kept, 0 for each that is dropped. It is drawn from a seed
-// and the number's place alone, so that any pass over the numbers, in any order, draws the same.
+// Factors of dropout: 1/(1-p) for a kept number, 0 for a dropped one. A factor depends only on the seed and the index
+// of the number, so that any pass over the numbers, in any order, draws the same factors.
 
 #pragma once
 
@@ -10,20 +10,20 @@
 
 namespace {
 
-// Philox4x32 with 7 rounds, which pass BigCrush (Salmon et al. 2011). Its counter is (group of places, row, head, lane),
-// its key the seed. The four words of 16 neighbouring counters belong to 64 neighbouring places of a row, 16 for each
-// word. A row of attention weights is a query's; its places are keys.
+// Philox4x32 with 7 rounds, which passes BigCrush (Salmon et al. 2011). The counter is (group of places, row, head,
+// lane) and the key is the seed. A place is an index within a row. The four words of 16 consecutive counters belong to
+// 64 consecutive places of a row, 16 for each word. For attention weights a row is a query, and a place is a key.
 class Dropout {
   public:
     static constexpr int64_t GROUP = 4 * PANEL;  // places
 
-    // A number is dropped with probability `rate`.
+    // Drops a number with probability `rate`.
     Dropout(double rate, uint64_t seed)
         : seed(seed),
           threshold(uint32_t(std::min(std::round(rate * 4294967296.0), 4294967295.0))),
           kept(float(1 / (1 - rate))) {}
 
-    // Of places [from, to) of a row, `from` at a group's beginning; whole groups are written.
+    // Writes the factors of places [from, to) of a row, in whole groups; `from` must be the first place of a group.
     void draw(int64_t lane, int64_t head, int64_t row, int64_t from, int64_t to, float* factors) const {
         constexpr int ROUNDS = 7;
         const Words next = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -48,7 +48,7 @@ class Dropout {
     }
 
   private:
-    // Both halves of 64 bits of each product.
+    // Computes the low and the high 32 bits of each product.
     static void product(Words a, uint32_t b, Words& low, Words& high) {
         using Wide = Vector<uint64_t, 8>::type;
         constexpr uint64_t LOW = 0xffffffffu;

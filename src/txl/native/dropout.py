@@ -1,8 +1,7 @@
-"""Dropout by the compiled library: on all cores, and with nothing kept for the backward pass but a seed.
+"""Dropout in the compiled library: on all cores, and with only a seed kept for the backward pass.
 
-What is dropped is drawn from the seed and each number's place (Philox); the seed comes from PyTorch's generator. On
-processors that are not Intel's, PyTorch's own dropout draws one number after another on one core; everywhere it keeps a
-mask of the input's size.
+The mask is drawn from the seed and the index of each number (Philox); PyTorch's generator draws the seed. PyTorch's own
+dropout keeps a mask of the input's size. On processors not made by Intel it also draws all numbers on one core.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ def compiled_dropout(values: Tensor, rate: float) -> Tensor:
     """Set numbers to 0 with probability `rate`, and multiply the others by 1/(1-rate).
 
     Args:
-        values: float32 or bfloat16, on a CPU.
-        rate: at least 0, below 1.
+        values: numbers in float32 or bfloat16, on a CPU.
+        rate: probability of a drop, at least 0 and below 1.
 
     Returns:
-        Numbers of the same shape and dtype; gradients go through them, of any order.
+        Numbers of the shape and dtype of `values`, with derivatives of any order.
 
     Raises:
-        KeyError: for another dtype.
-        RuntimeError: if there is no library. `why_not_training` says both beforehand.
+        KeyError: for any other dtype.
+        RuntimeError: if the library is not available. `why_not_training` detects both errors beforehand.
     """
     return _dropout(values, torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"), rate)
 
 
 @torch.library.custom_op("txl::dropout", mutates_args=(), device_types="cpu")
 def _dropout(values: Tensor, seed: Tensor, rate: float) -> Tensor:
-    """Drop what a seed says; the same of a gradient as of what it is the gradient of."""
+    """Drop numbers by a seed; applied to a gradient, it is also the backward pass, as it drops the same numbers."""
     given = values.contiguous()
     out = torch.empty_like(given)
     numbers = Count(given.numel()), ctypes.c_double(rate), ctypes.c_uint64(int(seed))

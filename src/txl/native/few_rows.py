@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix, by the compiled library: `F.linear` in a decoding step.
+"""Products of a few rows with a matrix in the compiled library: `F.linear` in a decoding step.
 
 Shapes: N rows, I and O inputs and outputs of a linear layer.
 """
@@ -13,22 +13,22 @@ from txl.native.build import library
 from txl.native.tensors import Count, Pointer, readable
 
 MOST_ROWS = 8
-"""Rows up to which the library's products are used; for more of them PyTorch's matrix products are faster."""
+"""Largest number of rows for the library's products; for more rows PyTorch's matrix products are faster."""
 WEIGHT_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
-"""Dtypes of weights, and how the library's functions for them end."""
+"""Dtypes of weights, with the suffixes of the library's functions for them."""
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the library sums in, for weights of a dtype."""
+    """Return the dtype of the library's sums for weights of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def few_rows(
     rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
 ) -> Float[Tensor, "N O"] | None:
-    """Compute `F.linear` of a few rows in the precision of the sums.
+    """Compute `F.linear` of a few rows and return it in the dtype of the sums.
 
-    None where the library cannot do it, or PyTorch is as fast.
+    Return None if the library does not support the arguments, or PyTorch is as fast.
     """
     n_out, n_in = weight.shape
     dtype = weight.dtype

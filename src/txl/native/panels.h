@@ -1,11 +1,12 @@
-// Products of matrices one of which is packed in panels of 16 columns.
+// Products of two matrices, the second of which is packed in panels of 16 columns.
 //
-// A word is 32 bits: one float32, or two bfloat16 that are neighbours in a sum. A product is
-// C[i,n] (+)= sum over words w of A[i,w] * B[w,n], where words of bfloat16 multiply as their two pairs do, with sums in
-// float32. A panel holds the words of 16 columns of B, [words,16]; where B lies in rows, `word_stride` is a row's.
+// A word has 32 bits: one float32, or two bfloat16 that are adjacent in a sum. A product is
+// C[i,n] (+)= sum over words w of A[i,w] * B[w,n]. Two words of bfloat16 multiply as two pairs of numbers; sums are
+// float32. A panel holds the words of 16 columns of B, [words,16]; if B is stored in rows, `word_stride` is the stride
+// of its rows.
 //
-// bfloat16 needs instructions that not every processor has (`MULTIPLIES<BFloat16>` says whether); with AMX a product is
-// made of tiles of 16 rows, and it may have to be asked for (`Tiles`).
+// bfloat16 needs instructions that some processors lack (`MULTIPLIES<BFloat16>` is false for them). With AMX a product
+// consists of tiles of 16 rows; a process may have to request the use of AMX (`Tiles`).
 
 #pragma once
 
@@ -28,8 +29,8 @@ using Word = uint32_t;
 using Words = Vec<Word>;
 
 constexpr int64_t PANEL = 16;  // columns of a panel
-constexpr int64_t AHEAD = 64;  // rows, which lie too far apart for a processor to foresee, are fetched as far ahead
-constexpr int64_t TILE = 16;   // rows, and words, that products may read and write more than they are asked for
+constexpr int64_t AHEAD = 64;  // rows to prefetch, as their distance is too large for hardware prefetching
+constexpr int64_t TILE = 16;   // products may read and write rows and words up to the next multiple of this
 
 template <class S>
 constexpr int64_t PER_WORD = 4 / sizeof(S);
@@ -45,7 +46,7 @@ inline int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 
 
 // ---------------------------------------------------------------------------------------------------------- packing
 
-// The numbers [n] of a row as words, up to 16 of them, zeros behind.
+// Numbers [n] of a row as words, at most 16, followed by zeros.
 template <class S>
 Words words_of(const S* row, int64_t n) {
     Words words = {};
@@ -60,7 +61,8 @@ Words words_of(const S* row, int64_t n) {
 #define TXL_SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
 #endif
 
-// In three rounds: words of quarters that are neighbours, pairs of words, quarters. These are instructions of AVX-512.
+// Transposes in three rounds: adjacent words of quarters, pairs of words, quarters. Each shuffle is one AVX-512
+// instruction.
 inline void transpose(Words (&rows)[16]) {
     Words next[16];
     UNROLLED for (int i = 0; i < 16; i += 2) {
@@ -86,7 +88,7 @@ inline void transpose(Words (&rows)[16]) {
     }
 }
 
-// Panels of the transpose of rows [n,width]: each row a column, the last panel filled up with zeros.
+// Packs the transpose of rows [n,width] into panels: each row becomes a column; zeros fill the last panel.
 template <class S>
 void pack_transposed(const S* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
     for (int64_t first = 0; first < n; first += PANEL, panels += words * PANEL)
@@ -111,7 +113,7 @@ void pack_transposed(const S* rows, int64_t stride, int64_t n, int64_t width, in
         }
 }
 
-// Panels of rows [n,width] as they are, with zeros behind: sums run over rows.
+// Packs rows [n,width] into panels without transposing, followed by zeros; products then sum over rows.
 inline void pack(const float* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
     for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
         for (int64_t row = 0; row < words; ++row) {
@@ -136,7 +138,7 @@ inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width,
         }
 }
 
-// 16 numbers, rounded.
+// Writes 16 numbers, rounded to the type of `to`.
 inline void write(float* to, Vec<float> values) { store(to, values); }
 inline void write(BFloat16* to, Vec<float> values) {
 #ifdef __AVX512BF16__
@@ -164,7 +166,7 @@ inline __attribute__((always_inline)) void multiply_words(Vec<float>& sum, Word 
     }
 }
 
-// R rows times P panels. By itself, so that the compiler has all sums in registers.
+// R rows times P panels. Not inlined, so that the compiler keeps all sums in registers.
 template <class S, int R, int P>
 __attribute__((noinline)) void multiply_block(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
                                               int64_t words, float* c, int64_t c_stride, bool add,
@@ -189,7 +191,7 @@ constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 4;  // 24 of the 32 registers hold 
 constexpr int BLOCK_ROWS = 4, BLOCK_PANELS = 1;
 #endif
 
-// All rows, R of them at a time and then the rest, times P panels.
+// All rows times P panels: R rows at a time, then the remaining rows.
 template <class S, int P, int R = BLOCK_ROWS>
 void multiply_rows(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride, int64_t words,
                    float* c, int64_t c_stride, bool add, int64_t word_stride) {
@@ -203,7 +205,7 @@ void multiply_rows(const Word* a, int64_t a_stride, int64_t rows, const Word* pa
                                        c + row * c_stride, c_stride, add, word_stride);
 }
 
-// All rows times all panels, P of these at a time, which stay in the first cache meanwhile, and then the rest.
+// All rows times all panels: P panels at a time, which stay in the L1 cache, then the remaining panels.
 template <class S, int P = BLOCK_PANELS>
 void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* panels, int64_t panel_stride,
                   int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add, int64_t word_stride) {
@@ -218,7 +220,7 @@ void multiply_all(const Word* a, int64_t a_stride, int64_t rows, const Word* pan
 }
 
 #ifdef TXL_AMX
-// The tile registers of a thread, as long as it lives: all of 16 rows of 16 words.
+// Tile registers of a thread, configured while this object exists: each has 16 rows of 16 words.
 class Tiles {
   public:
     Tiles() : usable(asked()) {
@@ -239,7 +241,7 @@ class Tiles {
     const bool usable;
 
   private:
-    static bool asked() {  // Linux lets a process use tiles once it has asked
+    static bool asked() {  // on Linux a process must request the use of tiles
         constexpr int REQUEST = 0x1023, TILE_DATA = 18;
         static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
         return granted;
@@ -251,7 +253,7 @@ template <int R, int P>
 __attribute__((noinline)) void multiply_tiles(const Word* a, int64_t a_stride, const Word* panels, int64_t panel_stride,
                                               int64_t words, float* c, int64_t c_stride, bool add,
                                               int64_t word_stride) {
-    asm volatile("" ::: "memory");  // tiles are read behind the compiler's back
+    asm volatile("" ::: "memory");  // the compiler does not see that tiles read memory
     float *c1 = c + TILE * c_stride, *c2 = c + PANEL, *c3 = c1 + PANEL;
     if (add) {
         _tile_loadd(0, c, c_stride * 4);
@@ -302,8 +304,8 @@ struct Tiles {
 };
 #endif
 
-// C [rows,16*n_panel] = A [rows,words] times panels, added to what is there if asked. With tiles, rows and words are
-// rounded up to 16 of them: A, B and C have to have them, and what A has there in words, or B, has to be zeros.
+// C [rows,16*n_panel] = A [rows,words] times panels, or C += if `add`. With tiles, rows and words are rounded up to
+// multiples of 16: A, B and C must have memory for these, and the additional words of A, or those of B, must be zeros.
 template <class S>
 void multiply([[maybe_unused]] const Tiles& tiles, const Word* a, int64_t a_stride, int64_t rows, const Word* panels,
               int64_t panel_stride, int64_t n_panel, int64_t words, float* c, int64_t c_stride, bool add,

@@ -1,8 +1,8 @@
-"""Libraries that a wheel carries for users without a compiler, one for each kind of processor.
+"""Libraries that a wheel contains for users without a compiler, one for each kind of processor.
 
-Their functions take pointers and numbers alone (`extern "C"`), so that they belong to no version of PyTorch or Python;
-a file's name holds a hash of the sources, so that one of other sources is never loaded. `setup.py` compiles them, and
-runs this file by itself: it imports nothing of ours.
+The functions of a library take only pointers and numbers (`extern "C"`), so they do not depend on the version of
+PyTorch or Python. A file's name contains a hash of the sources, so that a library of other sources is never loaded.
+`setup.py` compiles the libraries; it runs this file alone, so this file must not import other modules of the package.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Processor(NamedTuple):
 
     name: str
     flags: tuple[str, ...]
-    """For the compiler."""
+    """Compiler flags."""
     needs: frozenset[str]
-    """Flags that Linux has to list for a processor (/proc/cpuinfo)."""
+    """Flags that Linux must list for the processor (/proc/cpuinfo)."""
 
 
 PROCESSORS = (
-    # Tiles of AMX are used where the processor has them; the library asks at run time (panels.h).
+    # AMX tiles are used if the processor has them; the library checks this at run time (panels.h).
     Processor(
         "avx512-bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
@@ -36,22 +36,22 @@ PROCESSORS = (
     Processor("avx512", ("-march=x86-64-v4",), _V4),
     Processor("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""The fastest first. Older processors, and other architectures, have none."""
+"""Kinds of processors, fastest first. Older processors and other architectures have no library."""
 
 
 def library_name(processor: Processor, sources: dict[str, str]) -> str:
-    """Return the name of the file compiled from these sources, texts by file name."""
+    """Return the file name of the library compiled from `sources`, which are texts by file name."""
     content = "\n".join([*sources.values(), *processor.flags])
     return f"txl-{hashlib.sha256(content.encode()).hexdigest()[:16]}-{processor.name}.so"
 
 
 def find_prebuilt(folder: Path, sources: dict[str, str], flags: Iterable[str]) -> Path | None:
-    """Return the fastest library for a processor in a folder; None if there is none for it.
+    """Return the path of the fastest library that a processor supports; None if there is none.
 
     Args:
-        folder: where they lie.
-        sources: what they have to be compiled from.
-        flags: of the processor.
+        folder: directory of the libraries.
+        sources: sources that the library must be compiled from, texts by file name.
+        flags: flags of the processor.
     """
     has = frozenset(flags)
     fitting = (folder / library_name(each, sources) for each in PROCESSORS if each.needs <= has)

@@ -1,4 +1,4 @@
-"""Attention without gradients by the compiled library.
+"""Attention without gradients in the compiled library.
 
 Shapes: B lanes, T queries, S keys, H heads, D width of a head.
 """
@@ -14,23 +14,23 @@ from txl.native.build import library
 from txl.native.tensors import SUFFIXES, Count, Pointer, readable
 
 FEWEST_QUERIES = 8
-"""Queries from which on packing keys for the library is faster than PyTorch's products."""
+"""Smallest number of queries for which packing keys for the library is faster than PyTorch's products."""
 
 
 class Rows(ctypes.Structure):
-    """`Rows` in attention.h: where numbers [B,n,H,D] lie."""
+    """`Rows` in attention.h: address and strides of numbers [B,n,H,D]."""
 
     _fields_ = [("first", Pointer), *((name, Count) for name in ("lane", "row", "head"))]
 
     @classmethod
     def of(cls, rows: Tensor) -> Rows:
-        """Return the strides of numbers [B,n,H,D]; for [n,H,D] the stride of lanes is not used."""
+        """Return the address and strides of numbers [B,n,H,D] or [n,H,D], which has a stride of 0 for lanes."""
         lane, row, head = (0, *rows.stride()[:-1])[-3:]
         return cls(rows.data_ptr(), lane, row, head)
 
 
 class AttentionCall(ctypes.Structure):
-    """`Attention` in attention.h."""
+    """`Attention` in attention.h: the arguments of a call."""
 
     _fields_ = [
         *((name, Count) for name in ("lanes", "queries", "keys", "heads", "width")),
@@ -54,21 +54,22 @@ def reading_attention(
     window: int | None = None,
     filled: tuple[int, ...] | None = None,
 ) -> Tensor | None:
-    """Compute what `shifted_attention` gives without gradients; plain attention, if `position`, `u` and `v` are None.
+    """Compute `shifted_attention` without gradients; plain attention if `position`, `u` and `v` are None.
 
-    No matrix of all scores is made, so it takes memory for the outputs alone.
+    There is no matrix of all scores, so memory is needed only for the outputs.
 
     Args:
-        query: [B,T,H,D].
-        key, value: [B,S,H,D], memory first; their rows may lie anywhere.
-        position: [S,H,D], farthest distance first.
-        u, v: [H,D].
-        window: keys that a query sees, itself included; None: all before it.
-        filled: positions of memory that hold something in each lane, counted from the newest; None: all.
+        query: queries [B,T,H,D].
+        key, value: keys and values [B,S,H,D], memory first, with any strides between rows.
+        position: projected positions W_kR R [S,H,D], farthest distance first.
+        u, v: global biases [H,D].
+        window: number of keys that a query sees, its own included; None: all up to its own.
+        filled: number of filled positions of memory in each lane, which are the newest; None: all.
 
     Returns:
-        [B,T,H,D]; None where the library cannot do it, or PyTorch is as fast: with gradients, on another device, in
-        another dtype, for few queries, without a C++ compiler, while `torch.compile` traces.
+        Attention outputs [B,T,H,D]. None if the library does not support the call or PyTorch is as fast: with
+        gradients, on another device, in another dtype, for few queries, without a C++ compiler, while `torch.compile`
+        traces.
     """
     n_lane, n_query, n_head, d_head = query.shape
     numbers = [query, key, value, *([] if position is None else [position])]

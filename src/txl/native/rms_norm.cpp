@@ -1,4 +1,4 @@
-// RMSNorm of rows (Zhang and Sennrich 2019) times a gain, and its gradients. Rows are short: the width of a head.
+// RMSNorm of rows (Zhang and Sennrich 2019) times a gain, and its gradients. Rows are short: D, the width of a head.
 
 #include <algorithm>
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr int64_t SOME = 256;       // rows of a task; the gradient of the gain is summed by tasks, in their order
-constexpr int64_t ALONE = 1 << 14;  // numbers up to which waking other threads takes longer
+constexpr int64_t SOME = 256;       // rows of a task; the gain's gradient is summed within tasks, then in task order
+constexpr int64_t ALONE = 1 << 14;  // numbers up to which one thread is faster
 
-// The sum of f(i) over [0,n): of vectors where i is a place of a whole one, of single numbers behind them.
+// Sum over [0,n): `vectors(i)` for each whole vector that begins at i, `numbers(i)` for each remaining number.
 template <class Vectors, class Numbers>
 float summed(int64_t n, const Vectors& vectors, const Numbers& numbers) {
     Vec<float> sums{};
@@ -21,7 +21,7 @@ float summed(int64_t n, const Vectors& vectors, const Numbers& numbers) {
     return sum;
 }
 
-// `scales` are those of the rows, 1 / sqrt(mean(x^2) + epsilon).
+// Writes the normalised rows, and the scale 1 / sqrt(mean(x^2) + epsilon) of each row to `scales`.
 template <class S>
 void normalise(const S* from, const float* gain, int64_t rows, int64_t n, double epsilon, S* to, float* scales, int threads) {
 #pragma omp parallel for num_threads(rows * n > ALONE ? threads : 1) schedule(static)
@@ -38,7 +38,7 @@ void normalise(const S* from, const float* gain, int64_t rows, int64_t n, double
     }
 }
 
-// From the gradient `above` of what came out, that of the rows and, summed over them, that of the gain.
+// From the gradient `above` of the output, computes the gradients of the rows, and of the gain, summed over rows.
 template <class S>
 void gradients(const S* from, const float* gain, const float* scales, const S* above, int64_t rows, int64_t n, S* to,
                float* gain_gradient, int threads) {

@@ -1,4 +1,4 @@
-"""RMSNorm by the compiled library: each number is read once and written once; one number a row is kept.
+"""RMSNorm in the compiled library: each number is read once and written once; one number per row is kept.
 
 Shapes: D features.
 """
@@ -18,12 +18,12 @@ from txl.native.tensors import Count, call
 def compiled_rms_norm(
     values: Float[Tensor, "*rows D"], gain: Float[Tensor, " D"], epsilon: float
 ) -> Float[Tensor, "*rows D"]:
-    """Return x / sqrt(mean(x^2) + epsilon) * gain of each row x, in the dtype of the values (Zhang and Sennrich 2019).
+    """Return x / sqrt(mean(x^2) + epsilon) * gain for each row x, in the dtype of the values (Zhang and Sennrich 2019).
 
     Args:
-        values: float32 or bfloat16 on a CPU; `computes` says whether the library serves.
-        gain: in any precision; computed with in float32.
-        epsilon: above 0.
+        values: rows in float32 or bfloat16 on a CPU; `computes` returns whether the library supports them.
+        gain: gain in any floating-point dtype, converted to float32.
+        epsilon: positive number added to the mean square.
     """
     return _normalised(values, gain.float(), epsilon)[0]
 
@@ -66,7 +66,7 @@ def _gradients(ctx, above: Tensor, _above_scales: Tensor | None) -> tuple[Tensor
     values, gain, scales = ctx.saved_tensors
     if not torch.is_grad_enabled() and library() is not None:
         return *_gradients_of(values, gain, scales, above), None
-    # Derivatives of the gradient are asked for, or the library is no longer wanted.
+    # Second derivatives are required, or the library is not allowed in the backward pass.
     wide, factors = values.float(), above.float()
     scale = (wide.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
     normal, weighted = wide * scale, factors * gain

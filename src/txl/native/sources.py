@@ -1,4 +1,4 @@
-"""The C++ sources of the compiled library. What `txl export` writes holds a copy of this file with the texts in it."""
+"""The C++ sources of the compiled library. `txl export` writes a variant of this file that contains the sources."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _NAMES = (
 
 
 def cpp_sources() -> dict[str, str]:
-    """Return texts by file name: those that are compiled, and the headers that they include."""
+    """Return the texts of all sources and headers, by file name."""
     return {name: Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _NAMES}

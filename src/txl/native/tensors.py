@@ -1,4 +1,4 @@
-"""Which tensors the compiled library computes with, and how its functions are called with them."""
+"""Checks of the tensors that the compiled library supports, and calls of its functions with tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from txl.native.build import library, why_not
 
 Pointer, Count = ctypes.c_void_p, ctypes.c_int64
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Dtypes of activations, and how the library's functions for them end."""
+"""Dtypes of activations, with the suffixes of the library's functions for them."""
 
 
 def computes(values: Tensor, *parameters: Tensor) -> bool:
-    """Return whether the library computes with these numbers, their gradients and those of the parameters too.
+    """Return whether the library computes with these values, and the gradients of the values and parameters.
 
-    It leaves to PyTorch other devices and dtypes than float32 and bfloat16 on a CPU, tensors that stand for others
-    (`torch.func`, fake ones), and what `torch.compile` traces, which makes code of its own.
+    The library supports only float32 and bfloat16 on a CPU. PyTorch computes everything else, including wrapped tensors
+    (`torch.func`, fake tensors) and code that `torch.compile` traces, for which it generates its own code.
     """
     return (
         values.device.type == "cpu"
@@ -32,10 +32,10 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Return whether these numbers lie where the library may read them, and nobody watches what is done with them.
+    """Return whether the library may read the memory of these tensors, without hiding operations from PyTorch.
 
-    False on other devices, for subclasses, for tensors that stand for others (`torch.func`, fake ones), within forward
-    derivatives, while `torch.compile` or `torch.jit.trace` looks on, and under a dispatch mode.
+    False on devices other than the CPU, for subclasses, for wrapped tensors (`torch.func`, fake tensors), within
+    forward derivatives, while `torch.compile` or `torch.jit.trace` traces, and under a dispatch mode.
     """
     return (
         not torch.compiler.is_compiling()
@@ -56,10 +56,10 @@ def _stands_for_others(tensor: Tensor) -> bool:
 def call(
     name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_double
 ) -> None:
-    """Call the library's function for numbers of a dtype, with the tensors' addresses and the number of threads.
+    """Call the library's function for a dtype, with the addresses of the tensors and the number of threads.
 
     Raises:
-        RuntimeError: if there is no library.
+        RuntimeError: if the library is not available.
     """
     found = library()
     if found is None:

@@ -1,8 +1,8 @@
-"""Attention with gradients by the compiled library: no matrix of all scores, forward or backward.
+"""Attention with gradients in the compiled library: no matrix of all scores, forward or backward.
 
-What is kept for the backward pass are the operands, the output and two numbers a query. Dropout of attention weights is
-drawn from a seed and each weight's place, so that the backward pass draws it again; the seed comes from PyTorch's
-generator. Results are the same to the last bit with any number of threads.
+The forward pass keeps the operands, the output and two numbers per query for the backward pass. Dropout of an attention
+weight is drawn from a seed and the weight's index, so that the backward pass can draw it again; PyTorch's generator
+draws the seed. Results are the same to the last bit with any number of threads.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 """
@@ -20,7 +20,7 @@ from txl.native.tensors import SUFFIXES, Pointer
 
 
 class _Gradients(ctypes.Structure):
-    """`AttentionGradients` in attend_backward.cpp."""
+    """`AttentionGradients` in attend_backward.cpp: the arguments of a call."""
 
     _fields_ = [
         ("of", AttentionCall),
@@ -45,26 +45,26 @@ def training_attention(
     """Compute relative attention (terms (a) to (d)), or plain causal attention if `position`, `u` and `v` are None.
 
     Args:
-        query: [B,T,H,D], float32 or bfloat16 on a CPU.
-        key, value: [B,S,H,D], memory first, dtype of the query.
-        position: [S,H,D], farthest distance first: row S-1-d belongs to distance d.
-        u, v: [H,D].
-        window: keys a query sees, itself included; None: no limit.
-        filled: int64 [B], how many of the S - T positions of memory hold something, the newest; None: all.
+        query: queries [B,T,H,D], float32 or bfloat16 on a CPU.
+        key, value: keys and values [B,S,H,D], memory first, dtype of the query.
+        position: projected positions W_kR R [S,H,D], farthest distance first: row S-1-d belongs to distance d.
+        u, v: global biases [H,D].
+        window: number of keys that a query sees, its own included; None: no limit.
+        filled: int64 [B], number of filled positions among the S - T of memory, which are the newest; None: all.
         dropout: probability with which an attention weight is dropped.
 
     Returns:
-        [B,T,H,D]. Its gradient can be taken once (no second derivatives).
+        Attention outputs [B,T,H,D]. There are no second derivatives.
 
     Raises:
-        RuntimeError: if there is no library; `why_not_training` says so beforehand.
+        RuntimeError: if the library is not available; `why_not_training` detects this beforehand.
     """
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     return _attend(query, key, value, position, u, v, filled, seed, window, dropout)[0]
 
 
 def why_not_training(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Return why `training_attention` cannot serve, as what follows its name; None if it can."""
+    """Return why `training_attention` cannot be used, as a phrase that follows its name; None if it can."""
     if torch.device(device).type != "cpu":
         return f"cannot train on {device}, only on cpu"
     if dtype not in SUFFIXES:
@@ -86,7 +86,7 @@ def _attend(
     window: int | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [B,T,H,D] and of each query its greatest score and the sum of exponentials, [B,H,T,2]."""
+    """Return outputs [B,T,H,D], and for each query its greatest score and the sum of exponentials, [B,H,T,2]."""
     dtype = _computed_in(query.dtype)
     operands = _Operands(query, key, value, position, u, v, filled, seed, window, dropout, dtype)
     n_lane, n_query, n_head, _ = query.shape
@@ -113,7 +113,7 @@ def _attend_backward(
     window: int | None,
     dropout: float,
 ) -> list[Tensor]:
-    """Return gradients of query, key and value, and of position, u and v if there are any."""
+    """Return the gradients of query, key and value, and of position, u and v if these are given."""
     dtype = _computed_in(query.dtype)
     operands = _Operands(query, key, value, position, u, v, filled, seed, window, dropout, dtype)
     above, out = _dense(above, dtype), _dense(out, dtype)
@@ -126,7 +126,7 @@ def _attend_backward(
 
 
 class _Operands:
-    """The tensors that attention reads, in the dtype that it computes in, kept alive while the library reads them."""
+    """Operands of attention in the dtype of the computation, kept alive while the library reads them."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Operands:
         self.dropout, self.seed = dropout, 0 if seed is None else int(seed)
 
     def call(self, sums: Tensor, out: Tensor | None) -> AttentionCall:
-        """Return the operands as the library wants them."""
+        """Return the arguments for the library: addresses and strides of the operands."""
         query, key = self.rows[:2]
         assert query is not None
         assert key is not None
@@ -168,14 +168,14 @@ class _Operands:
 
 
 def _dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with neighbours in the last dimension lying behind one another."""
+    """Return the tensor in a dtype, with stride 1 in the last dimension."""
     rows = rows.to(dtype)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the library multiplies in: float32 for bfloat16 where the processor does not multiply
-    that."""
+    """Return the dtype of the library's products: float32 instead of bfloat16 if the processor cannot multiply
+    bfloat16."""
     if dtype == torch.bfloat16 and not _library().txl_attends_bfloat16():
         return torch.float32
     return dtype

@@ -1,5 +1,5 @@
-// Numbers and vectors of 64 bytes. Only extensions that GCC and Clang share are used, so that any processor will do: the
-// compiler makes of them what it has.
+// Numbers and vectors of 64 bytes. Only vector extensions common to GCC and Clang are used, which the compiler
+// translates for any processor.
 
 #pragma once
 
@@ -60,7 +60,7 @@ inline float read(const BFloat16* from) {
 
 inline void write(float* to, float value) { *to = value; }
 inline void write(double* to, double value) { *to = value; }
-inline void write(BFloat16* to, float value) {  // to the nearest, ties to even
+inline void write(BFloat16* to, float value) {  // rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     to->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -78,10 +78,10 @@ T total(typename Vector<T, L>::type values) {
     }
 }
 
-// exp(x) for x <= 0, to rounding; 0 for what would be below the least normal number.
+// exp(x) for x <= 0, up to rounding; 0 where the result would be below the smallest normal number.
 inline Vec<float> exponential(Vec<float> x) {
     const auto vanishes = x < -87.0f;
-    const auto within = vanishes ? Vec<float>{} : x;  // not-a-number is not less than anything, and stays
+    const auto within = vanishes ? Vec<float>{} : x;  // NaN compares false, and is preserved
     const auto power = __builtin_convertvector(within * 1.44269504f - 0.5f, Vector<int32_t, 16>::type);
     const auto whole = __builtin_convertvector(power, Vec<float>);
     const auto r = (within - whole * 0.693359375f) + whole * 2.12194440e-4f;
