@@ -113,7 +113,14 @@ def test_the_code_beside_the_weights_compiles_what_this_package_compiles():
     assert "txl_step_" in cpp_sources()["decode.cpp"]
 
 
-TEXTS = ["", "the mill", "The river rose\nin the night. ", "\n\n  a\tb ", "— “é” \x00 ü", "the\x1cmill\x1fthe\x85night.\u2028the"]
+TEXTS = [
+    "",
+    "the mill",
+    "The river rose\nin the night. ",
+    "\n\n  a\tb ",
+    "— “é” \x00 ü",
+    "the\x1cmill\x1fthe\x85night.\u2028the",
+]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_without_a_compiler_one_line_says_so_and_pytorch_computes(monkeypatch, t
     finally:
         build._load.cache_clear()
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "PyTorch computes everything, without compiled code"
+        "compiled code is not available, PyTorch is used instead"
     ]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 

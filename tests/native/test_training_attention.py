@@ -282,7 +282,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     assert attention_backend(model).name == "compiled"  # which reads everywhere
     fastest = TransformerXLConfig(attention="fastest")
     assert attention_backend(fastest, "cpu").name == "shifted"
-    note = "model.attention fastest (compiled) needs the library that is compiled for this processor (no C"
+    note = "model.attention fastest (compiled) needs the compiled library (no C"
     assert (attention_note(fastest, "cpu") or "").startswith(note)
     assert attention_note(fastest, "cuda:0") is None  # where shifted is the fastest
     assert library() is None

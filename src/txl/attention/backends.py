@@ -216,7 +216,7 @@ BACKENDS = {
         ),
         Backend(
             "triton",
-            "a tile of queries and keys at a time in kernels of our own for NVIDIA GPUs, no matrix of all scores",
+            "Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores",
             triton_attention,
             train_reads_on="cuda",
             compiled_step=True,

@@ -159,15 +159,15 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
             UserError: for tokens that do not fit the state, a state of another model, or a model whose losses do not
                 follow from its hidden states alone (a continuous cache).
         """
-        self._lacks("hidden states that its losses follow from")
+        self._lacks("final hidden states to compute losses from")
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Return the negative log-likelihood of each target, in nats, computed from h^N."""
-        self._lacks("hidden states that its losses follow from")
+        self._lacks("final hidden states to compute losses from")
 
     def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
         """Return log-probabilities of the next token, computed from h^N."""
-        self._lacks("hidden states that its losses follow from")
+        self._lacks("final hidden states to compute losses from")
 
     def nll_at(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT, temperature: float

@@ -108,7 +108,7 @@ class Structure:
             names += replaceable
             if self.outsider is None:
                 if "forward" in given or not knows(type(module)):
-                    self.outsider = f"{_named(model, module)} is not of the model's own modules"
+                    self.outsider = f"{_named(model, module)} is not a class of this model's modules"
                 elif _any_listens(*hooks):
                     self.outsider = f"{_named(model, module)} has a forward hook"
         self._owners, self._names = owners, names
@@ -145,7 +145,7 @@ class Structure:
             if owner.get(name) is not value:
                 return f"{self._place(owner)}{name} was replaced"
         if self._now() != (self._addresses, self._versions):
-            return "values of parameters are others"
+            return "parameter values have changed"
         return "a forward hook was added or removed"
 
     def _now(self) -> tuple[list[int], list[int]]:

@@ -115,7 +115,7 @@ class NoMemory:
         """Return a state with as many lanes as `lanes` has indices."""
         chosen = lanes.tolist()
         if any(not -self.batch_size <= lane < self.batch_size for lane in chosen):
-            raise IndexError(f"lanes {chosen} of a state with {self.batch_size}")
+            raise IndexError(f"lanes are {chosen}, but the state has {self.batch_size}")
         return NoMemory(len(chosen))
 
     def reset(self, mask: Bool[Tensor, " B"]) -> NoMemory:

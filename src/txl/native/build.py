@@ -76,7 +76,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return ctypes.CDLL(str(_built())), None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        _logger.warning("PyTorch computes everything, without compiled code: %s", reason)
+        _logger.warning("compiled code is not available, PyTorch is used instead: %s", reason)
         return None, reason
 
 

@@ -46,7 +46,7 @@ def losses_and_sums(
     """
     n_row, n_class = logits.shape
     if n_row and not 0 <= int(targets.min()) <= int(targets.max()) < n_class:
-        raise IndexError(f"a target is no class: {int(targets.min())} to {int(targets.max())} of {n_class} classes")
+        raise IndexError(f"targets are {int(targets.min())} to {int(targets.max())}; expected 0 to {n_class - 1}")
     losses = torch.empty(n_row, dtype=torch.float32, device="cpu")
     sums = torch.empty(n_row, 2, dtype=torch.float32, device="cpu")
     call("txl_cross_entropy", logits.dtype, _dense(logits), _dense(targets), Count(n_row), Count(n_class), losses, sums)

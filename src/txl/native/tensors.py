@@ -63,6 +63,6 @@ def call(
     """
     found = library()
     if found is None:
-        raise RuntimeError(f"{name} needs the library that is compiled for this processor ({why_not()})")
+        raise RuntimeError(f"{name} needs the compiled library ({why_not()})")
     addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
     getattr(found, f"{name}_{SUFFIXES[dtype]}")(*addresses, torch.get_num_threads())

@@ -70,7 +70,7 @@ def why_not_training(device: torch.device | str, dtype: torch.dtype) -> str | No
     if dtype not in SUFFIXES:
         return f"cannot train in {dtype}; set train.dtype to float32"
     reason = why_not()
-    return reason and f"needs the library that is compiled for this processor ({reason})"
+    return reason and f"needs the compiled library ({reason})"
 
 
 @torch.library.custom_op("txl::attention", mutates_args=(), device_types="cpu")
@@ -184,7 +184,7 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 def _library() -> ctypes.CDLL:
     found = library()
     if found is None:
-        raise RuntimeError(f"compiled attention needs the library that is compiled for this processor ({why_not()})")
+        raise RuntimeError(f"compiled attention needs the compiled library ({why_not()})")
     return found
 
 
