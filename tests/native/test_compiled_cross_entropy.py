@@ -115,7 +115,7 @@ def test_no_row_is_no_loss():
 
 @pytest.mark.parametrize("target", [-1, -100, 7])
 def test_a_target_that_is_no_class_is_refused(target):
-    with pytest.raises(IndexError, match="no class"):
+    with pytest.raises(IndexError, match="targets are .*expected 0 to"):
         compiled_cross_entropy(torch.zeros(2, 7), torch.tensor([0, target]))
 
 
