@@ -299,9 +299,8 @@ class Memory:
         n_lane, n_position, _ = hidden[0].shape
         filled = tensors["filled"].tolist()
         if any(each.shape != hidden[0].shape for each in hidden) or len(filled) != n_lane:
-            raise ValueError(
-                f"expected {n_lane} lanes, layers alike: {[list(each.shape) for each in hidden]}, {len(filled)} lanes"
-            )
+            shapes = [list(each.shape) for each in hidden]
+            raise ValueError(f"hidden states have shapes {shapes} and filled {len(filled)} lanes; expected one shape")
         if not all(0 <= count <= n_position for count in filled) or n_position > mem_len:
             raise ValueError(f"filled is {filled}, with {n_position} positions and mem_len {mem_len}")
         lengths = Lengths(mem_len, None if window < 0 else window, None if clamp_len < 0 else clamp_len)
