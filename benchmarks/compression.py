@@ -1,13 +1,15 @@
-"""Sizes, speeds and memory of `txl compress` beside general compressors, every file decoded again and compared.
+"""Compare size, speed and memory of `txl compress` with general compressors, and verify every decoded file.
 
     python -m benchmarks.compression results/compression.json TEXT[:BYTES] WAY [WAY ...]
 
-A way is ``peers`` (xz, zstd, bzip2 and 7z's PPMd, those that are installed) or the options of one `txl compress`, in
-quotes: ``"--online"``, ``"--model runs/mine --lanes 4"``. The rows are added to those that the file has; a row of the
-same text and way is replaced. CPU seconds stand beside those of the clock, which count what else the machine does.
+A way is ``peers`` (xz, zstd, bzip2 and 7z's PPMd, as far as they are installed) or the options of one `txl compress`,
+in quotes: ``"--online"``, ``"--model runs/mine --lanes 4"``. The rows are added to the rows in the file; a row of the
+same text and way is replaced. CPU seconds are recorded besides wall-clock seconds, which include other work of the
+machine.
 
-Beside a file by a trained model stand the settings in its header, what `txl eval` says of the same text with these
-settings and as many lanes, and the speed that reading all weights once a token would allow at the measured bandwidth.
+For a file coded by a trained model, the record also has the settings in the file's header, the result of `txl eval` for
+the text with these settings and as many lanes, and the speed that would result if every token cost one read of all
+weights at the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ PEERS = {
 
 
 def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
-    """Run a command, standard output into a file: seconds, seconds of CPU, and peak memory.
+    """Run a command with its standard output in a file, and return seconds, CPU seconds and peak memory.
 
-    A process inherits the peak of the one that started it, so a peak that is not well above ours is unknown: None.
+    A process inherits the peak of its parent process. A peak that is not well above that of this process is therefore
+    unknown: None.
     """
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -58,8 +61,8 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
 
 
 def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
-    """There and back by two commands in which IN, FILE and OUT stand for paths; what the first prints is kept."""
-    file, back = folder / "text.packed", folder / "back"  # 7z gives a name without a suffix one of its own
+    """Compress and decompress by two commands with IN, FILE and OUT for the paths; keep the first one's output."""
+    file, back = folder / "text.packed", folder / "back"  # 7z adds a suffix to a name without one
     file.unlink(missing_ok=True)
     names = {"IN": str(text), "FILE": str(file), "OUT": str(back)}
     there = timed([names.get(word, word) for word in pack], folder / "printed" if "FILE" in pack else file)
@@ -79,7 +82,7 @@ def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path
 
 
 def model_of(run: str) -> dict[str, Any]:
-    """Say by which model a file was coded, how that was trained, and how many bytes its weights are."""
+    """Return a description of a run's model and its training, and the number of bytes of its weights."""
     from txl.runs.directory import RunDirectory
 
     directory = RunDirectory(run)
@@ -107,9 +110,9 @@ def settings_of(file: Path) -> dict[str, Any]:
 
 
 def evaluated(text: Path, run: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Say what `txl eval` gives for a text, in as many lanes as the file has and with its settings.
+    """Return the result of `txl eval` for a text, with the lanes and settings of the compressed file.
 
-    A lane of the evaluation does not score its first token; the file has all of them.
+    The evaluation does not score the first token of a lane; the file contains all tokens.
     """
     lengths, dynamic = settings["lengths"], settings.get("dynamic")
     options = {"mem-len": lengths["mem_len"], "window": lengths["window"], "clamp-len": lengths["clamp_len"]}
@@ -138,7 +141,7 @@ def evaluated(text: Path, run: str, settings: Mapping[str, Any], folder: Path) -
 
 
 def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, Any]]:
-    """The measurements of one way."""
+    """Return the rows of one way."""
     if way == "peers":
         return [
             {"text": shown, "way": name} | measure(text, pack.split(), unpack.split(), folder)
@@ -173,7 +176,7 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
 
 
 def main(target: Path, text: str, ways: Sequence[str]) -> None:
-    """Measure, and add to the record."""
+    """Measure every way, and add its rows to the record."""
     path, _, count = text.partition(":")
     data = Path(path).read_bytes()[: int(count) if count else None]
     shown = Path(path).name + (f", first {int(count):,} bytes" if count else "")

@@ -1,9 +1,9 @@
-"""Memory of `txl compress` and `txl decompress` over a long stream: what the process held, megabyte by megabyte.
+"""Measure the memory of `txl compress` and `txl decompress` at regular intervals over a long stream.
 
     python -m benchmarks.compression_memory results/compression-memory.json MIB [MIB ...]
 
 Random letters are coded by a small recurrent model, in many lanes (which is fast) and blocks of 1 MiB, and decoded
-again; each length in a process of its own. Nothing is kept but the compressed file, on the disk.
+again. Each length runs in a separate process. Only the compressed file is stored, on disk.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SHAPE = RecurrentConfig(kind="lstm", n_layer=1, d_model=16)
 
 
 class Letters:
-    """A stream of random letters, made as it is read."""
+    """A stream of random letters, generated as it is read."""
 
     def __init__(self, size: int):
         self.left, self.digest = size, hashlib.sha256()
         self._random = np.random.default_rng(1)
 
     def read(self, count: int) -> bytes:
-        """Return as many as are asked for, or are left."""
+        """Return `count` letters, or all remaining ones if these are fewer."""
         count = min(count, self.left)
         self.left -= count
         drawn = self._random.integers(len(LETTERS), size=count, dtype=np.uint8)
@@ -48,13 +48,13 @@ class Letters:
 
 
 class Digest:
-    """Takes a stream, and keeps its digest alone."""
+    """A sink that keeps only the digest of the bytes written."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Take some of it."""
+        """Add bytes to the digest."""
         self.digest.update(data)
         return len(data)
 
@@ -63,7 +63,7 @@ class Digest:
 
 
 def measure(mib: int) -> dict[str, Any]:
-    """There and back: the peak of each way, and what was held after each of at most 16 equal parts."""
+    """Compress and decompress; return peak memory, and memory held after each of at most 16 equal parts."""
     files._LANE_OF_BLOCK = (1 << 20) // LANES  # many lanes in a small block, for speed; decoders read its size
     torch.manual_seed(0)
     vocabulary = ByteVocabulary(list(LETTERS))
@@ -91,7 +91,7 @@ def measure(mib: int) -> dict[str, Any]:
             load=lambda: model,
             progress=lambda text, _: note("decompress", text),
         )
-        peaks["decompress"] = status("VmHWM")  # of both ways, one after the other
+        peaks["decompress"] = status("VmHWM")  # peak over compress and decompress
     return {
         "text": f"{mib} MiB of random letters, 16 kinds",
         "bytes": sizes.text,
@@ -107,7 +107,7 @@ def measure(mib: int) -> dict[str, Any]:
 
 
 def main(target: Path, lengths: list[str]) -> None:
-    """Measure each length in a process of its own."""
+    """Measure each length in a separate process."""
     command = [sys.executable, "-m", "benchmarks.compression_memory"]
     rows = []
     for mib in lengths:

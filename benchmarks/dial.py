@@ -1,13 +1,13 @@
-"""Curves that the rule of `txl train --minutes` is made from: validation loss against steps, shapes, units and rates.
+"""Measure the loss curves for the rule of `txl train --minutes`, by steps, shapes, units and rates; fit and check it.
 
     python -m benchmarks.dial curves results/dial.json --texts DIR --work runs/dial
     python -m benchmarks.dial fit results/dial.json
     python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --check-texts FILE FILE
 
-Every point is a whole run of the recipe of stdlib-bpe (Muon, a rate that falls along a line), on the first bytes of a
-text. Loss against steps does not depend on the machine's load, so the runs may go on beside other work; they are kept
-in `--work`, and the same command goes on where it was stopped. `check` trains what `--minutes` chooses for texts that
-nothing was fitted to, and eight configurations made by hand, for the same time.
+Every point is a whole run of the recipe of stdlib-bpe (Muon, a linearly falling learning rate) on the first bytes of a
+text. Losses do not depend on the machine's load, so that other work may run at the same time. Runs are kept in
+`--work`, and the same command resumes after an interruption. `check` takes texts that were not used for the fit. For
+each text it trains the choice of `--minutes` and eight hand-made configurations for the same time.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from txl.training.trainer import Trainer
 
 MB, KB = 1_000_000, 1_000
 RATE, LANES_HERE = 4e-3, 16
-"""The recipe's learning rate and lanes."""
+"""Learning rate and number of lanes of the recipe."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run."""
+    """Settings of one run."""
 
     text: str
     size: int
-    """Bytes from the beginning of the text."""
+    """Number of bytes from the beginning of the text."""
     shape: str
-    """Layers x width; heads are of width 32, the feed-forward three times as wide as the model."""
+    """Layers x width; heads have width 32, and the feed-forward layer is three times as wide as the model."""
     steps: int
     vocab_size: int = 2048
-    """Byte pairs; 256: bytes."""
+    """Number of byte pairs; 256: the unit is the byte."""
     dropout: float = 0.0
     rate: float = RATE
     batch_size: int = LANES_HERE
@@ -64,7 +64,7 @@ class Point:
 
 
 def points() -> list[Point]:
-    """Return all runs, those that tell most first."""
+    """Return all runs, the most informative ones first."""
     wiki, stdlib, quixote = ("wikitext-2", 10 * MB), ("stdlib", 10 * MB), ("quixote", 2 * MB)
     shakespeare = ("shakespeare", 200 * KB)
     return [
@@ -97,7 +97,7 @@ def points() -> list[Point]:
 
 
 def text_of(point: Point, texts: Path, work: Path) -> Path:
-    """Return the file with the first bytes of a text, made where it is missing."""
+    """Return the path of a file with the first bytes of a text; a missing file is written."""
     path = work / "texts" / f"{point.text}-{point.size}.txt"
     if not path.exists():
         if point.text == "stdlib":
@@ -112,7 +112,7 @@ def text_of(point: Point, texts: Path, work: Path) -> Path:
 
 
 def configured(point: Point, text: Path) -> RunConfig:
-    """Return the configuration of a run, which is evaluated four times on the way and at its end."""
+    """Return the configuration of a run, which is evaluated after each quarter of its steps and at its end."""
     run = txl.preset("stdlib-bpe")
     layers, width = map(int, point.shape.split("x"))
     run.model = replace(
@@ -136,7 +136,7 @@ def configured(point: Point, text: Path) -> RunConfig:
 
 
 def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
-    """Train a point, or go on with its run, and return its evaluations."""
+    """Train the run of a point, or resume it, and return its evaluations."""
     out = RunDirectory(work / point.name)
     run = configured(point, text_of(point, texts, work))
     Trainer(run, out.path, device="cpu", data_dir=work / "data", quiet=True).fit()
@@ -159,11 +159,11 @@ def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
 
 
 def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats a token, with its BETA.
+    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats per token, with the BETA given there.
 
-    E + A / N**ALPHA + B / D**BETA to those without repetition, at the recipe's rate and batch; E is each text's own,
-    and not used. These runs have two lengths, which any BETA fits as well: it is assumed. PASSES makes the small text's
-    runs, each with its better dropout, fall as they did.
+    The runs without repeated text, at the recipe's rate and batch, are fitted by E + A / N**ALPHA + B / D**BETA. Each
+    text has its own E, which is not used further. BETA is assumed: these runs have two lengths, which any BETA fits
+    equally well. PASSES is fitted to the decrease of loss in the small text's runs, each with its better dropout.
     """
     usual = [row for row in curves if (row["rate"], row["batch_size"]) == (RATE, LANES_HERE)]
     plain = [row for row in usual if row["size"] == 10 * MB]
@@ -198,22 +198,22 @@ def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def last(row: dict[str, Any]) -> float:
-    """Return the loss at the end of a run, in nats a token."""
+    """Return the loss at the end of a run, in nats per token."""
     return row["evaluations"][-1]["nll"]
 
 
 def best(row: dict[str, Any]) -> float:
-    """Return the loss of a run's best checkpoint, in nats a token."""
+    """Return the lowest loss of a run's evaluations, in nats per token."""
     return min(each["nll"] for each in row["evaluations"])
 
 
 def tokens_of(row: dict[str, Any]) -> int:
-    """Return the tokens that a run was trained on, D."""
+    """Return D, the number of tokens that a run was trained on."""
     return row["steps"] * row["batch_size"] * 128
 
 
 def layer_weights(shape: str) -> int:
-    """Return the parameters of a shape's layers, N."""
+    """Return N, the number of parameters in a shape's layers."""
     layers, width = map(int, shape.split("x"))
     model = TransformerXLConfig(n_layer=layers, d_model=width, n_head=width // 32, d_head=32, d_inner=3 * width)
     return model.parameter_count(0)
@@ -232,16 +232,16 @@ HAND_MADE = {
     "4096 byte pairs": {"data.vocab_size": "4096"},
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
-"""Configurations of the recipe of stdlib-bpe that `--minutes` is compared with, each as its options."""
+"""Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared."""
 ROUNDS = 5
-"""Measurements of each configuration's step, of which the median counts."""
+"""Number of measurements of each configuration's step; the median counts."""
 
 
 def check(given: argparse.Namespace) -> dict[str, Any]:
-    """Train the choice of `--minutes` and the configurations made by hand for the same time, and score the test split.
+    """Train the choice of `--minutes` and the hand-made configurations for the same time, and score the test split.
 
-    What is chosen and the seconds of a step are measured first, which needs an idle machine; the runs that follow do
-    not depend on its load.
+    The choice and the seconds of a step are measured first, which requires an idle machine. The runs that follow do not
+    depend on the machine's load.
     """
     results = {}
     planned = {text: plans(given, text) for text in given.check_texts}
@@ -262,9 +262,9 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
-    """Return the configurations for a text, each with the steps that the minutes allow; made once and kept.
+    """Return the configurations for a text, each with the steps that fit into the minutes; they are made once and kept.
 
-    The choice is what `--minutes` makes of the text. Steps are counted anew for all, with speeds measured in turns.
+    One of them is the choice of `--minutes`. The steps of all are computed again, from speeds measured alternately.
     """
     kept = given.work / f"plans-{given.minutes:g}-{Path(text).stem}.json"
     if kept.exists():
@@ -281,9 +281,9 @@ def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
         began = time.perf_counter()
         corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
         seconds[name] = minutes.AIM * 60 * given.minutes - (time.perf_counter() - began)
-    seconds["chosen"] = 60 * (chosen.run.train.planned_minutes or given.minutes)  # its preparation and tries are off
+    seconds["chosen"] = 60 * (chosen.run.train.planned_minutes or given.minutes)  # less its preparation and tries
     speeds: dict[str, list[minutes.StepTimes]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):  # in turns, so that a machine that others use is as fast for one as for another
+    for _ in range(ROUNDS):  # alternately, so that other load on the machine affects all equally
         for name, run in runs.items():
             speeds[name].append(measured_speed(run, corpora[name], "cpu", math.inf))
     for name, run in runs.items():
@@ -300,7 +300,7 @@ def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
 
 
 def main() -> None:
-    """Measure the curves, or fit the rule to them, or check it."""
+    """Measure the curves, fit the rule to recorded curves, or check the rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curves", "fit", "check"))
     parser.add_argument("record", type=Path)

@@ -1,17 +1,17 @@
-"""The first minutes on a GPU: everything that can only be known there, the most valuable first.
+"""Measure everything that requires a GPU within a few minutes, the most valuable rows first.
 
     python -m benchmarks.gpu --minutes 9            # on a machine with an NVIDIA GPU; or: make gpu
     python -m benchmarks.gpu --rehearse             # the same rows of tiny models on a CPU; or: make gpu-rehearse
 
-In order: (1) the tests marked `gpu`; (2) training tokens a second, and the share of the dense bfloat16 rate measured in
-the same run, of enwik8-12L, wt103-base and enwik8-24L with each attention, eager, compiled and captured; (3) Hugging
-Face's model and the authors' equations in plain PyTorch; (4) decoding of 1, 32 and 256 streams beside the bandwidth's
-bound; (5) Table 9; (6) peak memory as T and M double; (7) a step by kernel. Compiled layers, which take a minute each,
-come last.
+The rows, in order: (1) the tests marked `gpu`; (2) training tokens per second of enwik8-12L, wt103-base and enwik8-24L
+with each attention, eager, compiled and captured, with the share of the dense bfloat16 rate measured in the same run;
+(3) Hugging Face's model and the authors' equations in plain PyTorch; (4) decoding of 1, 32 and 256 streams, compared
+with the bound by bandwidth; (5) Table 9; (6) peak memory as T and M double; (7) the time of a step by kernel. Rows with
+compiled layers, which take a minute each, are last.
 
-A row begins only if its estimate fits into what is left of the minutes. Each is written as soon as it is there, to
-`gpu-NAME.json` and a page beside it, `gpu-NAME.md`. A row that fails is recorded with its error, and the next one goes
-on; one that breaks the process or takes far too long has the others go on in a new one.
+A row starts only if its estimate fits into the remaining minutes. Each row is written as soon as it is measured, to
+`gpu-NAME.json` and to a page `gpu-NAME.md`. A row that fails is recorded with its error, and measurement continues with
+the next row. If a row ends the process or takes far too long, the other rows are measured in a new process.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ AIMS = {
     5: "Aim: beyond 1,874 at 3,800, the paper's.",
 }
 _PATIENCE = 3.0
-"""A row that takes so many times its estimate, and a minute, is given up."""
+"""Multiple of a row's estimated seconds, at least a minute in all, after which the row is aborted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Something to measure."""
+    """A measurement to make."""
 
     item: int
     function: str
-    """In `gpu_rows`."""
+    """Name of a function in `gpu_rows`."""
     given: Figures
     estimate: float
-    """Seconds on a GPU."""
+    """Estimated seconds on a GPU."""
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """Name of the row in messages."""
         return " ".join([self.function, *(str(each) for each in self.given.values())])
 
 
 def rows() -> list[Row]:
-    """Return everything, the most valuable first."""
+    """Return all rows, the most valuable first."""
 
     def train(seconds: float, preset: str, attention: str, mode: str, **more: bool) -> Row:
         return Row(2, "training", {"preset": preset, "attention": attention, "mode": mode, **more}, seconds)
@@ -116,12 +116,12 @@ def rows() -> list[Row]:
 
 
 class Measured:
-    """The rows so far, on disk after each of them.
+    """The rows measured so far, written to disk after each row.
 
     Args:
-        folder: where the record and its page are written.
-        name: of the device, for the files.
-        header: how and where the rows are measured.
+        folder: folder for the record and its page.
+        name: name of the device, for the file names.
+        header: description of the measurement: command, commit, hardware and software.
     """
 
     def __init__(self, folder: Path, name: str, header: Figures):
@@ -131,7 +131,7 @@ class Measured:
         self.write()
 
     def add(self, row: Row, outcome: Figures) -> None:
-        """Take in a row, say so, and write everything."""
+        """Add a row, print it, and write the record and its page."""
         self.rows.append({"item": row.item, "function": row.function, "given": row.given, **outcome})
         told = outcome.get("error", "") or summary(outcome.get("figures", {}))
         seconds = f" in {outcome['seconds']:.1f} s" if "seconds" in outcome else ""
@@ -146,7 +146,7 @@ class Measured:
 
 
 def summary(figures: Figures) -> str:
-    """Return a row's figures in one line."""
+    """Return the figures of a row as one line."""
     plain = {name: each for name, each in figures.items() if isinstance(each, (int, float))}
     return ", ".join(f"{name} {_number(each)}" for name, each in plain.items())
 
@@ -168,7 +168,7 @@ COLUMNS = {
 
 
 def page(record: Figures) -> str:
-    """Return the record as a page."""
+    """Return the record as a Markdown page."""
     hardware, software = record["hardware"], record["software"]
     lines = [f"# {hardware.get('gpu', hardware['cpu'])}", ""]
     if record["rehearsed"]:
@@ -209,7 +209,7 @@ def _table(of_one: list[Figures], columns: list[str]) -> list[str]:
 
 
 def _details(row: Figures) -> list[str]:
-    """Return what a table has no place for: errors, failed tests, the longest kernels."""
+    """Return the lines that do not fit into a table: errors, failed tests, the longest kernels."""
     name, figures = " ".join(str(each) for each in row["given"].values()), row.get("figures", {})
     lines = [f"- {row['function']} {name}: {row['error']}"] if "error" in row else []
     lines += [f"- failed: {each}" for each in figures.get("failures", [])]
@@ -220,7 +220,7 @@ def _details(row: Figures) -> list[str]:
 
 
 def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured) -> None:
-    """Measure rows in a process that may break: then the others go on in a new one."""
+    """Measure rows in a worker process; if this process fails, measure the remaining rows in a new one."""
     left = list(wanted)
     while left:
         words = [sys.executable, "-m", "benchmarks.gpu", "--worker", bench.device, *["--rehearse"][: bench.rehearsed]]
@@ -252,11 +252,11 @@ def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured
 
 
 _BROKEN = 3
-"""Exit code of a worker that has reported its last row, after which the device is of no use to it."""
+"""Exit code of a worker that reported its last row and cannot use the device any more."""
 
 
 def _outcomes(lines: Any) -> Iterator[Figures]:
-    """Yield what a worker says of its rows; whatever else it prints is passed on."""
+    """Yield the outcomes that a worker prints; all other lines are passed on."""
     for line in lines:
         if line.startswith("ROW "):
             yield json.loads(line[4:])
@@ -265,7 +265,7 @@ def _outcomes(lines: Any) -> Iterator[Figures]:
 
 
 def work(bench: Bench) -> int:
-    """Measure the rows that standard input has, and print a line for each."""
+    """Measure the rows read from standard input, and print a line for each."""
     if bench.rehearsed:
         torch.set_num_threads(1)
         Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
@@ -284,13 +284,13 @@ def work(bench: Bench) -> int:
 
 
 def _tried(row: Row, bench: Bench) -> tuple[Figures, bool]:
-    """Return what came of a row, and whether the device is of no use to this process any more."""
+    """Return the outcome of a row, and True if this process cannot use the device any more."""
     began, broken = time.perf_counter(), False
     try:
         outcome: Figures = {"status": "done", "figures": getattr(gpu_rows, row.function)(bench, **row.given)}
     except UserError as error:
         outcome = {"status": "refused", "error": str(error)}
-    except Exception as error:  # whatever it is, it belongs into the record
+    except Exception as error:  # every kind of error belongs in the record
         last = traceback.format_exc().strip().splitlines()[-12:]
         first = next(iter(str(error).splitlines()), "")
         outcome = {"status": "failed", "error": f"{type(error).__name__}: {first}", "traceback": last}
@@ -301,15 +301,15 @@ def _tried(row: Row, bench: Bench) -> tuple[Figures, bool]:
 
 
 def device_name(device: str) -> str:
-    """Return the device's name as a part of a file's."""
+    """Return the device's name in a form suitable for file names."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def header(command: str, device: str, **more: Any) -> Figures:
-    """Return how, where and of what a record is."""
+    """Return a record's command, commit, date, hardware and software."""
     commit = "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy of the tree without its history
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # the tree may be a copy without its history
         changed = git("status", "--porcelain", "--untracked-files=no")
         commit = git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
     return {
@@ -323,7 +323,7 @@ def header(command: str, device: str, **more: Any) -> Figures:
 
 
 def main() -> int:
-    """Measure; exit 1 if a row failed, 2 if there is no GPU."""
+    """Measure all rows; return 1 if a row failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description="Measure what can only be known on a GPU.")
     parser.add_argument("--minutes", type=float, default=9.0, help="no row begins that would end later (default: 9)")
     parser.add_argument("--rehearse", action="store_true", help="the same rows of tiny models on a CPU")

@@ -1,13 +1,13 @@
-"""Penn Treebank on a GPU: what a captured step takes, what the whole recipe would, and as much of it as fits.
+"""Train on Penn Treebank on a GPU: time a captured step, project the whole recipe, and train as much of it as fits.
 
     python -m benchmarks.gpu_ptb --source FOLDER --work runs/gpu-ptb --minutes 25
     python -m benchmarks.gpu_ptb --rehearse
 
-The preset `ptb` is trained with captured steps. A short run of its own measures a step, segments of all lengths and
-averaged weights included, and an evaluation; the projected time of all 238,350 steps and their evaluations is printed.
-Where that fits into the minutes the recipe is trained in full; else with its schedule scaled to what fits (steps,
-warm-up, and the step from which weights are averaged, all by one factor), and the result says so. The test split is
-then scored as the preset says. `--minutes 0` measures and projects alone.
+The preset `ptb` is trained with captured steps. A separate short run times a step, with segments of all lengths and
+averaged weights, and an evaluation. The projected time of all 238,350 steps and their evaluations is printed. If this
+time fits into the minutes, the recipe is trained in full. Otherwise its schedule is scaled to fit (steps, warm-up, and
+the step from which weights are averaged, all by one factor), and the result records the factor. The test split is then
+scored with the settings of the preset. `--minutes 0` only measures and projects.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from txl.training import loop, trainer
 from txl.training.trainer import Trainer
 
 PAPER = 54.52
-"""Test perplexity, Table 5."""
+"""Test perplexity of the paper, Table 5."""
 _MARGIN = 0.9
-"""Share of the minutes that training is planned for; the rest is for recording graphs, the test, and surprises."""
+"""Share of the minutes that training is planned for; the rest is for recording graphs, the test, and delays."""
 
 
 def recipe(given: argparse.Namespace) -> RunConfig:
-    """Return the preset with captured steps; in the rehearsal a tiny one of the same recipe."""
+    """Return the preset with captured steps; in the rehearsal, a tiny configuration with the same recipe."""
     run = txl.preset("ptb")
     run.train.capture = True
     if given.attention:
@@ -58,7 +58,7 @@ def recipe(given: argparse.Namespace) -> RunConfig:
 
 
 def scaled(run: RunConfig, factor: float) -> RunConfig:
-    """Return the recipe with its schedule shortened: the same share of warm-up and of averaged weights."""
+    """Return the recipe with a shortened schedule, with unchanged shares of warm-up and of averaged weights."""
     train = run.train
     assert train.average_from is not None
     changed = {name: max(1, round(factor * getattr(train, name))) for name in ("steps", "average_from", "warmup_steps")}
@@ -67,7 +67,7 @@ def scaled(run: RunConfig, factor: float) -> RunConfig:
 
 
 def probe(run: RunConfig, folder: Path, device: str, data_dir: Path | None, steps: int) -> tuple[float, float]:
-    """Return the seconds of a step and of an evaluation, of a run whose first half of steps only warms up."""
+    """Return the seconds of a step and of an evaluation, from a run whose first half is an untimed warm-up."""
     short = dataclasses.replace(run.train, steps=2 * steps, average_from=steps // 2, warmup_steps=1, log_every=steps)
     short = dataclasses.replace(short, eval_every=2 * steps, checkpoint_every=0)
     Trainer(dataclasses.replace(run, train=short), folder, device=device, data_dir=data_dir, quiet=True).fit()
@@ -79,7 +79,7 @@ def probe(run: RunConfig, folder: Path, device: str, data_dir: Path | None, step
 
 
 def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any]:
-    """Measure, project, train as much as fits, and score the test split."""
+    """Time a step, project the whole recipe, train as much as fits, and score the test split."""
     began, run = time.monotonic(), recipe(given)
     with tempfile.TemporaryDirectory() as passing:
         step, valid = probe(run, Path(passing) / "probe", device, given.data_dir, 10 if given.rehearse else 400)
@@ -127,7 +127,7 @@ def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any
 
 
 def main() -> int:
-    """Measure; exit 2 if there is no GPU."""
+    """Measure, or rehearse; return 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description="Penn Treebank on a GPU, in full or as far as the minutes go.")
     parser.add_argument("--minutes", type=float, default=25.0, help="for everything (default: 25)")
     parser.add_argument("--source", type=Path, help="folder or archive of Penn Treebank (`txl data prepare ptb`)")
@@ -150,7 +150,7 @@ def main() -> int:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"written: {path}")
         return 0
-    # What a CPU refuses, and what is only worth while on a GPU.
+    # Replace parts that a CPU refuses, and parts that are only worthwhile on a GPU.
     Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
     trainer.check_capture = lambda run, device: None
     loop.looks_later = lambda setup, state: True

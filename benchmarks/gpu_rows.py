@@ -1,6 +1,6 @@
-"""Rows of `benchmarks.gpu`: each is measured by itself, from a few plain values to figures ready for JSON.
+"""Rows of `benchmarks.gpu`: independent functions that measure from a few plain values, and return figures for JSON.
 
-`--rehearse` measures the same rows of tiny models on a CPU, where a graph is done again at each replay.
+`--rehearse` measures the same rows with tiny models on a CPU, where each replay of a graph executes the steps again.
 
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H heads, D width of a head.
 """
@@ -47,18 +47,18 @@ NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0, "dropout_r": 0.0}
 
 @dataclass(frozen=True)
 class Bench:
-    """Where rows are measured, and how large they are."""
+    """Device on which rows are measured, and size of the measurements."""
 
     device: str
     rehearsed: bool = False
 
     @property
     def steps(self) -> int:
-        """Steps that are timed."""
+        """Number of timed steps."""
         return 2 if self.rehearsed else 10
 
     def run(self, preset: str, **train: Any) -> RunConfig:
-        """Return a preset without dropout; tiny in the rehearsal."""
+        """Return a preset without dropout; in the rehearsal with a tiny model."""
         run = txl.preset(preset)
         shape = dataclasses.replace(transformer_xl_of(run), **NO_DROPOUT)
         if self.rehearsed:
@@ -71,10 +71,10 @@ class Bench:
         return run
 
     def attention(self, name: Any, mode: str = "eager") -> Any:
-        """Return the attention to measure; the rehearsal has a stand-in for those that need a GPU.
+        """Return the attention to measure; the rehearsal substitutes `shifted` for attentions that need a GPU.
 
         Raises:
-            UserError: for layers that would only be compiled once more.
+            UserError: in the rehearsal, for compiled layers that would only repeat another row.
         """
         if not self.rehearsed or name not in ("triton", "flex"):
             return name
@@ -85,18 +85,18 @@ class Bench:
         return "shifted"
 
     def vocabulary(self, preset: str) -> int:
-        """Return the tokens of a preset's vocabulary."""
+        """Return the number of tokens in a preset's vocabulary."""
         return 100 if self.rehearsed else VOCABULARY[preset]
 
     def rate(self) -> float:
-        """Return the dense bfloat16 rate, measured: operations a second."""
+        """Return the measured dense bfloat16 rate in operations per second."""
         return matmul_rate(
             torch.bfloat16, self.device, 128 if self.rehearsed else 8192, 0.05 if self.rehearsed else 0.5
         )
 
 
 def as_if_recorded(self: Captured) -> Callable[[], None]:
-    """Stand in for `Captured._record` where there is no GPU: to replay is to do it again, into the same tensors."""
+    """Replace `Captured._record` without a GPU: return a replay that runs the step again, into the same tensors."""
 
     def replay() -> None:
         new = self._function(*self.inputs)
@@ -109,7 +109,7 @@ def as_if_recorded(self: Captured) -> Callable[[], None]:
 
 
 def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
-    """Return the mean seconds of steps that are handed over one after the other, as a program does."""
+    """Return the mean seconds of steps that are launched one after the other without waiting, as in a program."""
     synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):
@@ -119,7 +119,7 @@ def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
 
 
 def tests(bench: Bench) -> Figures:
-    """Run the tests marked `gpu`: every backend and every path beside the oracle."""
+    """Run the tests marked `gpu`, which compare every backend and every path with the oracle."""
     root = Path(__file__).parent.parent
     marked = [each for each in (root / "tests").rglob("test_*.py") if "mark.gpu" in each.read_text(encoding="utf-8")]
     files = [str(each.relative_to(root)) for each in sorted(marked)]
@@ -157,7 +157,7 @@ def operations(model: FamilyModel, targets: Tensor, segment: int, memory: int) -
 
 
 class TrainingCase:
-    """A model that trains on made-up tokens behind a full memory."""
+    """A model that trains on made-up tokens with full memory."""
 
     def __init__(self, bench: Bench, run: RunConfig, vocab_size: int, compiled: bool = False, captured: bool = False):
         torch.manual_seed(0)
@@ -174,13 +174,13 @@ class TrainingCase:
         self.loss = float("nan")
 
     def step(self) -> None:
-        """Make an update; nothing waits for it."""
+        """Make one update, without waiting for the device."""
         given = (self._tokens, self._tokens, self._states, self.run.train)
         self._made = self._step(self.model, self.optimizer, *given, tail_rows=self._rows)  # pyright: ignore
         self._states = self._made.states
 
     def time(self, bench: Bench) -> Figures:
-        """Time steps, after enough of them that everything is compiled and recorded."""
+        """Time steps, after enough warm-up steps to compile and record everything."""
         for _ in range(WARM + 2):
             self.step()
         cuda = bench.device.startswith("cuda")
@@ -227,7 +227,7 @@ def authors_attention(
 ) -> Tensor:
     """Compute `reference_attention` as Appendix B of the paper describes it, in plain PyTorch: all scores, shifted.
 
-    The shift of row i by T-1-i to the left pads a column, and reads the matrix with its two sizes swapped.
+    Row i is shifted to the left by T-1-i: a column is padded, and the matrix is read with its two sizes swapped.
     """
     n_query, n_key = query.shape[1], key.shape[1]
     content = torch.einsum("bihd,bjhd->bhij", query + u, key)
@@ -241,7 +241,7 @@ def authors_attention(
 
 
 def equations(bench: Bench, preset: str) -> Figures:
-    """Time training steps with the authors' equations in plain PyTorch, compared with ours: the same weights."""
+    """Time training steps with the authors' equations in plain PyTorch, compared with our model with equal weights."""
     run = bench.run(preset)
     run.model = dataclasses.replace(run.model, attention="shifted")
     case = TrainingCase(bench, run, bench.vocabulary(preset))
@@ -259,7 +259,7 @@ def equations(bench: Bench, preset: str) -> Figures:
 
 
 def huggingface(bench: Bench, dtype: str) -> Figures:
-    """Time training steps of Hugging Face's model, compared with ours: the same weights, the same losses."""
+    """Time training steps of Hugging Face's model, compared with our model with equal weights and equal losses."""
     try:
         from benchmarks import peers
     except ImportError as error:
@@ -284,7 +284,7 @@ def huggingface(bench: Bench, dtype: str) -> Figures:
         nonlocal mems
         with torch.autocast(torch.device(bench.device).type, torch.bfloat16, enabled=dtype == "bfloat16"):
             out = peer.transformer(tokens, mems=mems)
-        peer.crit(out.last_hidden_state.float(), tokens).mean().backward()  # autocast breaks it
+        peer.crit(out.last_hidden_state.float(), tokens).mean().backward()  # the loss fails under autocast
         torch.nn.utils.clip_grad_norm_(peer.parameters(), train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -297,7 +297,7 @@ def huggingface(bench: Bench, dtype: str) -> Figures:
 
 
 def decoding(bench: Bench, streams: int) -> Figures:
-    """Time tokens of streams behind a full memory, beside the time of reading weights, keys and values once."""
+    """Time tokens of streams with full memory, compared with the time of reading weights, keys and values once."""
     run, device = bench.run("enwik8-12L"), bench.device
     torch.manual_seed(0)
     memory = 8 if bench.rehearsed else 2100
@@ -310,7 +310,7 @@ def decoding(bench: Bench, streams: int) -> Figures:
     first = engine.join(ranked_tokens(model.vocab_size, 1, memory + 1)[0], seed=0)
     for number in range(1, streams):
         engine.fork(first, seed=number)
-    for _ in range(40):  # by then steps that draw alike are recorded whole
+    for _ in range(40):  # after this, steps with equal sampling settings are recorded as a whole
         engine.step()
     seconds = seconds_each(engine.step, bench.steps * 5, device)
     shape = engine.model.config
@@ -343,14 +343,14 @@ def table9(bench: Bench, length: int) -> Figures:
 
 
 def memory(bench: Bench, attention: Any, length: int) -> Figures:
-    """Measure the peak memory of a training step at T = M, four lanes."""
+    """Measure the peak memory of a training step at T = M, with four lanes."""
     run = bench.run("enwik8-12L", batch_size=4, segment=min(length, 16) if bench.rehearsed else length)
     run.model = dataclasses.replace(run.model, attention=bench.attention(attention), mem_len=run.train.segment)
     return {"length": run.train.segment, "peak_bytes": peak_bytes(run, bench.vocabulary("enwik8-12L"), bench.device)}
 
 
 def kernels(bench: Bench, attention: Any) -> Figures:
-    """Profile a training step by kernel: the longest ones, with their share of the device's time."""
+    """Profile a training step by kernel, and return the longest kernels with their shares of the device's time."""
     run = bench.run("enwik8-12L")
     run.model = dataclasses.replace(run.model, attention=bench.attention(attention))
     case = TrainingCase(bench, run, bench.vocabulary("enwik8-12L"))

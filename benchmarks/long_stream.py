@@ -1,11 +1,11 @@
-"""A million tokens through frozen-weight memory: constant memory, and no drift.
+"""Check constant memory and absence of drift over a stream of a million tokens, with fixed weights.
 
     python -m benchmarks.long_stream results/long-stream.json [TOKENS]
 
-A small float32 model reads one endless stream, its keys and values kept from segment to segment. With an exact window
-every layer sees N - 1 positions back, so a token's loss depends on the last n_layer * (N - 1) + 1 tokens alone: the end
-of the stream is read once more from empty memory, in float32 and in float64, and must give the same losses. What the
-process holds is noted all along.
+A small float32 model reads one long stream and keeps its keys and values from segment to segment. With an exact window
+of W keys, every layer sees W - 1 positions back, so that the loss of a token depends only on the last n_layer * (W - 1)
++ 1 tokens. The end of the stream is therefore read again from empty memory, in float32 and in float64, and must give
+equal losses. The memory of the process is recorded throughout.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SHAPE = TransformerXLConfig(
     n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0
 )
 VOCABULARY, SEGMENT, LAST = 256, 100, 500
-"""SEGMENT does not divide what a memory's buffers hold, so that they move; LAST tokens at the end are compared."""
+"""SEGMENT does not divide the size of the memory's buffers, so that these move; LAST final tokens are compared."""
 
 
 def lively_model(shape: TransformerXLConfig) -> TransformerXL:
-    """Weights that are large enough for every term of the attention to matter."""
+    """Return a model with weights that are large enough for every term of the attention to matter."""
     torch.manual_seed(0)
     model = TransformerXL(shape, VOCABULARY).eval()
     for parameter in model.parameters():
@@ -41,7 +41,10 @@ def lively_model(shape: TransformerXLConfig) -> TransformerXL:
 
 
 def read(model: TransformerXL, tokens: Tensor, segment: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Losses of a stream's last `LAST` targets, [1,L+1] tokens, and (tokens read, bytes held) a hundred times."""
+    """Return the losses of a stream's last `LAST` targets, and about 100 pairs (tokens read, bytes held).
+
+    The stream has the shape [1,L+1].
+    """
     state, n_token = model.init_state(1), tokens.shape[1] - 1
     held, losses = [], []
     with torch.inference_mode():
@@ -56,7 +59,7 @@ def read(model: TransformerXL, tokens: Tensor, segment: int) -> tuple[Tensor, li
 
 
 def measure(n_token: int) -> dict[str, Any]:
-    """The whole stream, and its end from empty memory."""
+    """Read the whole stream, and its end again from empty memory; return the differences and the bytes held."""
     model = lively_model(SHAPE)
     assert SHAPE.window is not None
     reach = SHAPE.n_layer * (SHAPE.window - 1)
@@ -82,7 +85,7 @@ def measure(n_token: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A million tokens, or as many as are asked for."""
+    """Measure over a million tokens, or over the number given on the command line."""
     found = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000)
     print(
         f"{found['tokens']:,} tokens in {found['seconds']:.0f} s: memory grew by "

@@ -1,8 +1,8 @@
-"""The compiled loss beside PyTorch's: forward and backward of the loss alone, and whole training steps.
+"""Compare the compiled loss with PyTorch's: forward and backward of the loss alone, and whole training steps.
 
     python -m benchmarks.loss results/loss.json
 
-Both are timed in turns, in one process. Steps are those of presets with a plain softmax.
+Both losses are timed alternately in one process. The steps are those of presets with a plain softmax.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from txl.native.cross_entropy import compiled_cross_entropy
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOGITS = ((1400, 10_000), (2048, 2048), (64, 267_735), (2048, 204))
-"""Rows and classes."""
+"""Numbers of rows and classes."""
 STEPS = (("ptb-small", 10_000), ("stdlib-bpe", 2048))
-"""Presets and their vocabularies."""
+"""Presets and sizes of their vocabularies."""
 PAIRS = 15
 
 
@@ -61,7 +61,7 @@ def of_step(preset: str, vocab_size: int, dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Time all of them."""
+    """Time the loss at all shapes, and the steps of all presets."""
     keep_freed_memory()
     rows = [of_logits(*each, dtype) for each in LOGITS for dtype in DTYPES]
     rows += [of_step(*each, dtype) for each in STEPS for dtype in DTYPES]

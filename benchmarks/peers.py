@@ -1,10 +1,10 @@
-"""This model and Hugging Face's, same weights, same memory, timed in the same run.
+"""Time this model and Hugging Face's in one run, with equal weights and equal memory.
 
-    make bench-peers                         # prints a line a row, and writes results/bench-peers.json
+    make bench-peers                         # prints one line per row, and writes results/bench-peers.json
 
-Runs in the environment of `make oracle` (transformers 4.37.2, the last version whose Transformer-XL works). Before
-anything is timed, both models read the same tokens behind the same memory, and every log-probability must agree. The
-peer computes in float32, as its users do; the C library keeps freed memory for both.
+The benchmark runs in the environment of `make oracle` (transformers 4.37.2, the last version whose Transformer-XL
+works). Before the timing, both models read equal tokens with equal memory, and all log-probabilities must agree. The
+peer computes in float32, as its users do; the C library keeps freed memory for both models.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AGREE = 2e-4
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is timed, and the ratio that is aimed at, in float32 and bfloat16."""
+    """A workload to time, and the ratios to aim at in float32 and bfloat16."""
 
     name: str
     preset: str
@@ -55,7 +55,7 @@ class Workload:
     aim: tuple[float, float]
     training: bool = False
     ours: int | None = None
-    """A segment length of our choice, where the peer keeps `segment`: time per token is compared."""
+    """Segment length for our model if it differs from the peer's `segment`; time per token is compared."""
 
 
 WORKLOADS = [
@@ -70,7 +70,7 @@ WORKLOADS = [
 
 
 def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0) -> float:
-    """Median of at least `least` runs after one that does not count, and of as many as fit into `budget` seconds."""
+    """Return the median of as many runs as fit into `budget` seconds, at least `least`, after one untimed run."""
     step()
     times: list[float] = []
     while len(times) < least or (sum(times) < budget and len(times) < 50):
@@ -81,13 +81,13 @@ def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0
 
 
 def text(work: Workload, segment: int) -> torch.Tensor:
-    """Random tokens [B,T] with ranks roughly as natural text has them (Zipf), which matters to an adaptive softmax."""
+    """Return random tokens [B,T], ranked roughly as in natural text (Zipf), which matters to an adaptive softmax."""
     uniform = torch.rand(work.batch_size, segment, dtype=torch.float64)
     return ((work.vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, work.vocab_size - 1)
 
 
 def peer_of(run: RunConfig, work: Workload) -> Any:
-    """Hugging Face's model of a preset's shape, random weights."""
+    """Return Hugging Face's model in a preset's shape, with random weights."""
     shape = transformer_xl_of(run)
     torch.manual_seed(0)
     config = TransfoXLConfig(
@@ -112,7 +112,7 @@ def peer_of(run: RunConfig, work: Workload) -> Any:
 
 
 def ours_of(peer: Any) -> txl.TransformerXL:
-    """The same model here."""
+    """Return our model with the peer's shape and weights."""
     with tempfile.TemporaryDirectory() as folder:
         peer.save_pretrained(f"{folder}/theirs")
         import_run(Path(f"{folder}/theirs"), Path(f"{folder}/ours"))
@@ -122,10 +122,10 @@ def ours_of(peer: Any) -> txl.TransformerXL:
 
 
 def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload) -> float:
-    """The largest difference of a log-probability of the next token.
+    """Return the largest difference between the models' log-probabilities of the next token.
 
     Raises:
-        SystemExit: if it is above what rounding explains.
+        SystemExit: if the difference is larger than rounding explains.
     """
     tokens = text(work, work.segment)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], wor
 
 
 def with_fastest_attention(model: txl.TransformerXL, work: Workload) -> txl.TransformerXL:
-    """The same model with the attention that is fastest to train with here."""
+    """Return the model with the attention that trains fastest on this machine."""
     shape = dataclasses.replace(model.config, attention="fastest")
     trained = txl.TransformerXL(shape, work.vocab_size)
     trained.load_state_dict(model.state_dict())
@@ -147,7 +147,7 @@ def with_fastest_attention(model: txl.TransformerXL, work: Workload) -> txl.Tran
 
 
 def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -> Any:
-    """Our state with the same memory, one [B,M,E] a layer (of which a window may hide the oldest)."""
+    """Return our state with the peer's memory, one [B,M,E] per layer (a window may hide its oldest positions)."""
     state = model.init_state(memory[0].shape[0], mem_len=mem_len)
     dtype = state.hidden[0].dtype
     held = tuple(each[:, each.shape[1] - state.capacity :].to(dtype) for each in memory)
@@ -155,7 +155,7 @@ def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -
 
 
 def peer_evaluation(peer: Any, memory: list[torch.Tensor], work: Workload) -> float:
-    """Seconds of a segment."""
+    """Return the seconds in which the peer evaluates a segment."""
     mems, labels = [each.transpose(0, 1).contiguous() for each in memory], work.segment > 1
     peer.eval()
 
@@ -169,7 +169,7 @@ def peer_evaluation(peer: Any, memory: list[torch.Tensor], work: Workload) -> fl
 
 
 def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, segment: int) -> float:
-    """Seconds of a segment."""
+    """Return the seconds in which our model evaluates a segment."""
     state = filled(model, memory, work.memory)
 
     model.eval()
@@ -184,14 +184,14 @@ def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: W
 
 
 def engine_step(model: txl.TransformerXL, work: Workload) -> tuple[float, bool]:
-    """Seconds of a token drawn by the decode engine behind a full memory, and whether its step is compiled."""
+    """Return the seconds per token of the decode engine with full memory, and True if its step is compiled."""
     engine = txl.DecodeEngine(model, mem_len=work.memory)
     engine.join(text(work, work.memory + 1)[0])
     return median_seconds(engine.step), engine.compiled
 
 
 def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
-    """Seconds of forward, backward, clipping and Adam."""
+    """Return the seconds of the peer's training step: forward, backward, clipping and Adam."""
     mems = [each.transpose(0, 1).contiguous() for each in memory]
     optimizer = torch.optim.Adam(peer.parameters(), lr=run.train.learning_rate)
     peer.train()
@@ -212,7 +212,7 @@ def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: Ru
 def our_training(
     model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, run: RunConfig, dtype: str
 ) -> float:
-    """Seconds of what the trainer does in a step."""
+    """Return the seconds of a step of our trainer."""
     run.train = dataclasses.replace(
         run.train, batch_size=work.batch_size, segment=work.segment, dtype=dtype, micro_batches=1
     )
@@ -229,7 +229,7 @@ def our_training(
 
 
 def measure(work: Workload) -> list[dict[str, Any]]:
-    """Both dtypes of one workload."""
+    """Measure one workload in both dtypes."""
     run = txl.preset(work.preset)
     peer = peer_of(run, work)
     model = ours_of(peer)
@@ -274,9 +274,9 @@ def measure(work: Workload) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """All workloads, or those whose number is given."""
+    """Measure all workloads, or those whose numbers are given."""
     keep_freed_memory()
-    transformers_logging.set_verbosity_error()  # it warns of every shared tensor that it saves once
+    transformers_logging.set_verbosity_error()  # the library warns of every shared tensor that it saves once
     chosen = [WORKLOADS[int(word)] for word in sys.argv[1:]] or WORKLOADS
     rows = []
     for work in chosen:

@@ -1,9 +1,9 @@
-"""`docs/explanation/performance.md` and its figures, from the records in `results/`.
+"""Write `docs/explanation/performance.md` and its figures from the records in `results/`.
 
     python -m benchmarks.performance_page            # writes the page
-    python -m benchmarks.performance_page --check    # exit code 1 if the page is not what the records give
+    python -m benchmarks.performance_page --check    # exit code 1 if the page does not match the records
 
-The page says nothing that a record does not: where one is missing, it says which command makes it.
+All numbers of the page come from records. In place of a missing record, the page names the command that makes it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ REACHED = {"fraction_of_bandwidth": "the bandwidth", "fraction_of_matmul_rate": 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page that one record fills."""
+    """A part of the page, written from one record."""
 
     title: str
     record: str
-    """Name of the file in `results/`, without its ending."""
+    """Name of the record's file in `results/`, without extension."""
     command: str
-    """What makes it."""
+    """Command that makes the record."""
     text: Callable[[Record], str]
     figures: tuple[str, ...] = ()
     note: str = ""
-    """What has changed in the program since it was recorded."""
+    """Note on a change in the program since the record was made."""
 
 
 BEFORE_COMPILED = "Recorded before attention without gradients was compiled."
@@ -52,13 +52,13 @@ BEFORE_QK_NORM = "Recorded before `stdlib-bpe` had `qk_norm`."
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def roofline(record: Record) -> str:
-    """The machine's rates, and where enwik8-12L's workloads stand below them."""
+    """Return the text about the machine's rates and the workloads of enwik8-12L relative to these rates."""
     machine = record["roofline"]
     rates, bandwidth = machine["matmul_rate"], machine["bandwidth"]
     best = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
@@ -82,7 +82,7 @@ def roofline(record: Record) -> str:
 
 
 def growth(record: Record) -> str:
-    """Time and operations of every point, relative to the axis's first."""
+    """Return the text about time and operations of every point, relative to the first point of its axis."""
     base = record["base"]
     parts = [
         "One quantity grows, all others stay at "
@@ -105,7 +105,7 @@ def growth(record: Record) -> str:
 
 
 def training_memory(record: Record) -> str:
-    """Peak bytes of a step."""
+    """Return the text about the peak memory of a training step."""
     rows = [
         [
             f"{row['length']:,}",
@@ -123,7 +123,7 @@ def training_memory(record: Record) -> str:
 
 
 def training_attention(output: Record) -> str:
-    """Times of attention and of a step, and a step's memory, with and without the compiled library."""
+    """Return the text about times of attention and of a step, and memory, with and without the compiled library."""
     ways = list(output["peak_bytes"])
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
     peaks = ["peak", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
@@ -139,7 +139,7 @@ def training_attention(output: Record) -> str:
 
 
 def vocabulary_memory(record: Record) -> str:
-    """Peak bytes of a step by the way of its cross-entropy."""
+    """Return the text about the peak memory of a step for each way to compute cross-entropy."""
     rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
     return (
         f"Peak memory of a training step, minus the model: {record['shape']}, {record['vocabulary']:,} words, "
@@ -148,7 +148,7 @@ def vocabulary_memory(record: Record) -> str:
 
 
 def peers(record: Record) -> str:
-    """Ratios to Hugging Face's model, with what bounds ours."""
+    """Return the text about ratios to Hugging Face's model, with the bound of our model."""
     rows = []
     for row in record["rows"]:
         bounds = [f"{row[key]:.2f} of {what}" for key, what in REACHED.items() if key in row]
@@ -166,7 +166,7 @@ def peers(record: Record) -> str:
 
 
 def segment_profile(record: Record) -> str:
-    """Shares of a segment's time, and how near the matrix rate its products come."""
+    """Return the text about the shares of a segment's time, and the rate of its products over the matrix rate."""
     rows = []
     for row in record["rows"]:
         rates = row["fraction_of_matmul_rate"]
@@ -185,7 +185,7 @@ def segment_profile(record: Record) -> str:
 
 
 def training_profile(record: Record) -> str:
-    """Shares of a training step's time."""
+    """Return the text about the shares of a training step's time."""
     rows = [
         [
             f"{row['preset']}, B {row['batch_size']}, T {row['segment']}, M {row['memory']}",
@@ -199,7 +199,7 @@ def training_profile(record: Record) -> str:
 
 
 def table9(record: Record) -> str:
-    """How much slower the vanilla Transformer is."""
+    """Return the text about the slowdown of the vanilla Transformer."""
     rows = [
         [f"{row['attention_length']:,}", f"{row['ratio']:,.0f}", f"{row['published']:,}" if row["published"] else ""]
         for row in record["results"]
@@ -213,7 +213,7 @@ def table9(record: Record) -> str:
 
 
 def compiled(record: Record) -> str:
-    """What torch.compile gains."""
+    """Return the text about the gain by torch.compile."""
     rows = []
     for row in record["results"]:
         if row["compiled"]:
@@ -234,7 +234,7 @@ def compiled(record: Record) -> str:
 
 
 def long_stream(record: Record) -> str:
-    """Memory and drift."""
+    """Return the text about memory and drift over a long stream."""
     return (
         f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
         f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**10:,.0f} KiB. The last losses differ by "
@@ -252,7 +252,7 @@ READ_AS = {
 
 
 def quality(record: Record) -> str:
-    """Return what ours needs to come to the loss of the authors' recipe."""
+    """Return the text about the time and tokens in which our recipes reach the loss of the authors' recipe."""
     heads = [
         *("text", "target loss", "authors' learning rate", "our recipe", "our learning rate"),
         *("time / authors' time", "tokens / authors' tokens"),
@@ -371,7 +371,7 @@ SECTIONS = (
 
 
 def made_by(name: str, made: Record, part: str) -> str:
-    """Return the line that says where the numbers of a record, or of a part of it, come from."""
+    """Return the line that states the source of the numbers of a record, or of a part of the record."""
     hardware, commit = made["hardware"], made["commit"]
     threads = f"{hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'}"
     return (
@@ -382,7 +382,7 @@ def made_by(name: str, made: Record, part: str) -> str:
 
 
 def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
-    """The page's text, and for every figure a digest of what it shows and the record that it shows."""
+    """Return the text of the page, and for every figure the digest of its data and the data."""
     parts, figures = [HEAD], {}
     for section in SECTIONS:
         parts.append(f"## {section.title}\n")
@@ -398,7 +398,7 @@ def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
             digest = hashlib.sha256(json.dumps([name, record["output"]]).encode()).hexdigest()[:16]
             figures[name] = digest, record["output"]
             parts.append(f"![{FIGURES[name].title}](performance-{name}.svg)\n")
-        # Texts of one record may have been measured on different days; those that say so have a line of their own.
+        # Texts of one record may come from different days; a text with its own hardware entry gets its own line.
         texts = [text for text in record["output"].get("texts", ()) if "hardware" in text]
         parts += [made_by(section.record, text, f", `{text['text']}`") for text in texts]
         rest = f", `{record['output']['texts'][-1]['text']}`" if texts else ""
@@ -407,7 +407,7 @@ def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
 
 
 def write_page(results: Path, docs: Path) -> None:
-    """Write the page and its figures; figures that have no record any more go."""
+    """Write the page and its figures, and remove figures without a record."""
     text, figures = page(results)
     for name, (digest, record) in figures.items():
         FIGURES[name].save(record, docs / f"performance-{name}.svg", digest)
@@ -417,7 +417,7 @@ def write_page(results: Path, docs: Path) -> None:
 
 
 def check_page(results: Path, docs: Path) -> list[str]:
-    """What is not as the records give it."""
+    """Return the names of the files that do not match the records."""
     text, figures = page(results)
     path = docs / "performance.md"
     wrong = [] if path.is_file() and path.read_text(encoding="utf-8") == text else [path.name]
@@ -429,7 +429,7 @@ def check_page(results: Path, docs: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write or check."""
+    """Write or check the page."""
     results, docs = ROOT / "results", ROOT / "docs" / "explanation"
     if sys.argv[1:] == ["--check"]:
         if wrong := check_page(results, docs):

@@ -19,26 +19,26 @@ NAMES = {"segment": "T", "memory": "M", "layers": "layers", "batch": "B", "vocab
 
 @dataclass(frozen=True)
 class PageFigure:
-    """One figure of the page."""
+    """A figure of the page."""
 
     title: str
     size: tuple[float, float]
     draw: Callable[[Figure, Record], None]
 
     def save(self, record: Record, path: Path, digest: str) -> None:
-        """Write it, with the digest of what it shows in its metadata."""
+        """Write the figure, with the digest of its data in the metadata."""
         save_figure(lambda figure: self.draw(figure, record), path, self.size, digest)
 
 
 def _doubling_axis(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis with a tick at each of some values."""
+    """Set the ticks of a logarithmic axis at the given values."""
     axis.set_major_locator(FixedLocator(list(values)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def draw_roofline(figure: Figure, record: Record) -> None:
-    """Rate against intensity, the two bounds, and enwik8-12L's workloads."""
+    """Draw rate against intensity: the two bounds, and the workloads of enwik8-12L."""
     machine = record["roofline"]
     bandwidth, top = machine["bandwidth"], max(machine["matmul_rate"]["float32"].values())
     points = [
@@ -86,7 +86,7 @@ def draw_roofline(figure: Figure, record: Record) -> None:
 
 
 def draw_growth(figure: Figure, record: Record) -> None:
-    """One small frame an axis: time of a training step and of an evaluation, relative to the first point."""
+    """Draw a small plot per axis: time of a training step and of an evaluation, relative to the first point."""
     frames: Any = figure.subplots(1, len(record["axes"]), squeeze=False)[0]
     for frame, (axis, rows) in zip(frames, record["axes"].items(), strict=True):
         _draw_axis(frame, axis, rows)
@@ -125,12 +125,12 @@ def _draw_axis(axes: Axes, axis: str, rows: list[Record]) -> None:
 
 
 def _short(value: float) -> str:
-    """2000 as 2k."""
+    """Return a short form of a number: 2k for 2000."""
     return f"{value:g}" if value % 1000 else f"{value / 1000:g}k"
 
 
 def draw_training_memory(figure: Figure, record: Record) -> None:
-    """Peak memory against T = M, the peer's and ours."""
+    """Draw peak memory against T = M, for the peer and for our model."""
     axes = figure.add_subplot()
     lengths = [row["length"] for row in record["rows"]]
     ways = (
@@ -151,7 +151,7 @@ def draw_training_memory(figure: Figure, record: Record) -> None:
 
 
 def draw_quality(figure: Figure, record: Record) -> None:
-    """Validation loss against training time: the authors' recipe as it goes, ours in whole runs of several lengths."""
+    """Draw validation loss against training time: one run of the authors' recipe, and whole runs of ours."""
     texts = record["texts"]
     for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
         (authors,) = (curve for curve in text["curves"] if curve["recipe"] == "authors")
@@ -188,7 +188,7 @@ def draw_quality(figure: Figure, record: Record) -> None:
 
 
 NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}
-"""Our recipes, by their names in the record."""
+"""Labels of our recipes, by their names in the record."""
 FIGURES = {
     "quality": PageFigure("Validation loss against the time of training", (9.4, 3.3), draw_quality),
     "roofline": PageFigure("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),

@@ -1,7 +1,7 @@
 """Draw the pictures of the README and of the site from the records in `results/`.
 
 python -m benchmarks.pictures            # writes docs/images/*.svg
-python -m benchmarks.pictures --check    # exit code 1 if a picture does not show what its records say
+python -m benchmarks.pictures --check    # exit code 1 if a picture does not match its records
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 def draw_reach(figure: Figure, record: Record) -> None:
-    """Draw how strongly a prediction depends on each layer's input, by distance back."""
+    """Draw the dependence of a prediction on each layer's input, by distance back."""
     axes = figure.add_subplot()
     window, segment, rows = record["window"], record["segment"], record["relative"]
     length = len(rows[0])
@@ -64,7 +64,7 @@ def _memory(axes: Axes, record: Record) -> None:
 
 
 def draw_speed(figure: Figure, record: Record) -> None:
-    """Draw how many times faster than Hugging Face's model each piece of work is."""
+    """Draw the speed of each workload relative to Hugging Face's model."""
     _speed(figure.add_subplot(), record)
 
 
@@ -95,7 +95,7 @@ def _speed(axes: Axes, record: Record) -> None:
 
 
 def draw_overview(figure: Figure, speed: Record, memory: Record) -> None:
-    """Draw memory and speed beside each other, for the README."""
+    """Draw the plots of memory and speed side by side, for the README."""
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _memory(left, memory)
     left.set_title("More memory, fewer bits", fontsize=10, loc="left")
@@ -109,18 +109,18 @@ PICTURES: dict[str, tuple[tuple[str, ...], tuple[float, float], Callable[..., No
     "speed": (("bench-peers",), (7.6, 4.0), draw_speed),
     "overview": (("bench-peers", "enwik8-head"), (9.6, 3.6), draw_overview),
 }
-"""Records that each picture shows, its size in inches, and what draws it."""
+"""Records that each picture shows, size of the picture in inches, and function that draws it."""
 
 
 def shown(results: Path, name: str) -> tuple[list[Record], str]:
-    """Return what a picture's records say, and a digest of it."""
+    """Return the outputs of a picture's records, and a digest of these outputs."""
     paths = [results / f"{each}.json" for each in PICTURES[name][0]]
     records = [json.loads(path.read_text(encoding="utf-8"))["output"] for path in paths]
     return records, hashlib.sha256(json.dumps([name, *records]).encode()).hexdigest()[:16]
 
 
 def write_pictures(results: Path, folder: Path) -> None:
-    """Write every picture, with the digest of what it shows in its metadata."""
+    """Write every picture, with the digest of its records in its metadata."""
     for name, (_, size, draw) in PICTURES.items():
         records, digest = shown(results, name)
         save_figure(partial(_draw, draw, records), folder / f"{name}.svg", size, digest)
@@ -131,14 +131,14 @@ def _draw(draw: Callable[..., None], records: list[Record], figure: Figure) -> N
 
 
 def check_pictures(results: Path, folder: Path) -> list[str]:
-    """Return the names of pictures that do not show what their records say."""
+    """Return the names of the pictures that do not match their records."""
     return [
         name for name in PICTURES if shown(results, name)[1] not in (folder / f"{name}.svg").read_text(encoding="utf-8")
     ]
 
 
 def main() -> None:
-    """Write or check."""
+    """Write or check the pictures."""
     results, folder = ROOT / "results", ROOT / "docs" / "images"
     if sys.argv[1:] == ["--check"]:
         if wrong := check_pictures(results, folder):

@@ -1,4 +1,4 @@
-"""Measuring memory: each case in a process of its own, whose system keeps account of it."""
+"""Measurement of memory: each case runs in a separate process, whose memory the system records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def status(name: str) -> int:
-    """A figure of this process in bytes: VmRSS is what it holds, VmHWM the most it has held."""
+    """Return a figure of this process in bytes: VmRSS is the memory held now, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def run_alone(module: str, *words: str) -> dict[str, Any]:
-    """What a module prints as JSON in a new process, whose C library returns large buffers when they are freed."""
+    """Return a module's JSON output from a new process, whose C library returns large buffers when they are freed."""
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -1,16 +1,18 @@
-"""Time to quality: validation loss against seconds and tokens, of the authors' recipe, a tuned Adam and the new recipe.
+"""Measure validation loss against seconds and tokens: for the authors' recipe, for tuned Adam and for the new recipe.
 
     python -m benchmarks.quality results/quality.json --work runs/quality --enwik8 enwik8.head --ptb ptb
 
-One small shape for each text. The authors' recipe is Adam in float32 with a cosine to 0, and has all of `--minutes`;
-its steps count with the time that the authors' code takes (`--peer-ratio`; both give the same losses). The others are
-whole runs of growing shares of that time, each with a schedule fixed beforehand, until one reaches the best loss of the
-authors' curve. Learning rates are tuned on validation, over five values, and further where the best of them is at an
-end: theirs in runs of a quarter of the time, ours in runs of a tenth.
+Each text has one small shape. The authors' recipe is Adam in float32 with a cosine to 0, and gets all of `--minutes`.
+Its steps count with the time of the authors' code (`--peer-ratio`), which gives equal losses. The other recipes are
+trained in whole runs of growing shares of this time, each with a schedule fixed beforehand, until a run reaches the
+best loss of the authors' curve. Learning rates are tuned on the validation split over five values, and over further
+values if the best one is at an end: for the authors' recipe in runs of a quarter of the time, for our recipes in runs
+of a tenth.
 
-A curve's seconds are its steps times the seconds of a step, measured once on an idle machine; evaluations do not count.
-Runs and these seconds are kept in `--work`: the same command goes on where it was stopped. Losses do not depend on the
-machine's load: once `--time-only` has taken the seconds, texts may run beside each other (`--only`).
+The seconds of a curve are its steps times the seconds of a step, measured once on an idle machine; evaluations do not
+count. Runs and seconds are kept in `--work`, so that the same command resumes after an interruption. Losses do not
+depend on the machine's load: after the seconds have been measured (`--time-only`), texts may run in parallel
+(`--only`).
 """
 
 from __future__ import annotations
@@ -39,35 +41,35 @@ from txl.training.trainer import Trainer
 
 Options = dict[str, str]
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 1.0)
-"""Of the minutes, that runs of ours have in turn."""
+"""Shares of the minutes for the successive runs of our recipes."""
 TIMED = 7
-"""Measurements of a step's seconds, each of a second or more; their median is taken."""
+"""Number of measurements of a step's seconds, each of a second or more; the median is used."""
 _FALLING = {"train.schedule": "linear", "train.beta2": "0.95", "train.clip": "1.0", "model.attention": "fastest"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What differs between two curves."""
+    """Optimiser and schedule of a curve."""
 
     name: str
     options: Options
     rates: tuple[float, ...]
-    """Those that are tried; a single one is taken as it is."""
+    """Learning rates to try; a single rate is used without tuning."""
     warmup: float
-    """Share of the steps."""
+    """Warm-up as a share of the steps."""
     tuning: float
-    """Share of the minutes of a run that tunes the rate: about what the recipe needs in the end."""
+    """Share of the minutes for a run that tunes the rate: about the share that the recipe needs in the end."""
     is_authors: bool = False
 
 
 def recipes() -> list[Recipe]:
-    """Return the authors' first, whose loss the others have to reach."""
+    """Return all recipes; the first is the authors', whose loss the others have to reach."""
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
     norms = ("model.pre_norm", "model.qk_norm")
     plain = dict.fromkeys(norms, "false") | {"train.reset_memory": "0"}
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
     authors |= {"train.beta2": "0.999", "model.attention": "shifted"} | plain
-    adam = {"train.optimizer": "adam"} | plain  # as theirs, but for arithmetic and schedule
+    adam = {"train.optimizer": "adam"} | plain  # the authors' recipe except arithmetic and schedule
     muon = {"train.optimizer": "muon", "train.reset_memory": "0.05"} | dict.fromkeys(norms, "true")
     return [
         Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, 0.25, is_authors=True),
@@ -77,13 +79,13 @@ def recipes() -> list[Recipe]:
 
 
 def tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the texts that were given, each with its small shape."""
+    """Yield the texts given on the command line, each with its small shape."""
     if arguments.only in (None, "stdlib"):
         yield "stdlib", txl.preset("stdlib-bpe")
     if arguments.enwik8 and arguments.only in (None, "enwik8"):
         yield "enwik8", with_options(txl.preset("stdlib-tiny"), {"data.corpus": arguments.enwik8})
     if arguments.ptb and arguments.only in (None, "ptb"):
-        # Segments of one length and no average: both belong to another recipe than those compared here.
+        # Random segment lengths and averaged weights are off: both belong to a recipe that is not compared here.
         ptb = {"data.source": arguments.ptb, "train.random_segments": "false", "train.average_from": "none"}
         yield "ptb", with_options(txl.preset("ptb-small"), ptb)
 
@@ -99,7 +101,7 @@ class Measurement:
         self.step_seconds: dict[str, float] = json.loads(self.timed.read_text()) if self.timed.exists() else {}
 
     def configured(self, recipe: Recipe, rate: float, steps: int) -> RunConfig:
-        """Configure one run, which is evaluated twenty times on the way."""
+        """Return the configuration of one run, which is evaluated twenty times during training."""
         options = {
             "train.steps": str(steps),
             "train.learning_rate": str(rate),
@@ -113,13 +115,13 @@ class Measurement:
         return with_options(self.base, recipe.options | options)
 
     def seconds_of_step(self, recipe: Recipe) -> float:
-        """Return the seconds of a recipe's step; the authors' code takes `peer_ratio` times as long as ours."""
+        """Return the seconds of a recipe's step; the authors' code needs `peer_ratio` times as long as ours."""
         return self.step_seconds[recipe.name] * (self.given.peer_ratio if recipe.is_authors else 1.0)
 
     def time_steps(self) -> None:
         """Measure the step of every recipe, once for all runs.
 
-        In turns, so that a machine that others use is as fast for one recipe as for another.
+        Recipes are measured alternately, so that other load on the machine affects all of them equally.
         """
         if self.step_seconds.keys() == {recipe.name for recipe in recipes()}:
             return
@@ -135,7 +137,7 @@ class Measurement:
         self.timed.write_text(json.dumps(self.step_seconds))
 
     def curve(self, recipe: Recipe, rate: float, share: float) -> dict[str, Any]:
-        """Train for a share of the minutes, or go on with that run."""
+        """Train for a share of the minutes, or resume the run that did, and return its curve."""
         second = self.seconds_of_step(recipe)
         out = RunDirectory(self.work / f"{recipe.name}-{rate:g}-{share:g}")
         steps = max(20, round(60 * self.given.minutes * share / second))
@@ -159,7 +161,7 @@ class Measurement:
         return described | {"points": rows}
 
     def tuned(self, recipe: Recipe) -> tuple[float, list[dict[str, Any]]]:
-        """Find the best of the recipe's rates; returned with the short runs that tell."""
+        """Return the best of the recipe's learning rates, and the short runs from which it was chosen."""
         best = recipe.rates[0]
         if len(recipe.rates) == 1:
             return best, []
@@ -178,10 +180,10 @@ class Measurement:
         return best, runs
 
     def whole(self, recipe: Recipe, tuning: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Train for all of the minutes, at the best rate first; the last of the runs returned is the one that counts.
+        """Train for all of the minutes, at the best rate first, and return the runs; the last one returned counts.
 
-        A rate can serve in a short run and fail in a long one, whose rate falls later. Where a whole run ends above the
-        short one, the next best rate is tried.
+        A learning rate can work in a short run and fail in a long one, where it falls later. If the loss of a whole run
+        is above that of the short run, the next best rate is tried.
         """
         short = sorted((run for run in tuning if run["best_nll"] is not None), key=lambda run: run["best_nll"])
         runs = []
@@ -197,7 +199,7 @@ class Measurement:
         return sorted(runs, key=lambda run: -run["best_nll"])
 
     def all(self) -> dict[str, Any]:
-        """Measure all curves, and what each needs to come to the authors' best loss."""
+        """Measure all curves, and the time and tokens in which each recipe reaches the authors' best loss."""
         authors, *ours = recipes()
         _, tuning = self.tuned(authors)
         *failed, first = self.whole(authors, tuning)
@@ -238,7 +240,7 @@ def main() -> None:
     arguments = parser.parse_args()
     keep_freed_memory()
     texts = [Measurement(name, base, arguments) for name, base in tasks(arguments)]
-    for text in texts:  # before anything else keeps the machine busy
+    for text in texts:  # before training keeps the machine busy
         text.time_steps()
     if arguments.time_only:
         return
@@ -249,9 +251,9 @@ def main() -> None:
 
 
 def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write a text's curves into the record, beside those of other texts."""
+    """Write the curves of a text into the record, and keep the curves of other texts."""
     before = json.loads(record.read_text()) if record.exists() else {"output": {"texts": []}}
-    # Each text keeps where and when it was measured; the record's own fields are the last one's.
+    # Each text keeps the place and time of its measurement; the record's own fields are those of the last text.
     others = [
         {name: before[name] for name in ("commit", "date", "hardware", "software")} | text
         for text in before["output"]["texts"]

@@ -1,10 +1,11 @@
-"""Measure how far back a prediction depends on what a trained model read, layer by layer.
+"""Measure the distance over which a trained model's prediction depends on earlier tokens, layer by layer.
 
     python -m benchmarks.reach results/memory-reach.json RUN
 
-With an exact window of W keys, every layer sees W - 1 positions back, so N layers see N (W - 1). The script takes the
-gradient of a target's log-probability with respect to every layer's input at every earlier position. Memory carries no
-gradient, so the text is read as one segment: with an exact window, the numbers are those of reading it in segments.
+With an exact window of W keys, every layer sees W - 1 positions back, so that N layers see N (W - 1). The script
+computes the gradient of a target's log-probability with respect to every layer's input at every earlier position.
+Memory carries no gradient; the text is therefore read as one segment, which gives the numbers of reading in segments if
+the window is exact.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from txl.runs.corpus import open_run_corpus
 from txl.runs.directory import RunDirectory
 
 WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
-"""Keys a query sees; length of the segments that the figure marks; positions read beyond the reach; targets."""
+"""Keys that a query attends to; length of the segments in the figure; positions read beyond the reach; targets."""
 
 
 def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) -> Tensor:
     """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1).
 
     Args:
-        model: in evaluation mode.
-        tokens: [T], read from empty memory.
-        target: the token that follows.
-        window: keys a query sees.
+        model: model in evaluation mode.
+        tokens: [T], token ids read from empty memory.
+        target: id of the token that follows.
+        window: number of keys that a query attends to.
     """
     inputs: list[Tensor] = []
     hooks = [
@@ -49,7 +50,7 @@ def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) ->
 
 
 def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets: int = TARGETS) -> dict[str, Any]:
-    """Average the gradients of several targets, by distance back; each row is relative to its largest value."""
+    """Average the gradients of several targets by distance back, each row relative to the row's largest value."""
     n_layer = model.config.n_layer
     length = n_layer * (window - 1) + 1 + BEYOND
     model = model.eval()

@@ -1,10 +1,11 @@
-"""Keep what a `txl` command printed as JSON, or what a run's log says, with command, commit, date and hardware.
+"""Record the JSON output of a `txl` command, or the log of a run, with command, commit, date and hardware.
 
     python benchmarks/record.py results/bench-train.json bench train --json
     python benchmarks/record.py results/demo.json --run runs/demo make demo
 
-The first runs the command; the second reads the run directory that the command named after it has left. The README's
-numbers come from files made this way. Run it from a clean working tree: the commit is part of the record.
+The first form runs the command. The second form reads a run directory, and records the command that made it (here `make
+demo`). The numbers in the README come from such files. Run it from a clean working tree: the commit is part of the
+record.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def git(*words: str) -> str:
 
 
 def record(path: Path, words: list[str]) -> int:
-    """Run the command; on success write the record."""
-    sys.argv = ["txl", *words]  # pages say by which command they were made
+    """Run the command, and write the record if the command succeeds."""
+    sys.argv = ["txl", *words]  # pages state the command that made them
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(words)
@@ -40,14 +41,14 @@ def record(path: Path, words: list[str]) -> int:
 
 
 def record_run(path: Path, directory: Path, command: str) -> None:
-    """Write the record of a finished run: how it started, its last training line, and every measurement."""
+    """Write the record of a finished run: its start, its last training line, and every measurement."""
     events = RunDirectory(directory).events()
     kept = [event for event in events if event["event"] in ("valid", "eval", "sweep", "compression", "end")]
     start = next(event for event in events if event["event"] == "start")
     last = [event for event in events if event["event"] == "train"][-1]
     for event in (start, last, *kept):
         event.pop("time", None)
-    start["command"][0] = "txl"  # not where the program lies on this machine
+    start["command"][0] = "txl"  # instead of the program's path on this machine
     for one_elsewhere in ("hardware", "software"):
         start.pop(one_elsewhere, None)
     write(path, command, {"start": start, "last_training_line": last, "measurements": kept})
@@ -69,7 +70,7 @@ def write(path: Path, command: str, output: Any) -> None:
 
 
 def write_if_asked(module: str, output: Any) -> None:
-    """Write the record to the file that the command line of a benchmark names, if it names one."""
+    """Write the record to the file given on a benchmark's command line, if any."""
     if len(sys.argv) > 1:
         write(Path(sys.argv[1]), f"python -m benchmarks.{module} {sys.argv[1]}", output)
 

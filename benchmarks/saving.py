@@ -1,10 +1,10 @@
-"""How long training stands still for a checkpoint: written beside it, or at once.
+"""Measure the time for which a checkpoint interrupts training, written in the background or in the training loop.
 
     python -m benchmarks.saving
 
-Trains a preset for a few steps on the standard library's sources, a checkpoint after every second one, and prints as
-JSON the medians of: seconds to copy the state, seconds to write, verify and sync it, and the seconds of a step alone,
-of one beside which a checkpoint is written, and of the pause between two steps with a checkpoint in it.
+A preset is trained for a few steps on the sources of the standard library, with a checkpoint after every second step.
+The benchmark prints as JSON the medians of: seconds to copy the state; seconds to write, verify and sync it; seconds of
+a step alone, of a step during which a checkpoint is written, and of a pause between two steps with a checkpoint in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from txl.training import loop as loop_module
 
 
 def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[str, float]:
-    """Train once, and time every step and every pause between two."""
+    """Train once, and time every step and every pause between two steps."""
     options = {
         "data.corpus": "stdlib",
         "train.steps": str(steps),
@@ -55,7 +55,7 @@ def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[
     events = [event for event in RunDirectory(folder).events() if event["event"] == "checkpoint"]
     lengths = [end - began for began, end in times]
     pauses = [began - end for (_, end), (began, _) in itertools.pairwise(times)]
-    # Steps are counted from 0 here: after the odd ones comes a checkpoint, and beside the even ones it is written.
+    # Steps are counted from 0 here: a checkpoint follows every odd step, and is written during the next, even step.
     return {
         "state_bytes": sum(path.stat().st_size for path in RunDirectory(folder).checkpoint("latest").iterdir()),
         "copy_seconds": statistics.median(event["copy_seconds"] for event in events),
@@ -68,7 +68,7 @@ def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[
 
 
 def main() -> None:
-    """Measure both ways and print."""
+    """Measure both ways, and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--preset", default="enwik8-12L")
     parser.add_argument("--steps", type=int, default=14)

@@ -1,9 +1,10 @@
-"""How the cost of a step grows with T, M, layers, batch and vocabulary, and the machine's roofline, in one run.
+"""Measure the growth of a step's cost with T, M, layers, batch and vocabulary, and the machine's roofline.
 
     python -m benchmarks.scaling results/scaling.json
 
-Every axis doubles from the same small model, everything else staying. Growth is told as time over the time of the
-axis's first point, beside the same ratio of counted operations: where they part, something else than arithmetic counts.
+Every axis starts from one small model and doubles one size, with all other sizes fixed. Growth is time relative to the
+first point of the axis, compared with the relative number of counted operations. Where the two ratios differ, costs
+other than arithmetic matter. All measurements are made in one run.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ AXES = {
     "vocabulary": (204, 2_000, 20_000, 200_000),
 }
 SIZES = (128, 256, 512, 1024, 2048)
-"""Of the square matrix products of the roofline."""
+"""Sizes of the square matrix products of the roofline."""
 WORKLOADS = {
     "one-token step": {"segment": 1, "memory": 2100, "batch": 1},
     "segment evaluation": {"segment": 80, "memory": 2100, "batch": 1},
     "training step": {"segment": 128, "memory": 128, "batch": 4},
 }
-"""Of enwik8-12L's whole shape, set against the roofline."""
+"""Workloads of the full shape of enwik8-12L, which are compared with the roofline."""
 STEPS = 5
 
 
 def run_of(point: dict[str, int], dtype: str) -> RunConfig:
-    """enwik8-12L's widths at one point of the axes; no window, clamp or dropout."""
+    """Return a configuration with enwik8-12L's widths at one point of the axes, without window, clamp or dropout."""
     run = txl.preset("enwik8-12L")
     shape = {"mem_len": point["memory"], "n_layer": point["layers"], "window": None, "clamp_len": None}
     model = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, dropout_r=0.0, **shape)
@@ -53,7 +54,7 @@ def run_of(point: dict[str, int], dtype: str) -> RunConfig:
 
 
 def timed(kind: str, point: dict[str, int], dtype: str = "float32") -> Speed:
-    """One workload at one point."""
+    """Time one workload at one point."""
     run = run_of(point, dtype)
     if kind == "training step":
         return bench_training(run, point["vocabulary"], STEPS, "cpu")
@@ -61,7 +62,7 @@ def timed(kind: str, point: dict[str, int], dtype: str = "float32") -> Speed:
 
 
 def growth(axis: str, values: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The points of one axis, for a training step and for the evaluation of a segment."""
+    """Measure the points of one axis, for a training step and for the evaluation of a segment."""
     rows = []
     for value in values:
         point = BASE | {axis: value}
@@ -84,7 +85,7 @@ def _over(row: dict[str, Any], first: dict[str, Any], kind: str) -> float:
 
 
 def roofline() -> dict[str, Any]:
-    """Matrix rates by size and precision, and the rate at which memory is read."""
+    """Measure the matrix rates by size and precision, and the bandwidth of reading memory."""
     rates = {
         dtype: {size: matmul_rate(getattr(torch, dtype), "cpu", size) for size in SIZES}
         for dtype in ("float32", "bfloat16")
@@ -93,7 +94,7 @@ def roofline() -> dict[str, Any]:
 
 
 def workload(name: str) -> dict[str, Any]:
-    """One of enwik8-12L's workloads: its operations, what it reads at least, and its time."""
+    """Measure one workload of enwik8-12L: its operations, the bytes that it has to read, and its time."""
     point = BASE | {"layers": txl.preset("enwik8-12L").model.n_layer} | WORKLOADS[name]
     speed = timed(name if name == "training step" else "evaluation", point)
     model = txl.TransformerXL(transformer_xl_of(run_of(point, "float32")), point["vocabulary"])
@@ -106,7 +107,7 @@ def workload(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Everything; a second argument leaves out of every axis what is above so many times its first value."""
+    """Measure everything; an optional second argument limits the values of an axis to a multiple of its first one."""
     most = int(sys.argv[2]) if len(sys.argv) > 2 else 2**62
     keep_freed_memory()
     machine = roofline()

@@ -1,10 +1,10 @@
-"""Where the time of a segment goes when no gradients are taken, and how near the machine's matrix rate its parts come.
+"""Measure the time of a segment's parts without gradients, and compare their speed with the machine's matrix rate.
 
     python -m benchmarks.segment_profile results/segment-profile.json
 
-The shapes are those of `benchmarks.peers`. Parts are timed by themselves, what one calls inside another once: linear
-layers, attention (its four terms, softmax and weighted sum), the softmax over the vocabulary with the losses, the rest
-(normalisation, activations, embedding, memory). Operations of a part are its matrix products'.
+The shapes are those of `benchmarks.peers`. The parts are linear layers, attention (its four terms, softmax and weighted
+sum), the softmax over the vocabulary with the losses, and the rest (normalisation, activations, embedding, memory). The
+time of a part excludes the parts that it calls. The operations of a part are those of its matrix products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS = 15
 
 
 class Stopwatch:
-    """Seconds of parts of a step, without those of the parts that they call."""
+    """Timer of the parts of a step; the time of a part excludes the parts that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to this part."""
+        """Count the time of the block for this part."""
         self._pass()
         self._within.append(name)
         try:
@@ -62,7 +62,7 @@ class Stopwatch:
             self._within.pop()
 
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed as a part."""
+        """Return the function, timed as a part."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             with self.part(name):
@@ -73,7 +73,7 @@ class Stopwatch:
 
 @contextmanager
 def watching(watch: Stopwatch, model: TransformerXL) -> Iterator[None]:
-    """Have the model's parts timed."""
+    """Time the model's parts within the block."""
     attentions = [each for each in model.modules() if isinstance(each, RelativeMultiHeadAttention)]
     plain = attentions[0].attend
     with (
@@ -90,7 +90,7 @@ def watching(watch: Stopwatch, model: TransformerXL) -> Iterator[None]:
 
 
 def operations(model: TransformerXL, n_lane: int, segment: int, memory: int) -> dict[str, int]:
-    """Of the parts that are nothing but matrix products."""
+    """Return the operations of the parts that consist of matrix products."""
     shape, rows = model.config, n_lane * segment
     width = shape.n_head * shape.d_head
     linear = 4 * shape.d_model * width + 2 * shape.d_model * shape.d_inner
@@ -101,11 +101,11 @@ def operations(model: TransformerXL, n_lane: int, segment: int, memory: int) -> 
 
 
 def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int, dtype: torch.dtype) -> dict[str, Any]:
-    """One shape."""
+    """Measure one shape."""
     torch.manual_seed(0)
     model = TransformerXL(transformer_xl_of(txl.preset(preset)), vocab_size).to(dtype).eval()
     state = model.init_state(n_lane, mem_len=memory).filled_with_noise()
-    uniform = torch.rand(n_lane, segment, dtype=torch.float64)  # ranks roughly as natural text has them (Zipf)
+    uniform = torch.rand(n_lane, segment, dtype=torch.float64)  # token ranks roughly as in natural text (Zipf)
     tokens = ((vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, vocab_size - 1)
     steps: list[dict[str, float]] = []
     for _ in range(STEPS + 2):
@@ -131,7 +131,7 @@ def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int
 
 
 def main() -> None:
-    """All shapes in both dtypes."""
+    """Measure all shapes in both dtypes."""
     keep_freed_memory()
     rows = [measure(*shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     for row in rows:

@@ -1,12 +1,12 @@
-"""Measure what serving costs: the server beside `txl generate` and the engine alone, in one run, with random weights.
+"""Compare the server with `txl generate` and with the engine alone, in one run with random weights.
 
     python -m benchmarks.serving results/serving.json
-    python -m benchmarks.serving --quick          # that it works, in a few seconds
+    python -m benchmarks.serving --quick          # a test run of a few seconds
 
-For each shape: one text through the server beside `txl.generate`, in turns; 1, 8 and 32 texts together beside the
-engine alone, which reads the same prompts; latency of the first token and of the pieces that follow, with half and all
-of 8 places taken; and the time to save and restore a stream whose memory is full. The server has a process of its own,
-as it always has; the client's share of the machine counts against it.
+For each shape, the benchmark measures: one text from the server and from `txl.generate`, alternately; 1, 8 and 32 texts
+at once from the server and from the engine alone, with equal prompts; latency of the first token and of the following
+pieces, with half and all of 8 places taken; and the time to save and restore a stream with full memory. The server runs
+in a separate process, as usual; the time that the client needs counts against the server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from txl.data.vocabulary import ByteVocabulary
 from txl.models.language_model import LanguageModel
 
 PRESETS = {"enwik8-12L": (200, 5), "stdlib-tiny": (1000, 7)}
-"""Tokens of a text, and rounds, for each shape."""
+"""Number of tokens of a text, and number of rounds, for each shape."""
 QUICK = {"stdlib-tiny": (40, 2)}
 PROMPT = "The river rose in the night, and by morning the lower fields were under water. " * 4
 TOGETHER = (1, 8, 32)
@@ -41,7 +41,7 @@ PLACES = 8
 
 
 def made(preset: str) -> tuple[LanguageModel, ByteVocabulary, dict[str, Any]]:
-    """A model of a preset's shape, and its test settings."""
+    """Return a model of a preset's shape, its vocabulary, and its test settings."""
     run, vocabulary = txl.preset(preset), ByteVocabulary()
     torch.manual_seed(0)
     model = txl.build_model(run.model, vocabulary).eval()
@@ -54,7 +54,7 @@ def made(preset: str) -> tuple[LanguageModel, ByteVocabulary, dict[str, Any]]:
 
 
 def child(preset: str, places: int, tell: Any) -> None:
-    """The server's process."""
+    """Run the server in this process, and send its address through `tell`."""
     from txl.serving.app import address_of, bound_socket, build_app, serve
     from txl.serving.service import Served, Service
 
@@ -80,7 +80,7 @@ def served(preset: str, places: int) -> Iterator[str]:
 
 
 def post(url: str, path: str, value: Any, kind: str = "application/json") -> http.client.HTTPResponse:
-    """An answer of which only the head was read."""
+    """Return the answer to a POST request, of which only the head has been read."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
     connection.request("POST", path, body, {"Content-Type": kind})
@@ -90,7 +90,7 @@ def post(url: str, path: str, value: Any, kind: str = "application/json") -> htt
 
 
 def arrivals(url: str, n_token: int, seed: int) -> list[float]:
-    """When a text was asked for, and when each of its pieces came."""
+    """Return the time at which a text was requested, and the arrival times of its pieces."""
     times = [time.perf_counter()]
     value = {"prompt": PROMPT, "max_tokens": n_token, "seed": seed, "stream": True}
     for line in post(url, "/v1/completions", value):
@@ -100,13 +100,13 @@ def arrivals(url: str, n_token: int, seed: int) -> list[float]:
 
 
 def text_rate(url: str, n_token: int) -> float:
-    """Tokens a second of one streamed text, from its first to its last."""
+    """Return the tokens per second of one streamed text, from the first token to the last."""
     times = arrivals(url, n_token, 1)
     return (n_token - 1) / (times[-1] - times[1])
 
 
 def generate_rate(preset: str, n_token: int) -> float:
-    """The same of `txl.generate`, whose settings are those of `txl generate`."""
+    """Return the tokens per second of `txl.generate` with the settings of the command `txl generate`."""
     model, vocabulary, lengths = made(preset)
     times = []
     for _ in txl.generate(model, vocabulary, PROMPT, max_tokens=n_token, seed=1, **lengths):
@@ -115,7 +115,7 @@ def generate_rate(preset: str, n_token: int) -> float:
 
 
 def engine_rate(preset: str, n_stream: int, n_token: int) -> float:
-    """Tokens a second of the engine alone: it reads the prompts one after the other, then decodes them together."""
+    """Return the tokens per second of the engine alone, which reads prompts in turn and decodes them together."""
     model, vocabulary, lengths = made(preset)
     engine = txl.DecodeEngine(model, max_streams=n_stream, **lengths)
     began = time.perf_counter()
@@ -127,7 +127,7 @@ def engine_rate(preset: str, n_stream: int, n_token: int) -> float:
 
 
 def together_rate(url: str, n_stream: int, n_token: int) -> float:
-    """Tokens a second of so many texts at once, from the first request to the last token: prompts are read in it."""
+    """Return the tokens per second of simultaneous texts from the first request to the last token, prompts included."""
     times: list[tuple[float, float]] = []
     gate = threading.Barrier(n_stream)
 
@@ -142,7 +142,7 @@ def together_rate(url: str, n_stream: int, n_token: int) -> float:
 
 
 def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, float]:
-    """Milliseconds to the first token and between pieces, of clients that ask again when they have an answer."""
+    """Return the milliseconds to the first token and between pieces, for clients that send requests in sequence."""
     firsts: list[float] = []
     gaps: list[float] = []
 
@@ -168,7 +168,7 @@ def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, 
 
 
 def snapshots(url: str, rounds: int) -> dict[str, float]:
-    """Milliseconds to save a stream whose memory is full, and to restore it."""
+    """Return the milliseconds to save and to restore a stream with full memory."""
     about = json.loads(post(url, "/v1/streams", {}).read())
     n_byte = about["memory_limit"] + 1000
     text = (PROMPT * (n_byte // len(PROMPT) + 1))[:n_byte]
@@ -193,7 +193,7 @@ def snapshots(url: str, rounds: int) -> dict[str, float]:
 
 
 def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
-    """All that is said of one shape."""
+    """Return all measurements of one shape."""
     found: dict[str, Any] = {"tokens": n_token, "rounds": rounds, "threads": torch.get_num_threads()}
     with served(preset, max(TOGETHER)) as url:
         arrivals(url, 8, 1)

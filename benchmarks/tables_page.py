@@ -1,10 +1,10 @@
-"""Claims and tables of `results/README.md`, with a plot for each, from the records of `txl reproduce`.
+"""Write the claims and tables of `results/README.md`, with a plot for each table, from records of `txl reproduce`.
 
-    python -m benchmarks.tables_page            # writes that part of the page and results/figures/tableN.svg
-    python -m benchmarks.tables_page --check    # exit code 1 if they are not what the records give
+    python -m benchmarks.tables_page            # writes this part of the page and results/figures/tableN.svg
+    python -m benchmarks.tables_page --check    # exit code 1 if page or plots do not match the records
 
-A record named reproduce-tableN-CORPUS.json holds a table; one that trained until convergence supersedes one that did
-not, because there is one record a table.
+A record named reproduce-tableN-CORPUS.json holds a table. Each table has one record; a record with training until
+convergence replaces one without.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ CLAIMS = {
 }
 """The paper's claims, shortened."""
 _PLOTTED = {"table8": "r = 0.1", "table9": "slower"}
-"""Measure that a plot shows, where it is not the quality."""
+"""Measure that a table's plot shows, for tables whose plot does not show the quality."""
 _LEFT_OUT = ("parameters", "status", "backprop len")
 
 
 def records(results: Path) -> dict[str, Record]:
-    """Return the tables' records by name, table1 first."""
+    """Return the records of the tables by name, table1 first."""
     paths = sorted(results.glob("reproduce-table*.json"), key=lambda path: int(path.stem.split("-")[1][5:]))
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def name_of(stem: str) -> str:
-    """Return table6 for reproduce-table6-ptb."""
+    """Return the table's name from a record's name: table6 for reproduce-table6-ptb."""
     return stem.split("-")[1]
 
 
 def claims(found: dict[str, Record]) -> str:
-    """Return a row for each judgement about C1 to C7, in their order."""
+    """Return a table with a row for each judgement about the claims C1 to C7, in the order of the claims."""
     rows = []
     for stem, record in found.items():
         for judged in record["output"]["claims"]:
@@ -69,7 +69,7 @@ def claims(found: dict[str, Record]) -> str:
 
 
 def section(stem: str, record: Record) -> str:
-    """Return a table's part of the page."""
+    """Return the part of the page for one table."""
     output = record["output"]
     name, trained = name_of(stem), [row for row in output["rows"] if row["status"] == "done"]
     parts = [f'<a id="{name}"></a>\n\n### {output["title"]}\n', budget(output) + "\n"]
@@ -102,13 +102,13 @@ def section(stem: str, record: Record) -> str:
 
 
 def label(row: Record) -> str:
-    """Return the row's key, which names what is different; the paper's name beside it where it has one."""
+    """Return the row's key, which names the difference to other rows, and the paper's name of the row, if any."""
     model = row["model"].lstrip("- ")
     return f"`{row['row']}`" + (f" {model}" if model else "")
 
 
 def budget(output: Record) -> str:
-    """Return one sentence: text, training, seeds, targets."""
+    """Return one sentence about text, training, seeds and targets."""
     scale = output["scale"]
     if output["what"] == "table9":
         return "Nothing is trained. Times of one thread."
@@ -123,7 +123,7 @@ def budget(output: Record) -> str:
 
 
 def at_cap(output: Record) -> str:
-    """Return which rows that train until they have converged made all of their steps."""
+    """Return a clause that names the rows trained until convergence that reached the limit of steps."""
     trained = [row for row in output["rows"] if row["status"] == "done"]
     capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"] == "hit the cap"]
     if not capped:
@@ -132,20 +132,20 @@ def at_cap(output: Record) -> str:
 
 
 def made(stem: str, record: Record) -> str:
-    """Return the line that says where the numbers come from."""
+    """Return the line that states the source of the numbers."""
     command = record["command"] if isinstance(record["command"], str) else shlex.join(record["command"])
     return f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
 
 
 def plotted(output: Record) -> list[tuple[str, list[float]]]:
-    """Return each trained row's key with the values that its plot shows, one a seed."""
+    """Return each trained row's key with the values that the plot shows, one per seed."""
     measure = _PLOTTED.get(output["what"], "quality")
     rows = [(row["row"], row["values"].get(measure)) for row in output["rows"] if row["status"] == "done"]
     return [(key, values) for key, values in rows if values]
 
 
 def draw(output: Record, figure: Figure) -> None:
-    """Draw every seed's value, a line for each row."""
+    """Draw the values of all seeds, one line per row."""
     axes = figure.add_subplot()
     rows = plotted(output)
     for place, (key, values) in enumerate(reversed(rows)):
@@ -166,18 +166,18 @@ def draw(output: Record, figure: Figure) -> None:
 
 
 def digest(record: Record) -> str:
-    """Return what a plot carries, to tell whether it shows its record."""
+    """Return the digest that a plot's file contains, which shows if the plot matches its record."""
     return hashlib.sha256(json.dumps(["tables", plotted(record["output"])]).encode()).hexdigest()[:16]
 
 
 def text(results: Path) -> str:
-    """Return the part of the page between the marks."""
+    """Return the generated part of the page, which stands between the marks."""
     found = records(results)
     return "\n".join([claims(found), "\n## The paper's tables\n", *(section(*each) for each in found.items())])
 
 
 def current(results: Path) -> tuple[str, str]:
-    """Return the page as it is and as the records give it."""
+    """Return the current page, and the page that the records give."""
     page = (results / "README.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -185,7 +185,7 @@ def current(results: Path) -> tuple[str, str]:
 
 
 def check(results: Path) -> list[str]:
-    """Return the names of what is not as the records give it."""
+    """Return the names of the files that do not match the records."""
     page, wanted = current(results)
     wrong = [] if page == wanted else ["README.md"]
     for stem, record in records(results).items():
@@ -196,7 +196,7 @@ def check(results: Path) -> list[str]:
 
 
 def write(results: Path) -> None:
-    """Write the part of the page, and the plots."""
+    """Write the generated part of the page, and the plots."""
     (results / "README.md").write_text(current(results)[1], encoding="utf-8")
     for stem, record in records(results).items():
         output = record["output"]
@@ -206,7 +206,7 @@ def write(results: Path) -> None:
 
 
 def main() -> None:
-    """Write or check."""
+    """Write or check page and plots."""
     if sys.argv[1:] == ["--check"]:
         if wrong := check(ROOT / "results"):
             sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.tables_page")

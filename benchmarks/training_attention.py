@@ -1,10 +1,10 @@
-"""Compiled attention in training beside the products of whole matrices (`shifted`): time, and memory of a step.
+"""Compare compiled attention in training with products of whole matrices (`shifted`): time, and memory of a step.
 
     python -m benchmarks.training_attention results/training-attention.json
 
-Attention forward and backward, and whole training steps of stdlib-tiny's shape, are run in one process in turn on one
-thread. What counts is the least processor time of each, which others who use the machine lengthen little. Memory is
-that of `benchmarks.training_memory`.
+Attention forward and backward, and whole training steps of stdlib-tiny's shape, are run alternately in one process on
+one thread. The result is the least processor time of each, because other programs on the machine lengthen it little.
+Memory is measured as in `benchmarks.training_memory`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SHAPES = {
     "enwik8-12L": (4, 8, 64, 512, 4),
     "enwik8-12L, long": (2, 8, 64, 1024, 3),
 }
-"""Lanes, heads, width of a head, T = M, and how often each is timed."""
+"""Lanes, heads, width of a head, T = M, and number of timed runs."""
 WAYS: tuple[AttentionName, ...] = ("shifted", "compiled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEMORY_LENGTH, STEPS, VOCABULARY = 1024, 12, 256
 
 
 def least(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
-    """Processor seconds of each, run in turn."""
+    """Return the least processor seconds of each way; the ways are run alternately."""
     seconds = dict.fromkeys(ways, float("inf"))
     for _ in range(times):
         for name, run in ways.items():
@@ -53,7 +53,7 @@ def least(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
 
 
 def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
-    """Forward and backward of one layer's attention, without dropout."""
+    """Time forward and backward of one layer's attention, without dropout."""
     lanes, heads, width, length, times = shape
     ways: dict[str, Callable[[], Any]] = {}
     for dtype_name, dtype in DTYPES.items():
@@ -73,7 +73,7 @@ def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
 
 
 def steps() -> dict[str, float]:
-    """Training steps of stdlib-tiny's shape."""
+    """Time training steps of stdlib-tiny's shape."""
     run = txl.preset("stdlib-tiny")
     ways: dict[str, Callable[[], Any]] = {}
     for dtype in DTYPES:
@@ -93,7 +93,7 @@ def steps() -> dict[str, float]:
 
 
 def peak(way: AttentionName, dtype: str) -> int:
-    """Most bytes that a step holds over what is held before, in a process of its own."""
+    """Return the peak bytes that a step holds above those held before, measured in a separate process."""
     torch.manual_seed(0)
     step = our_step(dtype, MEMORY_LENGTH, way)
     step(WARM)
@@ -103,7 +103,7 @@ def peak(way: AttentionName, dtype: str) -> int:
 
 
 def main() -> None:
-    """Everything, or in a process of its own one step's memory."""
+    """Measure everything, or, in a separate process, the memory of one step."""
     if len(sys.argv) == 4:
         way, dtype = sys.argv[2:]
         print(json.dumps({"peak_bytes": peak(next(each for each in WAYS if each == way), dtype)}))

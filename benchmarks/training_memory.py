@@ -1,10 +1,10 @@
-"""Peak memory of a training step as T and M double, beside Hugging Face's Transformer-XL.
+"""Compare peak memory of a training step with Hugging Face's Transformer-XL, as T and M double.
 
     PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json
 
-In the environment of `make oracle`. Each size of each model runs in a process of its own: a small step first, so that
-weights and Adam's moments are there, and then one of the size that is measured. What is told is the most memory that
-the process held in it, over what it held before. Dropout is 0 on both sides, as in the timed training rows.
+The benchmark runs in the environment of `make oracle`. Each size of each model runs in a separate process: first a
+small step, which allocates weights and Adam's moments, then a step of the measured size. The result is the peak memory
+of the process in this step, less the memory held before. Dropout is 0 for both models, as in the timed training rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from txl.training.step import training_step
 
 LANES, LAYERS, VOCABULARY = 2, 4, 204
 LENGTHS = (64, 128, 256, 512, 1024)
-"""T and M."""
+"""Values of T = M."""
 WARM = 8
 """T and M of the small step."""
 WAYS = ("peer", "float32", "bfloat16", "factorised")
-"""The peer; ours with its usual attention in two precisions, and in float32 with the factorised form."""
+"""The peer; our model with its usual attention in two precisions; our model with factorised attention in float32."""
 
 
 def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
-    """enwik8-12L's widths with fewer layers."""
+    """Return a configuration with enwik8-12L's widths and fewer layers."""
     run = txl.preset("enwik8-12L")
     shape = {"n_layer": LAYERS, "mem_len": length, "attention": attention}
     model = dataclasses.replace(run.model, dropout=0.0, dropatt=0.0, dropout_r=0.0, **shape)
@@ -44,7 +44,7 @@ def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
 
 
 def our_step(way: str, length: int, attention: AttentionName = "auto") -> Callable[[int], None]:
-    """A training step of ours as a function of T = M."""
+    """Return a training step of our model as a function of T = M."""
     run = settings(length, "factorised" if way == "factorised" else attention)
     train = dataclasses.replace(run.train, dtype="bfloat16" if way == "bfloat16" else "float32")
     model = build_model(run.model, VOCABULARY, "cpu").train()
@@ -60,7 +60,7 @@ def our_step(way: str, length: int, attention: AttentionName = "auto") -> Callab
 
 
 def peer_step(length: int) -> Callable[[int], None]:
-    """The same of the peer's."""
+    """Return a training step of the peer as a function of T = M."""
     from benchmarks.peers import Workload, peer_of
 
     run = settings(length)
@@ -80,7 +80,7 @@ def peer_step(length: int) -> Callable[[int], None]:
 
 
 def measure(way: str, length: int) -> dict[str, Any]:
-    """One size of one model."""
+    """Measure one size of one model."""
     torch.manual_seed(0)
     step = peer_step(length) if way == "peer" else our_step(way, length)
     step(WARM)
@@ -90,7 +90,7 @@ def measure(way: str, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All sizes and models, or in a process of its own one of them."""
+    """Measure all sizes and models, or, in a separate process, one of them."""
     if len(sys.argv) == 4:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         return

@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: matrix products, conversions and copies, the rest.
+"""Measure the shares of a training step's time: matrix products, conversions and copies, the rest.
 
     python -m benchmarks.training_profile results/training-profile.json
 
-The shapes are those of `benchmarks.peers` and the demo's, with the attention that is fastest here. Times are those that
-PyTorch's profiler gives each operation itself.
+The shapes are those of `benchmarks.peers` and of the demo, with the attention that is fastest on this machine. Times
+are the operations' own times in PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = (("enwik8-12L", 204, 4, 128), ("enwik8-12L", 204, 4, 512), ("stdlib-bpe
 
 
 def _operation(name: str) -> tuple[str, ...]:
-    """Return all names that the profiler has for an operation of the compiled library."""
+    """Return all names under which the profiler lists an operation of the compiled library."""
     generated = f"GeneratedBackwardFor_txl_{name}_default"
     return f"txl::{name}", f"txl::{name}_backward", generated, f"{generated}Backward"
 
@@ -44,7 +44,7 @@ PARTS = {
 
 
 def measure(preset: str, vocab_size: int, lanes: int, length: int, dtype: str) -> dict[str, Any]:
-    """Shares of one shape."""
+    """Return the shares for one shape."""
     torch.manual_seed(0)
     run = txl.preset(preset)
     changed = {"dropout": 0.0, "dropatt": 0.0, "mem_len": length, "attention": "fastest"}
@@ -81,17 +81,17 @@ def measure(preset: str, vocab_size: int, lanes: int, length: int, dtype: str) -
 
 
 def touch_memory() -> None:
-    """Let the process own, once, more memory than a step takes.
+    """Make the process own more memory than a step needs.
 
-    What the profiler allocates lies between the steps' buffers; these would then fault in at every step, as they do not
-    without a profiler.
+    The profiler allocates memory between the steps' buffers. These buffers would then cause page faults in every step,
+    which does not happen without a profiler.
     """
     parts = [torch.zeros(1 << 24) for _ in range(48)]
     del parts
 
 
 def main() -> None:
-    """All shapes in both dtypes."""
+    """Measure all shapes in both dtypes."""
     keep_freed_memory()
     touch_memory()
     rows = [measure(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16")]

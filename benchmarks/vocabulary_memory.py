@@ -1,9 +1,9 @@
-"""Peak memory of a training step on WikiText-103's vocabulary, by how its cross-entropy is computed.
+"""Measure peak memory of a training step on WikiText-103's vocabulary, for each way to compute cross-entropy.
 
     python -m benchmarks.vocabulary_memory results/vocabulary-memory.json
 
-Each way runs in a process of its own, with the attention that is fastest here. What is told is the most memory it held,
-over what it held with the model built.
+Each way runs in a separate process, with the attention that is fastest on this machine. The result is the peak memory
+of the process, less the memory held when the model had been built.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WAYS = {
 
 
 def measure(way: dict[str, Any]) -> dict[str, Any]:
-    """One way: bytes held at most, over those held before the first step."""
+    """Return the peak bytes of one way, less the bytes held before the first step."""
     if not way["chunked"]:
         cross_entropy.MAX_LOGITS = 2**62
     changed = {"n_layer": 2, "mem_len": SEGMENT, "attention": "fastest"}
     shape = replace(transformer_xl_of(preset("wt103-base")), cutoffs=way["cutoffs"], **changed)
     torch.manual_seed(0)
     model = TransformerXL(shape, VOCABULARY).train()
-    # Ranks as natural text has them, roughly (Zipf).
+    # Token ranks are distributed roughly as in natural text (Zipf).
     ranks = torch.rand(LANES, SEGMENT + 1, dtype=torch.float64).mul(torch.tensor(float(VOCABULARY)).log()).exp()
     tokens = ranks.long().clamp(max=VOCABULARY) - 1
     before = status("VmRSS")
@@ -51,7 +51,7 @@ def measure(way: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All ways, one after the other."""
+    """Measure all ways, one after the other."""
     if len(sys.argv) == 3:
         print(json.dumps(measure(WAYS[sys.argv[2]])))
         return

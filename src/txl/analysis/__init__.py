@@ -1,1 +1,1 @@
-"""Analysis of trained models: their attention, and the text that they write."""
+"""Analysis of trained models: their attention, and the text that they generate."""

@@ -1,4 +1,4 @@
-"""A model's attention on a split of a corpus, as plain JSON values: what the figures, the page and the report show."""
+"""JSON record of a model's attention on a split of a corpus: the data of the figures, the page and the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from txl.models.language_model import LanguageModel
 
 FORMAT = 2
 TOP = 0.2
-"""Share of the tokens in reach that are marked in the text: "top 20%" in the paper."""
+"""Share of the tokens in reach that are marked in the text; "top 20%" in the paper."""
 
 
 def analyse_attention(
@@ -52,24 +52,24 @@ def analyse_attention(
     terms: bool | None = None,
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Average a model's attention over a split, and return the record that figures and page are drawn from.
+    """Average a model's attention over a split, and return the record from which figures and page are drawn.
 
     Args:
-        model, vocabulary: of a run.
-        corpus: the text, in that vocabulary.
-        split: its split.
+        model, vocabulary: model and vocabulary of a run.
+        corpus: corpus encoded with `vocabulary`.
+        split: name of the split to read.
         checkpoint: name of the checkpoint, for the record.
         lengths: memory length, window and clamp.
-        segment: tokens of a lane in one step.
-        batch_size: lanes; None: at most `most_lanes`, so few that memory is full in three quarters of each.
-        max_tokens: tokens to read; None: all.
+        segment: number of tokens of each lane in one step.
+        batch_size: number of lanes; None: at most `most_lanes`, with memory full in three quarters of each lane.
+        max_tokens: number of tokens to read; None: all.
         min_keys, terms, progress: as in `average_attention`.
-        layers: numbers from 0; None: all.
-        heads: (layer, head), both from 0, to show in the text; None: those that look farthest.
-        positions: tokens to show them at; None: one that `seed` draws, where memory is full.
-        rows: tokens shown up to each position.
-        seed: of that draw.
-        far: distance from which on attention counts as far; None: half of what a token sees.
+        layers: numbers of the layers, from 0; None: all.
+        heads: heads to show in the text as (layer, head), both from 0; None: those of `AttentionAverages.farthest`.
+        positions: indices in the split of the tokens whose attention is shown; None: one drawn where memory is full.
+        rows: number of tokens shown up to each position.
+        seed: seed for drawing the position.
+        far: least distance that counts as far; None: half of the number of keys that a token sees.
     """
     found_attentions = attentions(model)
     _check_heads(heads, layers, len(found_attentions), found_attentions[0].n_head)
@@ -115,13 +115,13 @@ def _check_heads(
 
 
 def _lanes(n_token: int, lengths: Lengths, most: int) -> int:
-    """Return the number of lanes with which memory is full in three quarters of each, at most `most`."""
+    """Return the largest number of lanes, at most `most`, with memory full in three quarters of each lane."""
     keys = lengths.mem_len + 1 if lengths.window is None else lengths.window
     return max(1, min(most, n_token // (4 * keys)))
 
 
 def _drawn(n_token: int, batch_size: int, rows: int, seed: int) -> int:
-    """Draw a position of the second half of a lane, where memory is as full as it gets."""
+    """Return a position drawn from the second half of a lane, where memory is as full as possible."""
     batch_size = max(1, batch_size)
     length = n_token // batch_size
     low = max(length // 2, rows - 1)
@@ -143,15 +143,15 @@ def attention_record(
     vocabulary: Vocabulary,
     described: JsonObject,
 ) -> JsonObject:
-    """Return everything as JSON values; layers and heads are numbered from 1.
+    """Return averages and the attention at chosen positions as JSON values, with layers and heads numbered from 1.
 
     Args:
-        found: the averages.
-        far: distance from which on `share_beyond` counts.
-        heads: (layer, head), from 0, whose attention at the chosen positions is kept.
-        tokens: the stream that was read.
-        vocabulary: the model's.
-        described: corpus, split, unit, checkpoint.
+        found: averages, and the attention at the chosen positions.
+        far: least distance that `share_beyond` counts.
+        heads: heads whose attention at the chosen positions is recorded as (layer, head), both from 0.
+        tokens: stream that was read.
+        vocabulary: vocabulary of the model.
+        described: corpus, split, unit and checkpoint, for the settings of the record.
     """
     distance, beyond = mean_distance(found.weights), share_beyond(found.weights, far)
     n_head = found.weights.shape[1]
@@ -187,15 +187,15 @@ def attention_record(
 
 
 def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
-    """Return indices, rising, of the given share of tokens in reach (the last `keys`) with the largest weights."""
+    """Return the rising indices of the `share` of tokens in reach (the last `keys`) that has the largest weights."""
     first = len(weights) - keys
-    # Of equal weights the nearest tokens, which come last.
+    # Among equal weights, the nearest tokens are preferred, which are the last ones.
     order = np.lexsort((-np.arange(keys), -weights[first:]))
     return sorted((first + order[: math.ceil(share * keys)]).tolist())
 
 
 def token_texts(vocabulary: Vocabulary, ids: Iterable[int]) -> list[str]:
-    """Return the text that each token completes; joined, they are the text of the tokens."""
+    """Return the text that each token completes; joined, these texts are the text of all tokens."""
     decoder = vocabulary.decoder()
     texts = [decoder.push(int(token)) for token in ids]
     if texts:

@@ -1,7 +1,7 @@
-"""Where the heads of a model look (Appendix D): attention by relative position, averaged over a stream of text.
+"""Attention of a model's heads by relative position, averaged over a stream of text (Appendix D).
 
-A matrix of weights is summed up along its diagonals as soon as it has been computed, so that nothing is kept but sums:
-one number for every layer, head and distance.
+Each matrix of weights is summed along its diagonals as soon as it is computed. Only the sums are kept: one number for
+every layer, head and distance.
 
 Shapes: B lanes, T tokens of a segment, S keys, N layers, H heads, L distances (0 is the token itself).
 """
@@ -26,16 +26,16 @@ from txl.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Close:
-    """The attention of some neighbouring tokens, weight by weight (Figure 6)."""
+    """Attention weights of some neighbouring tokens, one row per token, without averaging (Figure 6)."""
 
     position: int
-    """Index of the last of them in the stream."""
+    """Index in the stream of the token of the last row."""
     first_key: int
-    """Index of the token that the first column belongs to."""
+    """Index in the stream of the token of the first column."""
     weights: np.ndarray
-    """float32 [N,H,rows,columns]; row -1 is the token at `position`; 0 where a token does not see another."""
+    """float32 [N,H,rows,columns]: weight of the column's token for the row's token; 0 for a token that is not seen."""
     keys: np.ndarray
-    """int64 [rows]: how many tokens each of them sees, itself the last."""
+    """int64 [rows]: number of tokens that the row's token sees, up to and including itself."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,25 @@ class AttentionAverages:
     weights: np.ndarray
     """float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1."""
     effective_keys: np.ndarray
-    """float64 [N,H]: exp of the mean entropy of the distributions: among how many keys a head divides its attention."""
+    """float64 [N,H]: exp of the mean entropy of the distributions, the number of keys that a head effectively uses."""
     even: np.ndarray
-    """float64 [L]: what `weights` would be of a head that divides its attention evenly among all keys it sees."""
+    """float64 [L]: `weights` of a hypothetical head that divides its attention evenly among all keys that it sees."""
     even_keys: float
-    """Its `effective_keys`."""
+    """`effective_keys` of the head with even attention."""
     terms: dict[str, np.ndarray]
-    """The same as `weights`, the softmax taken of one term alone: "a", "b" and "d", those that the model has."""
+    """Like `weights`, with the softmax of a single term: "a", "b" and "d", as far as the model has these terms."""
     queries: int
-    """Tokens averaged over."""
+    """Number of tokens averaged over."""
     min_keys: int
-    """Each of them saw so many keys or more."""
+    """Least number of keys that a token had to see to be averaged over."""
     settings: JsonObject
-    """mem_len, window, clamp_len, segment, batch_size, tokens."""
+    """Values of mem_len, window, clamp_len, segment, batch_size and tokens."""
     close: tuple[Close, ...]
 
     def farthest(self) -> list[tuple[int, int]]:
-        """Return the head with the largest mean distance of each third of the layers, (layer, head), both from 0.
+        """Return the head with the largest mean distance in each third of the layers as (layer, head), both from 0.
 
-        The paper shows three such heads, of its first, eighth and last layer.
+        The paper shows three such heads, from the first, eighth and last layer of its model.
         """
         distance, chosen = mean_distance(self.weights), []
         for part in np.array_split(np.arange(len(self.layers)), 3):
@@ -76,7 +76,7 @@ class AttentionAverages:
 
 
 def mean_distance(weights: np.ndarray) -> np.ndarray:
-    """Return how many tokens a head looks back on average, from its weights by distance: [...,L] -> [...]."""
+    """Return the mean distance of a head's attention in tokens, from its weights by distance: [...,L] -> [...]."""
     return weights @ np.arange(weights.shape[-1])
 
 
@@ -86,7 +86,7 @@ def share_beyond(weights: np.ndarray, distance: int) -> np.ndarray:
 
 
 def reach(lengths: Lengths, segment: int) -> int:
-    """Return the most keys that a token sees, itself included, in segments of so many tokens."""
+    """Return the largest number of keys that a token sees, itself included, in segments of `segment` tokens."""
     return lengths.window or lengths.mem_len + segment
 
 
@@ -110,20 +110,20 @@ def average_attention(
     """Average the attention of every head over the tokens of a stream, by distance.
 
     Args:
-        model: a Transformer of any kind.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
-        segment, mem_len, window, clamp_len, batch_size: as in `txl.evaluate`, but that None is always the model's
+        model: any Transformer.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        segment, mem_len, window, clamp_len, batch_size: as in `txl.evaluate`, except that None always means the model's
             configuration.
-        max_tokens: read only this many tokens of the stream.
-        min_keys: average only over tokens that see this many keys or more, themselves included; None: as many as the
-            memory, or the window, allows everywhere, so that the beginning of the stream, where memory is not yet full,
-            does not count. For a model without memory: 1.
-        terms: also average the terms (a), (b) and (d), each softmaxed on its own (Figure 7); None: if the model has
-            them.
-        layers: numbers from 0; None: all.
-        positions: tokens of the stream whose attention is kept weight by weight, with that of the tokens before them.
-        rows: so many tokens for each of `positions`.
-        progress: is told how far the reading is.
+        max_tokens: number of tokens to read from the beginning of the stream; None: all.
+        min_keys: least number of keys, itself included, that a token must see to be averaged over; None: the number
+            that full memory, or the window, always provides, which excludes the beginning of the stream, where memory
+            is not yet full. For a model without memory: 1.
+        terms: True: also average the terms (a), (b) and (d), each with its own softmax (Figure 7); None: average the
+            terms that the model has.
+        layers: numbers of the layers, from 0; None: all.
+        positions: indices in the stream of tokens for which all weights are kept, with the tokens before them as rows.
+        rows: number of tokens kept for each of `positions`.
+        progress: called with the number of tokens read so far and their total number.
     """
     n_head = attentions(model)[0].n_head
     chosen = _chosen_layers(model, layers)
@@ -187,7 +187,7 @@ def _chosen_terms(model: LanguageModel, wanted: bool | None) -> str:
 
 
 class _Close:
-    """Collects one `Close` over the segments that its rows lie in."""
+    """Collector of one `Close` over the segments that contain its rows."""
 
     def __init__(self, position: int, rows: int, span: int, lanes: Lanes, layers: tuple[int, ...], n_head: int):
         self.position, self.rows = position, rows
@@ -206,14 +206,14 @@ class _Close:
         self.keys = np.zeros(rows, dtype=np.int64)
 
     def add(self, layer: int, weights: Tensor, start: int, memory: int, keys: Tensor) -> None:
-        """Take what concerns the rows from the weights [H,T,S] of a segment that begins at token `start`.
+        """Copy the part of the rows from the weights [H,T,S] of a segment that begins at token `start`.
 
         Args:
-            layer: index of a layer among those that were chosen.
-            weights: of the lane that the rows lie in.
+            layer: index of the layer among the chosen layers.
+            weights: weights of the lane that contains the rows.
             start: index in the stream of the segment's first token.
-            memory: keys in front of it.
-            keys: [T], how many each token sees.
+            memory: number of keys before the segment.
+            keys: [T], number of keys that each token sees.
         """
         low, high = max(self.first_row, start), min(self.position + 1, start + weights.shape[1])
         if low >= high:
@@ -226,13 +226,13 @@ class _Close:
         self.keys[rows] = keys[low - start : high - start].numpy()
 
     def result(self) -> Close:
-        """Return the sums without the columns that none of the rows sees."""
+        """Return the collected weights without the columns that no row sees."""
         unseen = int((self.first_row + np.arange(self.rows) - self.keys + 1).min()) - self.first_key
         return Close(self.position, self.first_key + unseen, self.weights[..., unseen:], self.keys)
 
 
 class _Sums:
-    """Sums over tokens, for every layer that was chosen."""
+    """Sums of attention over tokens, for every chosen layer."""
 
     def __init__(
         self,
@@ -247,13 +247,13 @@ class _Sums:
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
         self.queries = np.zeros(span + 1, dtype=np.int64)
-        """Number of counted tokens by the keys that they see."""
+        """Number of counted tokens, by the number of keys that a token sees."""
         self.min_keys, self.close = min_keys, close
         self.starts: list[int] = []
-        """Index in the stream of the first token of each lane's segment."""
+        """Index in the stream of the first token of each lane's current segment."""
 
     def observe(self, layer: int, inputs: AttentionInputs) -> None:
-        """Add what one layer does with one segment."""
+        """Add the attention of one layer on one segment."""
         if layer not in self.rows:
             return
         row, scope = self.rows[layer], inputs.scope
@@ -261,7 +261,7 @@ class _Sums:
         keys = torch.arange(scope.memory + 1, scope.memory + n_query + 1)
         if scope.window is not None:
             keys = keys.clamp(max=scope.window)
-        first = int((keys < self.min_keys).sum())  # keys only become more
+        first = int((keys < self.min_keys).sum())  # the number of keys never falls within a segment
         if row == 0:
             self.queries += n_lane * np.bincount(keys[first:].numpy(), minlength=len(self.queries))
         for name, sums in self.by_name.items():
@@ -299,13 +299,13 @@ class _Sums:
 def sums_by_distance(weights: Tensor, n_head: int, first: int = 0) -> Tensor:
     """Sum attention weights over lanes and queries by distance: [H*B,T,S] -> float64 [H,S], distance 0 first.
 
-    The weights are written through the shifted view of a buffer whose rows are then distances: the inverse of the shift
-    of Appendix B. Hidden keys have weight 0, which fills the corners that the view runs over.
+    The weights are written through the shifted view of a buffer, which is the inverse of the shift of Appendix B: the
+    buffer's columns are then distances. Hidden keys have weight 0, which fills the corners that the view runs over.
 
     Args:
-        weights: 0 where a query does not see a key.
-        n_head: heads H.
-        first: queries before this one are left out.
+        weights: attention weights; 0 where a query does not see a key.
+        n_head: number of heads H.
+        first: index of the first query to include.
     """
     n_matrix, n_query, n_key = weights.shape
     buffer = weights.new_zeros(n_head, n_matrix // n_head * n_query, n_key + 1)

@@ -1,10 +1,11 @@
-"""Find what of a text stands in the training text: the longest copied span from each position, in one pass.
+"""Find copies of the training text in other texts: the longest copied span from each position, in one pass.
 
-The texts' n-grams are kept as hashes, sorted, one table for each n. The training tokens are read block by block. Where
-a 1-gram is found there its 2-gram is looked for, and so on: few positions survive the first lengths, so a pass costs a
-few look-ups a training token. Memory is a block's, and 12 T**2 bytes for a text of T tokens that is copied whole.
+The n-grams of the texts are kept as sorted hashes, one table for each n. The training tokens are read block by block.
+At every training position the 1-gram is looked up, then, if it was found, the 2-gram, and so on. Few positions survive
+the first lengths, so that a pass costs a few look-ups per training token. The search holds one block, and 12 T**2 bytes
+for a text of T tokens that is copied as a whole.
 
-Shapes: Q tokens of all texts together, P positions of a block that have survived.
+Shapes: T tokens of a text.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from txl.data.prepared import Tokens
 from txl.data.streams import splitmix64
 
 BLOCK = 1 << 20
-"""Training tokens read at a time."""
+"""Number of training tokens read at a time."""
 _SIEVE_BITS = 20
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Spans of one text that stand in the training text word for word."""
+    """Spans of one text that also occur in the training text, token by token."""
 
     lengths: np.ndarray
-    """int64 [T]: how many tokens from each position on follow one another in the training text too."""
+    """int64 [T]: length in tokens of the longest span from each position on that also occurs in the training text."""
     sources: np.ndarray
-    """int64 [T]: where in the training text that is (one such place); -1 where nothing is."""
+    """int64 [T]: position in the training text of one occurrence of this longest span; -1 if nothing is copied."""
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Position and tokens of the longest copied span, the first of them; (0, 0) if nothing is copied."""
+        """Position and length in tokens of the first longest copied span; (0, 0) if nothing is copied."""
         if not len(self.lengths):
             return 0, 0
         position = int(self.lengths.argmax())
         return position, int(self.lengths[position])
 
     def novel_ngrams(self, n: int) -> tuple[int, int]:
-        """Return the n-grams of the text that the training text lacks, and all of its n-grams."""
+        """Return the number of n-grams of the text that the training text lacks, and the number of all n-grams."""
         starts = max(len(self.lengths) - n + 1, 0)
         return int((self.lengths[:starts] < n).sum()), starts
 
@@ -50,15 +51,15 @@ class Copies:
 def copies(
     texts: Sequence[Sequence[int]], training: Tokens | np.ndarray, progress: Callable[[int, int], None] | None = None
 ) -> list[Copies]:
-    """Return which spans of each text stand in the training text.
+    """Return the spans of each text that also occur in the training text.
 
-    Hashes have 64 bits: among 10^8 training tokens and 10^4 tokens of texts, that two different n-grams are taken for
-    one has a chance of about 10^-7 for each n.
+    Hashes have 64 bits: with 10^8 training tokens and 10^4 tokens of texts, the probability that two different n-grams
+    are taken for equal is about 10^-7 for each n.
 
     Args:
-        texts: token ids of each.
-        training: token ids, one-dimensional, may be a memory map.
-        progress: called with the training tokens that have been read, and how many there are.
+        texts: token ids of each text.
+        training: token ids of the training text, one-dimensional; may be a memory map.
+        progress: called with the number of training tokens read so far and their total number.
     """
     table = _Ngrams([np.asarray(text, dtype=np.int64) for text in texts])
     total, reach = len(training), max((len(text) for text in texts), default=0)
@@ -72,7 +73,7 @@ def copies(
 
 
 class _Ngrams:
-    """The n-grams of the texts, for every n, and how far each position has been found."""
+    """The n-grams of the texts, for every n, and the longest span found so far from each position."""
 
     def __init__(self, texts: list[np.ndarray]):
         self._symbols = _numbers_of(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
@@ -82,7 +83,7 @@ class _Ngrams:
         self.sources = np.full(len(self._symbols), -1, dtype=np.int64)
 
     def search(self, symbols: np.ndarray, starts: int, offset: int) -> None:
-        """Look for all n-grams where the first `starts` symbols begin; the first one's place is `offset`."""
+        """Search for the n-grams that begin at the first `starts` symbols; the first symbol has position `offset`."""
         places = np.arange(starts)
         hashes = np.zeros(starts, dtype=np.uint64)
         n = 0
@@ -100,7 +101,7 @@ class _Ngrams:
             self._note(n, level, ranks, places + offset)
 
     def _note(self, n: int, level: _Level, ranks: np.ndarray, places: np.ndarray) -> None:
-        """Keep the first place of each n-gram that no block before had."""
+        """Record the first position of each n-gram that no earlier block contained."""
         source = np.full(len(level.hashes), -1, dtype=np.int64)
         source[ranks[::-1]] = places[::-1]
         source = source[level.rank_of]
@@ -124,16 +125,16 @@ class _Level:
 
     def __init__(self, positions: np.ndarray, hashes: np.ndarray):
         self.positions = positions
-        """Position at which each begins."""
+        """Position at which each n-gram begins."""
         self.hashes, self.rank_of = np.unique(hashes, return_inverse=True)
-        """Sorted and distinct; and the place of each position's hash among them."""
+        """Sorted distinct hashes, and the index among these of each position's hash."""
         self._sieve: np.ndarray | None = None
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which of the hashes are here, and their places among `self.hashes`: int64 [found] twice."""
+        """Return the indices, in `hashes` and in `self.hashes`, of the hashes that both have: int64 [found] twice."""
         kept = np.arange(len(hashes))
         if len(hashes) > 1 << _SIEVE_BITS >> 2:
-            # A look into a table of bits keeps most positions from being searched for.
+            # A look-up in a table of bits excludes most positions from the slower search.
             kept = np.flatnonzero(self._bits()[hashes >> np.uint64(64 - _SIEVE_BITS)])
             hashes = hashes[kept]
         ranks = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
@@ -148,5 +149,5 @@ class _Level:
 
 
 def _numbers_of(ids: np.ndarray) -> np.ndarray:
-    """Return a number of 64 bits for each token id, the same for equal ones: uint64 like `ids`."""
+    """Return a 64-bit number for each token id, equal for equal ids: uint64 of the shape of `ids`."""
     return splitmix64(ids.astype(np.uint64) * _FACTOR)

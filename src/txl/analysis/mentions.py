@@ -17,7 +17,7 @@ _YEAR = re.compile(r"(?<![\w.,$£€])(?:1[0-9]{3}|20[0-9]{2})(?:(?=s\b)|(?![\w%
 _MONTHS = re.findall(r"\S+", "January February March April May June July August September October November December")
 _MONTH = "|".join([*_MONTHS, r"Sept\.", *(f"{name[:3]}\\." for name in _MONTHS if name != "May")])
 _DAY = r"(?<![\w.,$£€])(?:0?[1-9]|[12][0-9]|3[01])(?:st|nd|rd|th)?(?![\w%]|[.,][0-9]| @[.,]@)"
-# What stands between: a comma (apart from its word before detokenising), "of", the brackets of Wikipedia's links.
+# Text between the parts of a date: a comma (a separate word before detokenising), "of", brackets of Wikipedia's links.
 _BETWEEN = r"(?:\]\])?(?: ?,)? (?:of )?(?:\[\[)?"
 _DATE = re.compile(
     rf"(?P<day>{_DAY}) (?:of )?(?P<month>{_MONTH})(?!\w)(?:{_BETWEEN}(?P<year>{_YEAR.pattern}))?"
@@ -44,45 +44,45 @@ class Date(NamedTuple):
     year: int | None
 
     def is_part_of(self, other: Date) -> bool:
-        """Return whether the other date has all that this one has: July 1916 is part of 12 July 1916."""
+        """Return True if the other date has all parts of this date: July 1916 is part of 12 July 1916."""
         return all(mine is None or mine == theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True)
 class Mentions:
-    """Things that a text mentions, each once."""
+    """Headings, names, dates and years that a text mentions, each once."""
 
     headings: frozenset[str]
-    """Titles between `=`, as Wikipedia writes them, that are known words throughout (`<unk>` is like any other)."""
+    """Titles between `=`, as in Wikipedia; titles with `<unk>`, which can stand for any word, are left out."""
     names: frozenset[str]
-    """Two or more words in a row that begin with a capital."""
+    """Runs of two or more words that begin with a capital."""
     dates: frozenset[Date]
-    """However they are written: 12 July 1916 is July 12, 1916."""
+    """Dates in any form: 12 July 1916 equals July 12, 1916."""
     years: frozenset[str]
-    """1000 to 2099, those of dates too."""
+    """Years 1000 to 2099, including the years of dates."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Things of a context that its continuation mentions."""
+    """Numbers of mentions of one kind in a context and in its continuation."""
 
     in_context: int
-    """Different things that the context mentions."""
+    """Number of different mentions in the context."""
     in_continuation: int
-    """Different things that the continuation mentions."""
+    """Number of different mentions in the continuation."""
     taken_up: int
-    """Things of the context that stand in the continuation."""
+    """Number of the context's mentions that occur in the continuation."""
     known: int
-    """Things of the continuation that stand in the context."""
+    """Number of the continuation's mentions that occur in the context."""
 
 
 def mentions(text: str) -> Mentions:
     """Return the headings, names, dates and years of a text.
 
-    It is taken to be detokenised; dates are also found as WikiText has them before.
+    The text is assumed to be detokenised; dates are also found in the tokenised form of WikiText.
 
-    A name is a run of two or more words that begin with a capital, on one line; words such as The and In, with which a
-    sentence begins, are taken off its front. A heading's words count as names too where they look like one.
+    A name is a run of two or more words on one line that begin with a capital, without words such as The and In at its
+    beginning, with which a sentence begins. The words of a heading count as a name too if they have this form.
 
     A date is an English month's name (or its first letters with a full stop) with a day, a year or both: 12 July 1916,
     12th of July, July 12, 1916, Sept. 1916.
@@ -103,7 +103,7 @@ def _date(match: re.Match[str]) -> Date:
             ("year", "year_third", "year_second"),
         )
     )
-    assert month is not None  # each form has one
+    assert month is not None  # every form of a date has a month
     number = [name[:3] for name in _MONTHS].index(month[:3]) + 1
     return Date(None if day is None else int(day.rstrip("stndrh")), number, None if year is None else int(year))
 
@@ -116,7 +116,7 @@ def _names(words: list[str]) -> Iterator[str]:
         bare = opened.rstrip(_AFTER)
         name = bare.removesuffix("'s").removesuffix("’s")
         is_last = name != opened and opened not in _TITLES and not (len(bare) == 1 and opened == f"{bare}.")
-        if run and (word[:1] in _BEFORE or not bare[:1].isupper()):  # "" is in it: the line's end
+        if run and (word[:1] in _BEFORE or not bare[:1].isupper()):  # "", the end of the line, is in _BEFORE
             yield from _long_enough(run)
             run = []
         if bare[:1].isupper() and (run or bare not in _NOT_A_NAME):
@@ -127,16 +127,16 @@ def _names(words: list[str]) -> Iterator[str]:
 
 
 def _long_enough(run: list[str]) -> list[str]:
-    """Return the run as a name, if it is one: initials alone are none, and neither is Penn Treebank's N N."""
+    """Return the run as a name, or nothing if it is no name, such as initials alone or Penn Treebank's N N."""
     return [" ".join(run)] if len(run) > 1 and any(len(word.strip(".")) > 1 for word in run) else []
 
 
 def shared_mentions(context: str, continuation: str) -> dict[str, Shared]:
-    """Return for each of `KINDS` what the continuation takes up of the context, and what of its own the context has.
+    """Return, for each of `KINDS`, the numbers of mentions in the context and the continuation, and of shared mentions.
 
-    To stand in a text is to be found there letter by letter, between other words: a name of the context also counts
-    where the continuation has it inside a longer one. A date stands in a text where one of the text's dates has its
-    day, month and year, as far as it has them, however both are written.
+    A mention occurs in a text if the text contains it letter by letter, between other words: a name of the context also
+    counts inside a longer name of the continuation. A date occurs in a text if one of the text's dates has the same
+    day, month and year (as far as the first date has these), in any form.
     """
     before, after = mentions(context), mentions(continuation)
     found = {}

@@ -1,4 +1,4 @@
-"""Watch the attention of a model while it reads: queries, keys and positions of every layer, as they are computed.
+"""Observe the attention of a model while it reads: queries, keys and positions of every layer, as they are computed.
 
 Shapes: B lanes, T queries of the segment, M positions of memory, S = M + T keys, H heads, D width of a head.
 """
@@ -37,9 +37,9 @@ class AttentionInputs:
     scope: KeyScope
 
     def weights(self, terms: str = "abcd") -> Tensor:
-        """Return the softmax over the keys that a query sees, of the sum of some of the terms (a) to (d): [H*B,T,S].
+        """Return the softmax, over the keys that a query sees, of the sum of the given terms (a) to (d): [H*B,T,S].
 
-        A model without relative positions has term (a) alone.
+        A model without relative positions has only term (a).
         """
         n_head, d_head = self.query.shape[2:]
         nothing = self.query.new_zeros(n_head, d_head)
@@ -55,14 +55,14 @@ class AttentionInputs:
 
 
 Observer = Callable[[int, AttentionInputs], None]
-"""Called with the number of a layer, from 0, and what its attention is computed from."""
+"""Callback that receives the number of a layer, from 0, and the inputs of its attention scores."""
 
 
 @contextmanager
 def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Tell `observer` of every attention that the model computes inside; the model's results do not change.
+    """Call `observer` for every attention that the model computes within the block; results do not change.
 
-    The model is one that nobody else uses meanwhile, such as a view of it (`evaluation_view`).
+    The model must not be used elsewhere meanwhile; of a shared model, pass a view (`evaluation_view`).
     """
     with ExitStack() as undo:
         for number, attention in enumerate(attentions(model)):
@@ -83,7 +83,7 @@ def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelf
 
 
 def known_terms(model: LanguageModel) -> str:
-    """Return the terms (a) to (d) that the model's scores are the sum of; "" if its positions are absolute."""
+    """Return the terms (a) to (d) whose sum is the model's score; "" if the model's positions are absolute."""
     return model.config.score_terms
 
 
@@ -116,7 +116,7 @@ def _absolute(attention: CausalSelfAttention, number: int, observer: Observer) -
     original, replaced = attention.forward, vars(attention).get("forward")
 
     def forward(hidden: Tensor) -> Tensor:
-        # Projected once more: the fused product does not show its scores.
+        # Queries and keys are projected again, because the fused attention does not expose its scores.
         context = attention.norm(hidden) if attention.pre_norm else hidden
         heads = (attention.n_head, attention.d_head)
         query, key = (project(context).unflatten(-1, heads) for project in (attention.q_proj, attention.k_proj))

@@ -1,4 +1,4 @@
-"""Contexts of a split, continued by a model, beside what follows there (Appendix E), with measures of both."""
+"""Contexts of a split, continued by a model and by the split itself (the reference), with measures (Appendix E)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from txl.models.language_model import LanguageModel
 def draw_contexts(
     tokens: Tokens | np.ndarray, vocabulary: Vocabulary, *, count: int, length: int, seed: int
 ) -> list[int]:
-    """Draw positions in a split with a seed, each with room for a context and what follows it; ascending.
+    """Draw ascending positions in a split, each with room for a context and its continuation.
 
-    They begin at the beginning of a line that is not empty, where lines can be told and there are enough of them, and
-    overlap only where the split has no room for so many.
+    Contexts begin at lines that are not empty, if the vocabulary shows line ends and the split has enough lines.
+    Contexts overlap only if the split has no room for `count` separate ones.
 
     Args:
-        tokens: the split's token ids.
-        vocabulary: tells where lines end.
-        count: how many.
-        length: tokens of a context and of what follows it.
-        seed: the same one gives the same positions, on every machine.
+        tokens: token ids of the split.
+        vocabulary: vocabulary of the split, which determines the line ends.
+        count: number of positions.
+        length: number of tokens of a context and its continuation together.
+        seed: random seed; it determines the positions, equally on every machine.
     """
     total = len(tokens)
     if total < length:
@@ -65,7 +65,7 @@ def draw_contexts(
 
 
 def _line_end(vocabulary: Vocabulary) -> int | None:
-    """Return the token at which lines end, if there is one."""
+    """Return the token that ends a line; None if the vocabulary has none."""
     if isinstance(vocabulary, ByteVocabulary):
         return vocabulary.values.index(0x0A) if 0x0A in vocabulary.values else None
     if isinstance(vocabulary, CharVocabulary):
@@ -74,7 +74,7 @@ def _line_end(vocabulary: Vocabulary) -> int | None:
 
 
 def _line_starts(tokens: np.ndarray, line_end: int | None) -> np.ndarray:
-    """Return where lines begin that are not empty."""
+    """Return the positions at which non-empty lines begin."""
     if line_end is None:
         return np.zeros(0, dtype=np.int64)
     ends = tokens == line_end
@@ -83,51 +83,51 @@ def _line_starts(tokens: np.ndarray, line_end: int | None) -> np.ndarray:
 
 
 def repeated_ngrams(symbols: Sequence[Hashable], n: int) -> tuple[int, int]:
-    """Return the n-grams of a text that have occurred before in it, and all of its n-grams.
+    """Return the number of n-grams that occurred earlier in the text, and the number of all n-grams.
 
-    Their quotient is "seq-rep-n" of Welleck et al. 2020 (Neural text generation with unlikelihood training): 1 minus
-    the share of distinct n-grams.
+    The quotient of the two numbers is "seq-rep-n" of Welleck et al. 2020 (Neural text generation with unlikelihood
+    training): 1 minus the share of distinct n-grams.
     """
     ngrams = [tuple(symbols[start : start + n]) for start in range(len(symbols) - n + 1)]
     return len(ngrams) - len(set(ngrams)), len(ngrams)
 
 
 REPEATED = (2, 3, 4)
-"""Words of the n-grams whose repetition is measured."""
+"""Lengths in words of the n-grams whose repetition is measured."""
 NOVEL = {"word": (2, 3, 4, 6, 8), "bpe": (2, 4, 8, 12, 16), "char": (5, 10, 20, 30, 40), "byte": (5, 10, 20, 30, 40)}
-"""Tokens of the n-grams that are looked for in the training text."""
+"""Lengths in tokens, by kind of vocabulary, of the n-grams that are searched for in the training text."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A context, a continuation or a reference."""
+    """Token ids and text of a context, a continuation or a reference."""
 
     ids: list[int]
     pieces: list[str]
-    """Text that each token adds, and at the end the rest that was left incomplete."""
+    """Text that each token adds, and finally the rest that the last tokens left incomplete."""
 
     @property
     def text(self) -> str:
-        """The whole text, as it is to be read."""
+        """The whole text, for a reader."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Counts over one text. A pair is a number of hits and the number of things looked at."""
+    """Counts over one text."""
 
     repeated: dict[int, tuple[int, int]]
-    """For each n: n-grams of words that have occurred before in the text."""
+    """For each n, number of n-grams of words that occurred earlier in the text, and number of all n-grams."""
     novel: dict[int, tuple[int, int]]
-    """For each n: n-grams of tokens that the training text lacks."""
+    """For each n, number of n-grams of tokens that the training text lacks, and number of all n-grams."""
     longest_copy: tuple[int, int]
-    """Position in the text and tokens of the longest span that stands in the training text."""
+    """Position in the text and length in tokens of the longest span that also occurs in the training text."""
     copied_from: int
-    """Its position in the training text; -1 if nothing is copied."""
+    """Position of the longest copied span in the training text; -1 if nothing is copied."""
     copies: list[int]
-    """For each token, how many from it on stand in the training text."""
+    """For each token, length of the longest span from this token on that also occurs in the training text."""
     mentions: dict[str, Shared]
-    """For headings, names, dates and years, what of the context is taken up."""
+    """Numbers of headings, names, dates and years that the text shares with the context."""
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """Choice of contexts, and settings of their continuation."""
+    """Settings for the choice of contexts and for the continuations."""
 
     lengths: Lengths
     """Memory length, window and clamp."""
     count: int = 3
     context: int = 512
-    """Tokens of a context."""
+    """Number of tokens of a context."""
     max_tokens: int = 500
-    """Tokens of a continuation; 500 in the paper."""
+    """Number of tokens of a continuation; 500 in the paper."""
     seed: int = 0
-    """Seed of the contexts; sample i is drawn with seed + i."""
+    """Seed for drawing contexts; continuation i is generated with seed + i."""
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -185,17 +185,17 @@ def make_samples(
     compile: bool = True,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> list[Sample]:
-    """Continue contexts of a split, and measure the continuations and what follows there in truth.
+    """Continue contexts of a split, and measure the continuations and the references that follow in the split.
 
     Args:
         model: any language model.
-        vocabulary: the one it was trained with.
-        tokens: the split's token ids.
-        training: the training split's, in which copies are looked for.
-        plan: which contexts, and how they are continued.
-        convention: how the text was tokenised, to be undone; None: it is shown as it is.
+        vocabulary: vocabulary of the model.
+        tokens: token ids of the split.
+        training: token ids of the training split, which is searched for copies.
+        plan: settings for the choice of contexts and for the continuations.
+        convention: tokenisation to undo in the text; None: the text is shown unchanged.
         compile: as in `generate_tokens`.
-        progress: called with what is being done, how much of it is done, and how much there is.
+        progress: called with the name of the current activity, the amount done and the total amount.
     """
     length = plan.context + plan.max_tokens
     positions = draw_contexts(tokens, vocabulary, count=plan.count, length=length, seed=plan.seed)
@@ -256,9 +256,9 @@ def _measures(context: Passage, text: Passage, copied: Copies, vocabulary: Vocab
 
 
 def pooled(measures: Sequence[Measures]) -> JsonObject:
-    """Return the measures of several texts together, as plain JSON values.
+    """Return the measures pooled over several texts, as plain JSON values.
 
-    A share is the sum of the texts' counts divided by the sum of what was looked at, and None where that is 0.
+    A share is the sum of all texts' counts divided by the sum of the texts' totals; None if the total is 0.
     """
 
     def share(pairs: Sequence[tuple[int, int]]) -> JsonObject:

@@ -1,6 +1,6 @@
-"""A run for a text, this machine and a number of minutes: what `txl train --minutes` chooses, and why.
+"""Choice of a run for a text, this machine and a number of minutes: `txl train --minutes`.
 
-The rule is `txl.presets.minutes`; here the text is looked at and prepared, and the machine's speed is measured.
+The rule is in `txl.presets.minutes`. This module examines and prepares the text, and measures the machine's speed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from txl.training.parallel import TrainedModel
 from txl.training.validation import evaluate_in_training
 
 _TIMED_SECONDS, _TIMED_STEPS = 1.0, 3
-"""Time that each configuration is measured for, and the fewest steps."""
+"""Least time in seconds, and least number of steps, for which each configuration is timed."""
 
 _LONGEST_STEP = 0.005
-"""Share of the minutes; a step that takes longer is measured once."""
+"""Share of the minutes; a configuration whose first step takes longer is timed by that step alone."""
 _MOST_MEMORY = 0.6
-"""Share of the machine's memory that a configuration may be estimated to take."""
+"""Largest estimated memory of a configuration, as a share of the machine's memory."""
 
 
 @dataclass(frozen=True)
 class MinutesRun:
-    """The run that was chosen, and the reasons in lines."""
+    """The chosen run, and three lines with the reasons."""
 
     run: RunConfig
     lines: tuple[str, str, str]
@@ -67,16 +67,16 @@ def run_in_minutes(
     """Choose units, shape, batch, dropout, steps and arithmetic for a text and a number of minutes.
 
     Args:
-        minutes: from `began` to the end of the last evaluation.
-        given: options of the user, which are kept; `data.corpus` is among them.
-        device: that the run trains on.
-        data_dir: where prepared corpora live.
-        began: the clock when the command began.
-        quiet: no progress on standard error.
-        clock: seconds.
+        minutes: time from `began` to the end of the last evaluation, in minutes.
+        given: options of the user by dotted name, `data.corpus` included; the choice keeps their values.
+        device: device that the run trains on.
+        data_dir: directory of prepared corpora.
+        began: reading of `clock` when the command began.
+        quiet: True to print no progress on standard error.
+        clock: function that returns the time in seconds.
 
     Raises:
-        UserError: if the text is too small, or the time too short.
+        UserError: if the text is too small, the time too short, or the options break a rule.
     """
     base = base_run(minutes, multiplies_bfloat16(device))
     data = with_absolute_paths(with_options(base, given).data)
@@ -103,27 +103,29 @@ def run_in_minutes(
         return measured_speed(run, corpus, device, longest)
 
     choice = choose(base, text, left(), measure, given)
-    seconds = left()  # timing has taken some
+    seconds = left()  # measured again, because timing took some time
     choice = replace(planned(choice.run, text, seconds, choice.speed, given), tried=choice.tried)
     check_steps(choice, seconds)
     return MinutesRun(choice.run, reasons(choice, text, minutes, prepared))
 
 
 def _check_options(base: RunConfig, given: dict[str, str]) -> None:
-    """Refuse options that no choice of steps and rate would make right."""
+    """Refuse options that break a rule for every choice of steps and learning rate."""
     run = configured(base, *SHAPES[0], BATCHES[0], {})
     run.train.steps, run.train.learning_rate = 10**9, 1.0
     validate(with_options(run, given))
 
 
 def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
-    """Measure a configuration's training steps, on random tokens, and its evaluation.
+    """Time training steps of a configuration on random tokens, and its evaluation on part of the validation split.
+
+    Return infinite times without timing if the estimated memory is too large for the machine.
 
     Args:
-        run: the configuration.
-        corpus: whose validation split is evaluated.
-        device: where.
-        longest: seconds; a step that takes longer is measured once.
+        run: configuration to time.
+        corpus: corpus with the validation split.
+        device: device that trains and evaluates.
+        longest: time in seconds; if the first step takes longer, no other step is timed.
     """
     vocab_size = len(corpus.vocabulary)
     if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
@@ -143,5 +145,5 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         nonlocal done
         done = evaluate_in_training(model, some, corpus, TrainedModel(model), lambda: False).tokens
 
-    evaluation()  # converts the weights
+    evaluation()  # not timed, because the first evaluation converts the weights
     return StepTimes(median(steps), seconds_of(evaluation, device) / done)

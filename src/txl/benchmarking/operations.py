@@ -1,7 +1,8 @@
-"""Floating-point operations that a Transformer-XL needs, and rates that the machine can do.
+"""Floating-point operations of a Transformer-XL, and rates of the machine.
 
-Only matrix products are counted, two operations (multiply, add) each. With B lanes, T tokens, M positions of memory,
-S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layers, one forward pass takes
+Only matrix products are counted, with two operations (multiply, add) per product of two numbers. With B lanes, T
+tokens, M positions of memory, S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layers, one
+forward pass takes
 
     N * ( 2*B*T*E*A           queries
         + 2*B*S*E*A * 2       keys and values, memory included
@@ -12,9 +13,9 @@ S = M + T keys, A = n_head * d_head, E d_model, F d_inner, V vocabulary, N layer
         + 2*B*T*E*F * 2 )     feed-forward
     + 2*B*T*E*V               softmax
 
-and a training step three times as much (the backward pass has two products for each of the forward's). Where weights
-are frozen (evaluation, generation), the keys and values of memory and W_kR R are there already: keys and values take
-2*B*T*E*A * 2, and W_kR R nothing.
+operations. A training step takes three times as many, because the backward pass computes two products for each product
+of the forward pass. With frozen weights (evaluation, generation), W_kR R and the keys and values of memory are cached:
+keys and values take 2*B*T*E*A * 2, and W_kR R takes none.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def forward_operations(
     *,
     frozen: bool = False,
 ) -> int:
-    """Return the operations of one forward pass by the formula at the top; `frozen` for one without gradients."""
+    """Return the operations of one forward pass by the formula of this module; `frozen` means frozen weights."""
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
     rows = batch_size * segment
     key_rows, distances = (rows, 0) if frozen else (batch_size * keys, keys)
     if model.encoding == "shaw":
-        distances = 0  # their vectors are looked up
+        distances = 0  # its position vectors are looked up, without a product
     layer = (
         2 * rows * model.d_model * width
         + 2 * key_rows * model.d_model * width * 2
@@ -59,9 +60,9 @@ def forward_operations(
 
 
 def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: float = 1.0) -> float:
-    """Return the operations a second of a square matrix product of that size: the best of repeated products.
+    """Return the operations per second of a product of two [size, size] matrices: the highest of repeated products.
 
-    The best, not the mean: this is the machine's ceiling, against which a workload's own time is set.
+    The highest, not the mean, because this rate is the machine's limit, with which workloads are compared.
     """
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
@@ -78,7 +79,7 @@ def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: floa
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Return the bytes a second of summing 256 MiB of float32: the best of repeated sums."""
+    """Return the bytes per second that a sum over 256 MiB of float32 reads: the highest of repeated sums."""
     numbers = torch.ones(2**26, device=device)
     best = float("inf")
     for _ in range(20):
@@ -91,10 +92,14 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 
 def bytes_read_once(model: TransformerXL, memory: int) -> int:
-    """Return the bytes that a step without gradients must read, behind `memory` positions in one lane.
+    """Return the bytes that must be read to compute one token without gradients, with a full memory in one lane.
 
-    Weights, keys and values, and W_kR R of the distances that are told apart; not W_kR, which no step needs any more,
-    nor an embedding table that is not the softmax's too.
+    These are the weights, the keys and values, and W_kR R of the distances that the model tells apart. W_kR itself is
+    not read, because W_kR R is cached. An embedding table counts only if the softmax shares it.
+
+    Args:
+        model: model whose weights are read.
+        memory: number of positions in memory.
     """
     unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
     weights = sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in unread))
@@ -106,6 +111,6 @@ def bytes_read_once(model: TransformerXL, memory: int) -> int:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until a GPU has finished all work that was launched; on a CPU do nothing."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

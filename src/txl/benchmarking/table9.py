@@ -1,9 +1,9 @@
 """Table 9: slowdown of evaluating the vanilla Transformer, which recomputes its whole window for every token.
 
-Both models have the same shape, dtype and device, both use the fastest attention there is for them (fused and causal
-for the vanilla one; the same compiled code for both on a CPU), and the vanilla one computes the softmax of its last
-position only. Per-token time is what one token of one stream takes: a window of L tokens for the vanilla Transformer, a
-T-th of a segment of T tokens behind L positions of memory for Transformer-XL.
+Both models have the same shape, dtype and device. Each uses its fastest attention: fused and causal for the vanilla
+Transformer, and on a CPU the same compiled code for both. The vanilla Transformer computes the softmax of its last
+position only. Per-token time is the time for one token in one lane: for the vanilla Transformer the time of a window of
+L tokens, for Transformer-XL that of a segment of T tokens with L positions of memory, divided by T.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from txl.models.vanilla import VanillaTransformer
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A row of the table."""
+    """A row of Table 9, measured here."""
 
     attention_length: int
     segment: int
     dtype: str
     vanilla_seconds: float
-    """Per token, median."""
+    """Median time per token."""
     transformer_xl_seconds: float
-    """Per token, median."""
+    """Median time per token."""
 
     @property
     def ratio(self) -> float:
@@ -50,12 +50,12 @@ def slowdown(
     """Time both models at one attention length, on random tokens and random weights.
 
     Args:
-        shape: of Transformer-XL; the vanilla Transformer has the same layers, heads and widths.
-        vocab_size: tokens of the vocabulary.
+        shape: configuration of Transformer-XL; the vanilla Transformer has the same layers, heads and widths.
+        vocab_size: number of tokens in the vocabulary.
         length: attention length L.
-        segment: tokens T that Transformer-XL reads at once.
-        steps: windows that are timed, with several segments between each two.
-        device: where.
+        segment: number T of tokens that Transformer-XL reads at once.
+        steps: number of windows to time; several segments are timed before each window.
+        device: device that computes.
         dtype: "float32", or "bfloat16" for autocast.
     """
     read_segment = _recurrent(shape, vocab_size, length, segment, device)
@@ -69,7 +69,7 @@ Step = Callable[[], None]
 
 
 def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
-    """Return a function that reads one segment behind a full memory."""
+    """Return a function that makes Transformer-XL read one segment with a full memory."""
     torch.manual_seed(0)
     shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
     model = TransformerXL(shape, vocab_size).to(device).eval()
@@ -84,7 +84,7 @@ def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment
 
 
 def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
-    """Return a function that reads one window for its last token."""
+    """Return a function that makes the vanilla Transformer read one window and compute the loss of one token."""
     torch.manual_seed(0)
     without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
     model = VanillaTransformer(without, vocab_size).to(device).eval()
@@ -99,5 +99,5 @@ def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: s
 
 
 def _arithmetic(device: str, dtype: str) -> torch.autocast:
-    """Return autocast, to be entered once for many steps as in an evaluation: it converts the weights once."""
+    """Return autocast, to be entered once for all steps, as in an evaluation: it then converts the weights once."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")

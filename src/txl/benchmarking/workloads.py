@@ -1,4 +1,4 @@
-"""The two workloads that are timed: a training step, and evaluation in segments."""
+"""The two workloads of speed measurements: a training step, and evaluation in segments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from txl.training.step import training_step
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of a workload, beside the machine's own rate."""
+    """Speed of a workload, with the machine's rate of matrix multiplication to compare with."""
 
     workload: str
     dtype: str
@@ -35,18 +35,18 @@ class Speed:
     segment: int
     mem_len: int
     step_seconds: float
-    """Median over the timed steps."""
+    """Median time of the timed steps."""
     tokens_per_second: float
     operations_per_step: int
     matmul_rate: float
-    """Operations a second of a 2048 x 2048 matrix product in the same dtype, measured before and after: the mean."""
+    """Operations per second of a 2048 x 2048 matrix product in the same dtype: mean of the rates before and after."""
     attention: str
     compiled: bool = False
-    """True if the layers went through `torch.compile`."""
+    """True if `torch.compile` compiled the layers."""
 
     @property
     def fraction(self) -> float:
-        """The workload's rate of operations over the machine's."""
+        """Operations per second of the workload, divided by `matmul_rate`."""
         return self.operations_per_step / self.step_seconds / self.matmul_rate
 
     def to_dict(self) -> JsonObject:
@@ -55,7 +55,7 @@ class Speed:
 
 
 class Beside(NamedTuple):
-    """Median seconds of two steps that were timed in turns, and the median ratio of the first to the second."""
+    """Median seconds of two steps that were timed alternately, and the median ratio of the first to the second."""
 
     ours: float
     theirs: float
@@ -63,25 +63,26 @@ class Beside(NamedTuple):
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
-    """Return the median seconds of a step, after two that do not count."""
+    """Return the median time of a step in seconds; the first two steps do not count."""
     return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
 
 
 def timed_alternately(
     often: Callable[[], None], seldom: Callable[[], None], steps: int, device: str
 ) -> tuple[float, float]:
-    """Return median seconds of two steps, the first four times for each of the second, after an uncounted round.
+    """Return the median seconds of two steps, timed in rounds: the first step four times, then the second once.
 
-    In turns, because a machine that others use too is not equally fast from one second to the next.
+    The first round does not count. The steps alternate, because the speed of a shared machine varies from second to
+    second.
     """
     rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
     return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
 
 
 def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs: int, device: str) -> Beside:
-    """Time two steps in turns, after a pair that does not count.
+    """Time two steps alternately; the first pair does not count.
 
-    The ratio is the median over pairs: load of the machine that comes and goes is on both steps of most of them.
+    The ratio is the median over pairs, because a change in the machine's load affects both steps of most pairs.
     """
     found = [(seconds_of(first, device), seconds_of(second, device)) for _ in range(pairs + 1)][1:]
     ours, theirs = (median(each) for each in zip(*found, strict=True))
@@ -89,7 +90,7 @@ def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs:
 
 
 def seconds_of(step: Callable[[], None], device: str) -> float:
-    """Return the seconds of one step, the device's work included."""
+    """Return the time of one step in seconds, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
     step()
@@ -98,9 +99,9 @@ def seconds_of(step: Callable[[], None], device: str) -> float:
 
 
 def training_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, Callable[[], None]]:
-    """Return a new model and a training step of it (forward, backward, clipping, optimiser) on random tokens.
+    """Return a new model, and a function that makes a training step (forward, backward, clipping, optimiser).
 
-    Memory is full from the start.
+    Tokens are random, and memory is full from the start.
     """
     torch.manual_seed(0)
     train = run.train
@@ -129,11 +130,11 @@ def training_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[Fam
 
 
 def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
-    """Time training steps on random tokens, and compare their rate with the machine's."""
+    """Time training steps on random tokens, and measure the machine's rate of matrix multiplication."""
     train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model, step = training_workload(run, vocab_size, device)
     memory = model.init_state(1).filled_with_noise().length
-    # Each part of the lanes projects R for itself.
+    # R is projected again for each micro-batch.
     part = (train.batch_size // train.micro_batches, train.segment)
     passes = 3 * train.micro_batches * train.backprop_segments
     operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
@@ -148,7 +149,7 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
 
 
 def reading_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, State, Callable[[], None]]:
-    """Return a new model, its full memory, and a step of evaluation on random tokens at the run's test settings."""
+    """Return a new model, a full memory, and a function that reads random tokens with the run's test settings."""
     torch.manual_seed(0)
     settings = run.eval
     model = build_model(run.model, vocab_size).to(device).eval()
@@ -165,13 +166,13 @@ def reading_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[Fami
 
 
 def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
-    """Time evaluation in segments on random tokens, memory full from the start, with the run's test settings."""
+    """Time evaluation in segments of random tokens with the run's test settings; memory is full from the start."""
     settings, model_shape = run.eval, transformer_xl_of(run)
     model, state, step = reading_workload(run, vocab_size, device)
     shape, memory = (settings.batch_size, settings.segment), state.length or 0
     operations = forward_operations(model_shape, vocab_size, *shape, memory, settings.window, frozen=True)
     rate = matmul_rate(getattr(torch, dtype), device)
-    # Entered once for all steps, as an evaluation does it: autocast converts the weights once.
+    # Entered once for all steps, as in an evaluation: autocast then converts the weights once.
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2

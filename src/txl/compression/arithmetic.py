@@ -1,4 +1,4 @@
-"""Versions and hardware that the last bit of a probability depends on: both sides of a file need the same."""
+"""Versions and hardware that determine the last bit of a probability; encoder and decoder need equal ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txl.native.build import identity
 
 
 def arithmetic() -> dict[str, str]:
-    """Return versions, instruction set, compiled library and processor, as a header holds them."""
+    """Return versions, instruction set, compiled library and processor, in the form stored in a file's header."""
     compiled = identity()
     if compiled["library"] != "none":
         compiled["library"] = _short(compiled["library"])
@@ -26,7 +26,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
-    """Return in words how the arithmetic of a file differs from this machine's; None if it does not."""
+    """Return a description of the differences between a file's arithmetic and this machine's; None if both agree."""
     names = {
         "txl": "version of txl",
         "torch": "version of PyTorch",
@@ -46,8 +46,8 @@ def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
 def threads(count: int) -> Iterator[None]:
     """Set the number of threads of PyTorch and the compiled library within the block.
 
-    PyTorch's products add in another order with another number of threads: what is to be the same on both sides is
-    computed by one.
+    The number of threads affects the order of additions in PyTorch's matrix products. Values that must be equal in
+    encoder and decoder are therefore computed with one thread.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

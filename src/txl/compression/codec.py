@@ -1,7 +1,7 @@
-"""Encode blocks of text as payloads and back, by a predictor that both sides drive alike.
+"""Encode blocks of text as payloads and decode them, with a predictor that works identically on both sides.
 
-A block's symbols are cut into B lanes of equal length (the last column may be short), and column after column is coded:
-the symbols of one column depend on the columns before it alone, so that all lanes are predicted at once.
+A block's symbols are cut into B lanes of equal length (the last column may be short) and coded column by column. The
+symbols of one column depend only on earlier columns, so that all lanes are predicted at once.
 
 Shapes: B lanes, C columns, V symbols.
 """
@@ -23,10 +23,10 @@ class BlockCodec:
     """Encoder or decoder of one file, block after block.
 
     Args:
-        predictor: new, and used by nobody else.
-        symbols: of the predictor's vocabulary.
-        lanes: as many as the predictor has.
-        n_threads: for a predictor whose numbers do not depend on them; others run with one.
+        predictor: new predictor for the exclusive use of this codec.
+        symbols: symbols of the predictor's vocabulary.
+        lanes: number of lanes of the predictor.
+        n_threads: number of threads, if the predictor's results do not depend on it; otherwise one thread is used.
     """
 
     def __init__(self, predictor: Predictor, symbols: Symbols, lanes: int, n_threads: int):
@@ -35,7 +35,7 @@ class BlockCodec:
         self._frequencies, self._literals = Frequencies(symbols.escape), Literals()
 
     def encode(self, text: bytes) -> tuple[int, bytes]:
-        """Return the number of symbols, and the payload: the text itself where its code is not shorter."""
+        """Return the number of symbols, and the payload: the code, or the text itself if the code is not shorter."""
         symbols, literals = self._symbols.encode(text)
         behind = np.zeros(len(symbols), dtype=np.uint8)
         behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
@@ -63,11 +63,11 @@ class BlockCodec:
         """Return the block's text.
 
         Raises:
-            UserError: if it is not the text that was encoded; then this side of the file is of no more use.
+            UserError: if the result is not the text that was encoded; this codec cannot be used after that.
         """
         if block.stored:
             text = block.payload
-            self.encode(text)  # the predictor and the frequencies read it as they did on the other side
+            self.encode(text)  # the predictor and the frequencies must read the text here as they did in the encoder
         else:
             text = self._decoded(block)
         if len(text) != block.n_bytes or digest(text) != block.digest:
@@ -101,19 +101,19 @@ class BlockCodec:
         return self._symbols.decode(symbols, behind[symbols == self._symbols.escape].tobytes())
 
     def _go_on(self, chosen: list[int]) -> None:
-        """Let frequencies and predictor read a column."""
+        """Update the frequencies and the predictor with the symbols of a column."""
         self._frequencies.count(chosen)
         padded = np.full(self._lanes, self._symbols.start, dtype=np.int64)
         padded[: len(chosen)] = self._symbols.read(np.array(chosen, dtype=np.int64))
         self._predictor.read(torch.from_numpy(padded), len(chosen) == self._lanes)
 
     def _active(self, n_symbols: int) -> list[int]:
-        """Return the number of lanes that have a symbol, for every column."""
+        """Return, for every column, the number of lanes that have a symbol."""
         full, rest = divmod(n_symbols, self._lanes)
         return [self._lanes] * full + [rest] * (rest > 0)
 
     def _in_lanes(self, values: np.ndarray) -> np.ndarray:
-        """Return [N] as [B,C]: the first lanes are one longer where N is no multiple of B."""
+        """Return values [N] as a table [B,C]; the first lanes are one value longer if N is no multiple of B."""
         full, rest = divmod(len(values), self._lanes)
         table = np.zeros((self._lanes, full + (rest > 0)), dtype=values.dtype)
         cut = rest * (full + 1)
@@ -122,6 +122,6 @@ class BlockCodec:
         return table
 
     def _in_a_row(self, table: np.ndarray, count: int) -> np.ndarray:
-        """Undo `_in_lanes`."""
+        """Undo `_in_lanes`: return a table [B,C] as values [N]."""
         full, rest = divmod(count, self._lanes)
         return np.concatenate([table[:rest].reshape(-1), table[rest:, :full].reshape(-1)])

@@ -1,6 +1,6 @@
-"""Arithmetic coding with integer frequencies, and the frequencies of a model's probabilities.
+"""Arithmetic coding with integer frequencies, and the conversion of a model's probabilities to frequencies.
 
-Everything here is integers but the one rounding in `Frequencies`, which both sides do alike.
+All computation is exact integer arithmetic except one rounding in `Frequencies`, which is equal on both sides.
 
 Shapes: B lanes, V symbols.
 """
@@ -16,22 +16,22 @@ from torch import Tensor
 from txl.errors import CommandFailed
 
 TOTAL = 1 << 30
-"""Sum of a lane's frequencies, within the rounding of its probabilities."""
+"""Sum of a lane's frequencies, up to the rounding of the probabilities."""
 _WIDTH = 64
 _TOP = 1 << _WIDTH
 _BOTTOM = 1 << (_WIDTH - 8)
-"""The range never falls below this, so that dividing it by `TOTAL` costs less than 2^-26 of a symbol's share."""
+"""Lower limit of the range; dividing the range by `TOTAL` therefore costs less than 2^-26 of a symbol's share."""
 
 
 class RangeEncoder:
-    """Symbols to bytes: each narrows the range [low, low + range) to its share (Martin 1979)."""
+    """Encoder of symbols as bytes: each symbol narrows the range [low, low + range) to its share (Martin 1979)."""
 
     def __init__(self) -> None:
         self._low, self._range = 0, _TOP - 1
         self._out = bytearray()
 
     def encode(self, start: int, size: int, total: int) -> None:
-        """Code a symbol that takes [start, start + size) of `total`, which is at most 2^31."""
+        """Encode a symbol whose share is [start, start + size) of `total`; `total` is at most 2^31."""
         share = self._range // total
         self._low += share * start
         self._range = share * size
@@ -40,7 +40,7 @@ class RangeEncoder:
             self._range <<= 8
 
     def finish(self) -> bytes:
-        """Return all bytes: as few as name a number within the range, if zeros follow."""
+        """Return all bytes, as few as identify a number within the range if zeros are appended."""
         kept = 8
         while kept < _WIDTH:
             unit = 1 << (_WIDTH - kept)
@@ -54,7 +54,7 @@ class RangeEncoder:
         return bytes(self._out.rstrip(b"\0"))
 
     def _shift(self) -> None:
-        if self._low >= _TOP:  # the carry goes into what has been written
+        if self._low >= _TOP:  # the carry is added to the bytes written so far
             self._low -= _TOP
             place = len(self._out) - 1
             while self._out[place] == 255:
@@ -66,7 +66,7 @@ class RangeEncoder:
 
 
 class RangeDecoder:
-    """The inverse of `RangeEncoder`: `find` says where the next symbol lies, `take` goes on behind it."""
+    """The inverse of `RangeEncoder`: `find` locates the next symbol, `take` moves past this symbol."""
 
     def __init__(self, data: bytes):
         self._data, self._place = data, _WIDTH // 8
@@ -74,12 +74,12 @@ class RangeDecoder:
         self._range, self._share = _TOP - 1, 0
 
     def find(self, total: int) -> int:
-        """Return a number below `total` within the next symbol's part of it."""
+        """Return a number below `total` that lies within the next symbol's share of `total`."""
         self._share = self._range // total
         return min(self._code // self._share, total - 1)
 
     def take(self, start: int, size: int) -> None:
-        """Go on behind the symbol that takes [start, start + size)."""
+        """Move past the symbol whose share is [start, start + size)."""
         self._code -= self._share * start
         self._range = self._share * size
         while self._range < _BOTTOM:
@@ -90,13 +90,13 @@ class RangeDecoder:
 
 
 class Frequencies:
-    """Integer frequencies of the symbols: a model's probabilities, rounded once, and an escape's own count.
+    """Integer frequencies of the symbols: the model's probabilities, rounded once, and a count for the escape.
 
-    Every token gets at least 1 of `TOTAL`. The escape's frequency follows how often it was needed (Krichevsky and
-    Trofimov's estimate); it costs a file that never needs it a few bits.
+    Every token gets at least 1 of `TOTAL`. The escape's frequency is estimated from the number of escapes so far
+    (Krichevsky and Trofimov's estimate); in a file without escapes it costs a few bits.
 
     Args:
-        escape: the symbol of the escape, at most the number of tokens; None: there is none.
+        escape: number of the escape symbol, at most the number of tokens; None: no escape is needed.
     """
 
     _FORGET = 1 << 16
@@ -106,10 +106,10 @@ class Frequencies:
         self._escaped, self._coded = 0, 0
 
     def cumulative(self, log_probs: Tensor) -> np.ndarray:
-        """Return log-probabilities [B,V] as int64 [B,V+1], or [B,V+2] where the escape is a symbol of its own.
+        """Return cumulative frequencies of log-probabilities [B,V]: int64 [B,V+1]; [B,V+2] if the escape is no token.
 
         Raises:
-            CommandFailed: if they are no numbers.
+            CommandFailed: if a probability is not a finite number.
         """
         probabilities = log_probs.double().exp()
         if not bool(torch.isfinite(probabilities).all()):
@@ -128,7 +128,7 @@ class Frequencies:
         return np.cumsum(result, axis=1, out=result)
 
     def count(self, symbols: Sequence[int]) -> None:
-        """Count symbols that were coded."""
+        """Count coded symbols, to update the frequency of the escape."""
         if self._escape is None:
             return
         self._coded += len(symbols)
@@ -139,7 +139,7 @@ class Frequencies:
 
 
 class Literals:
-    """Adaptive frequencies of the bytes behind escapes."""
+    """Adaptive frequencies of the literal bytes that follow escapes."""
 
     _STEP, _FORGET = 32, 1 << 16
 
@@ -147,7 +147,7 @@ class Literals:
         self._counts, self._total = [1] * 256, 256
 
     def encode(self, encoder: RangeEncoder, value: int) -> None:
-        """Code one byte."""
+        """Encode one byte."""
         encoder.encode(sum(self._counts[:value]), self._counts[value], self._total)
         self._count(value)
 

@@ -1,14 +1,14 @@
-"""Format of a compressed file: a header, blocks, an end; each with a checksum that covers everything before it.
+"""Format of a compressed file: a header, blocks and an end, each with a checksum that also covers all earlier records.
 
     magic (8 bytes), version u16, length u32, header (deflated JSON), checksum u32
     a block: 1 (u8), bytes of text u32, symbols u32, bytes of payload u32, digest of the text (8 bytes), payload,
-        checksum u32; 2 in the place of 1: the payload is the text itself
+        checksum u32; 2 in place of 1 if the payload is the text itself
     the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
 
-Numbers are little-endian. The header is a raw deflate stream whose preset dictionary is `_USUAL`; in format 1, which is
-still read, it is a zlib stream without one. A checksum is CRC-32 of its record, begun with the checksum before it, so
-that blocks that are lost, doubled or swapped show. Digests are BLAKE2b of the text itself: they show where decoding
-gave something else.
+Numbers are little-endian. The header is a raw deflate stream with the preset dictionary `_USUAL`; in format 1, which
+can still be read, the header is a zlib stream without a dictionary. A checksum is the CRC-32 of its record, continued
+from the previous checksum, so that lost, repeated or swapped blocks are detected. Digests are BLAKE2b of the text
+itself and detect that decoding returned a different text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from txl.files import JsonObject
 MAGIC = b"\x89TXL\r\n\x1a\n"
 VERSION = 2
 MOST_BLOCK = 1 << 26
-"""Bytes of text that a block may hold."""
+"""Greatest number of text bytes in a block."""
 _LONGEST_HEADER = 1 << 16
 _USUAL = (
     b'"online":{"beta1":0.9,"beta2":0.999,"clip":1.0,"counts":true,"eps":1e-08,"halved_after":0,"learning_rate":0.004,'
@@ -38,7 +38,7 @@ _USUAL = (
     b'{"arithmetic":{"build":"","library":"","processor":"","torch":"2.13.0+cpu","txl":"0.2.0.dev0"},"block":262144,'
     b'"block":524288,"lanes":1,"lengths":{"clamp_len":null,"mem_len":128,"window":128},"model":"","probe":"'
 )
-"""Text of usual headers, which a header need not repeat. It is part of the format: to change it is a new format."""
+"""Typical header text, the preset dictionary of deflate. A change of this text requires a new format version."""
 _CODED, _STORED = 1, 2
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
@@ -46,7 +46,7 @@ _END = struct.Struct("<BQ16s")
 
 @dataclass(frozen=True)
 class Block:
-    """A coded part of the text."""
+    """A block of text in its coded or stored form."""
 
     n_bytes: int
     n_symbols: int
@@ -62,27 +62,27 @@ def digest(text: bytes) -> bytes:
 
 
 class ContainerWriter:
-    """Makes the bytes of a file, record by record."""
+    """Builder of the records of a file, each returned as bytes."""
 
     def __init__(self) -> None:
         self._checksum = 0
         self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
 
     def header(self, values: JsonObject) -> bytes:
-        """Write the file's beginning."""
+        """Return the record of the header."""
         deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=_USUAL)
         packed = deflate.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode()) + deflate.flush()
         return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
 
     def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
-        """Write a block whose text has been coded, or the text itself as its payload."""
+        """Return the record of a block; its payload is the coded text, or the text itself."""
         self._n_bytes += len(text)
         self._digest.update(text)
         kind = _STORED if payload == text else _CODED
         return self._record(_BLOCK.pack(kind, len(text), n_symbols, len(payload), digest(text)) + payload)
 
     def end(self) -> bytes:
-        """Write the file's end."""
+        """Return the record of the file's end."""
         return self._record(_END.pack(0, self._n_bytes, self._digest.digest()))
 
     def _record(self, record: bytes) -> bytes:
@@ -91,11 +91,11 @@ class ContainerWriter:
 
 
 class ContainerReader:
-    """Reads a file's records, and refuses what is damaged.
+    """Reader of a file's records that raises an error for a damaged file.
 
     Args:
-        file: opened for reading bytes; need not be seekable.
-        name: what it is called in messages.
+        file: file opened for reading bytes; it need not be seekable.
+        name: name of the file in messages.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -103,10 +103,10 @@ class ContainerReader:
         self._checksum = 0
         self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
         self.n_read = 0
-        """Bytes of the file that were read."""
+        """Number of bytes read from the file."""
 
     def header(self) -> JsonObject:
-        """Read the header's values."""
+        """Read and return the values of the header."""
         start = self._file.read(len(MAGIC))
         self.n_read += len(start)
         if start != MAGIC:
@@ -129,10 +129,10 @@ class ContainerReader:
         return values
 
     def blocks(self, most: int) -> Iterator[Block]:
-        """Yield the checked blocks to the end of the file, whose digest is of the texts that `decoded` was given.
+        """Yield the blocks after checking each, then compare the end's digest with the texts passed to `decoded`.
 
         Args:
-            most: bytes of text that one may hold.
+            most: greatest number of text bytes in a block.
         """
         number = 0
         while True:
@@ -159,7 +159,7 @@ class ContainerReader:
             raise UserError(f"{self._name} has something behind its end; it is no single file of txl compress")
 
     def decoded(self, text: bytes) -> None:
-        """Tell the text of the block that was yielded last."""
+        """Add the decoded text of the block yielded last to the digest of all text."""
         self._n_bytes += len(text)
         self._digest.update(text)
 

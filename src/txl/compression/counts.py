@@ -1,10 +1,10 @@
-"""Counts of what followed the last bytes, and the longest match: the part of a text's order that needs no learning.
+"""Predictions of the next byte by counts and by matches with earlier text, which need no learned weights.
 
-Contexts of 0 to 5 bytes have a row of counts each (longer ones are hashed); the distributions are interpolated from the
-shortest to the longest by Witten and Bell's rule (method C of PPM: a context's d different successors leave d of n + d
-to the shorter context). Beside them stands the byte that followed the last time that the newest `MATCH` bytes were
-read, with the share of hits that matches of its length have had. All numbers are exact integers, or float32 computed
-element by element.
+Every context of 0 to 5 bytes has a row of counts of the bytes that followed it (contexts of more than two bytes are
+hashed to rows). The distributions are interpolated from the shortest context to the longest by Witten and Bell's rule
+(method C of PPM: a context with n successors, d of them different, leaves d of n + d to the shorter context). One more
+distribution predicts the byte that followed the last occurrence of the newest `MATCH` bytes, with the share of hits of
+earlier matches of equal length. All numbers are exact integers, or float32 computed element by element.
 
 Shapes: B lanes, K distributions.
 """
@@ -14,23 +14,23 @@ from __future__ import annotations
 import numpy as np
 
 ORDERS = 6
-"""Contexts of 0, 1, ... bytes."""
+"""Number of context lengths: 0, 1, ... bytes."""
 DISTRIBUTIONS = ORDERS + 1
 MATCH = 6
-"""Bytes that a match begins with."""
+"""Number of equal bytes with which a match begins."""
 _BITS = (0, 8, 16, 17, 18, 18)
-"""Bits of the number of rows; up to two bytes every context has its own."""
+"""Bits of a row number, by context length; every context of up to two bytes has its own row."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MATCH_BITS, _HISTORY = 20, 1 << 22
 _LONGEST = 31
 
 
 class Counts:
-    """The counts of one side of a file, encoder or decoder; all lanes count into the same rows."""
+    """Counts of the encoder or the decoder of one file; all lanes share the rows."""
 
     def __init__(self, lanes: int):
         sizes = [1 << bits for bits in _BITS]
-        self._table = np.zeros((sum(sizes), 256), dtype=np.uint8)  # pages that are never touched take no memory
+        self._table = np.zeros((sum(sizes), 256), dtype=np.uint8)  # untouched pages take no memory
         self._offsets = np.cumsum([0, *sizes[:-1]])
         self._masks = np.array([(1 << 8 * order) - 1 for order in range(ORDERS)], dtype=np.uint64)
         exact = [order <= 2 for order in range(ORDERS)]
@@ -43,9 +43,9 @@ class Counts:
         self._matches = _Matches(lanes)
 
     def predict(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities of the next byte by context of growing length, and by the match: float32 [B,K,256].
+        """Return probabilities of the next byte by contexts of increasing length and by the match: float32 [B,K,256].
 
-        Also how many contexts were met before, int64 [B]: 0 to K - 1, and K more where there is a match.
+        The second result is the number of contexts that occurred before, int64 [B]: 0 to K - 1, plus K for a match.
         """
         counts = self._table[self._rows]
         found = counts.sum(axis=2, dtype=np.int64)
@@ -83,7 +83,7 @@ class Counts:
         self._matches.read(symbols.tolist())
 
     def rotate(self) -> None:
-        """Let the last lane's text go on in the first."""
+        """Move the context of each lane to the next lane; the text of the last lane continues in the first lane."""
         self._context = np.roll(self._context, 1)
         self._rows = self._row_numbers()
         self._matches.rotate()
@@ -94,21 +94,21 @@ class Counts:
 
 
 class _Matches:
-    """Last place of each lane's newest bytes, and the length of what has been the same since."""
+    """Matches of each lane's newest bytes with earlier text: place of the byte that follows there, and match length."""
 
     def __init__(self, lanes: int):
         self._size = _HISTORY // lanes
         self._streams = list(range(lanes))
-        self._read = [0] * lanes  # bytes of each stream
+        self._read = [0] * lanes  # number of bytes of each stream
         self._history = bytearray(lanes * self._size)
         self._last_seen = np.zeros(1 << _MATCH_BITS, dtype=np.int32)
         self._newest = [0] * lanes
         self._place = [-1] * lanes
         self._length = [0] * lanes
-        self._hits = [[2, 3] for _ in range(_LONGEST + 1)]  # of matches of a length: hits and trials
+        self._hits = [[2, 3] for _ in range(_LONGEST + 1)]  # hits and trials, by match length
 
     def predict(self) -> list[tuple[int, float]]:
-        """Return for each lane the byte that followed the last time, and how often that was right; -1: none."""
+        """Return for each lane the byte that the match predicts (-1: no match), and the share of hits at its length."""
         found = []
         for place, length in zip(self._place, self._length, strict=True):
             if place < 0:
@@ -147,6 +147,6 @@ class _Matches:
                 self._last_seen[slot] = following + 1
 
     def rotate(self) -> None:
-        """Rotate as `Counts.rotate`."""
+        """Move the match of each lane to the next lane, as in `Counts.rotate`."""
         for each in (self._streams, self._read, self._newest, self._place, self._length):
             each.insert(0, each.pop())

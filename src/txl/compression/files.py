@@ -1,4 +1,4 @@
-"""Files and streams: header, blocks, verification, in memory that does not grow with the text."""
+"""Compression and decompression of files and streams, in memory that does not grow with the text."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 
 BytesDone = Callable[[int, int], None]
-"""Called with the bytes of text and of the compressed file that are done."""
+"""Callback that receives the number of bytes done, of the text and of the compressed file."""
 _PROBE = 24
-"""Columns whose frequencies the header's probe is of."""
+"""Number of columns whose frequencies the header's probe covers."""
 _MOST_LANES = 1024
 _LANE_OF_BLOCK = 1 << 16
 _LEAST_BLOCK = 1 << 18
@@ -44,16 +44,16 @@ _USUAL_LANES = 8
 
 @dataclass(frozen=True)
 class CodingModel:
-    """A trained model that files are coded by."""
+    """A trained model for coding files."""
 
     model: LanguageModel
     """Any language model, on the CPU, in evaluation mode."""
     vocabulary: Vocabulary
-    """Its own: bytes, characters or byte pairs."""
+    """Vocabulary of the model: bytes, characters or byte pairs."""
     lengths: Lengths | None = None
-    """Memory length, window and clamp; None: the model's own. A decoder takes the file's."""
+    """Memory length, window and clamp; None: the model's own. A decoder uses the lengths in the file's header."""
     training_tokens: Callable[[], Tokens | torch.Tensor] | None = None
-    """Function that gives the tokens of the training split, for adaptation by rms."""
+    """Function that returns the tokens of the training split, for adaptation by rms."""
 
     def identity(self) -> str:
         """Return a digest of weights, configuration and vocabulary."""
@@ -63,21 +63,21 @@ class CodingModel:
 
 @dataclass(frozen=True)
 class DynamicRecipe:
-    """Settings by which a trained model adapts to the file; the file's header holds them."""
+    """Settings of a trained model's adaptation to the file, stored in the file's header."""
 
     adaptation: Adaptation
     segment: int = 128
-    """Tokens of each lane that are coded between two updates; fewer for a model that reads fewer at once."""
+    """Number of tokens of each lane coded between two updates, limited to the most that the model reads at once."""
     statistics_segments: int | None = 500
-    """Segments of the training split that are read for gradient statistics; None: all. Of rms alone, as the next."""
+    """Number of training segments read for gradient statistics; None: all. Used by rms only, like the batch size."""
     statistics_batch_size: int = 1
 
     def segment_of(self, model: LanguageModel) -> int:
-        """Return the segment that a model can learn from."""
+        """Return the segment length for a model, at most the number of tokens that the model reads at once."""
         return self.segment if model.context is None else min(self.segment, model.context)
 
     def statistics(self, model: CodingModel, lengths: Lengths) -> GradientStatistics | None:
-        """Return the gradient statistics that rms needs, read with one thread; None for sgd."""
+        """Return the gradient statistics that rms needs, computed with one thread; None for sgd."""
         if self.adaptation.rule == "sgd":
             return None
         if model.training_tokens is None:
@@ -99,11 +99,11 @@ class Sizes:
     """Sizes of a file and of its parts."""
 
     text: int
-    """Bytes of it."""
+    """Number of bytes of the text."""
     file: int
-    """Bytes of the compressed file."""
+    """Number of bytes of the compressed file."""
     payload: int
-    """Bytes of that which are coded symbols, without header, checksums and digests."""
+    """Number of bytes of the blocks' payloads in the file, without header, checksums and digests."""
 
 
 def compress(
@@ -117,22 +117,22 @@ def compress(
     verify: list[str] | None = None,
     progress: BytesDone | None = None,
 ) -> Sizes:
-    """Write a stream's bytes, coded by a model's probabilities of them.
+    """Compress a stream of bytes by means of a model's probabilities.
 
     Args:
-        source: opened for reading bytes; need not be seekable.
-        sink: opened for writing bytes.
-        model: codes by a trained model.
-        dynamic: adapts it to what has been coded; None: its weights are fixed.
-        online: codes by a model that learns the text as it goes, in the place of a trained one.
-        lanes: parts of each block that are read side by side: more of them are faster and cost some bits. None: 1 with
-            `dynamic`, else as many as leave each lane 16 KiB of the first block (8 KiB online), at most 8.
-        verify: arguments of `txl decompress` that make it decode this file (``["--model", DIR]``): every block is
-            decoded by another process before it is written. None: no verification.
-        progress: is told how much is done.
+        source: stream opened for reading bytes; it need not be seekable.
+        sink: stream opened for writing bytes.
+        model: trained model to code by; None: `online` is used instead.
+        dynamic: settings of the model's adaptation to the text coded so far; None: fixed weights.
+        online: recipe of a model that learns the text during coding, in place of a trained model.
+        lanes: number of parts of each block that are read in parallel; more lanes are faster and cost some bits. None:
+            1 with `dynamic`, otherwise as many as leave each lane 16 KiB of the first block (8 KiB online), at most 8.
+        verify: arguments with which `txl decompress` decodes this file (``["--model", DIR]``). Another process then
+            decodes every block before it is written. None: no verification.
+        progress: called after every block with the number of bytes done.
 
     Raises:
-        UserError: for settings that contradict each other, or a vocabulary of words.
+        UserError: for contradictory settings, or a vocabulary of words.
         CommandFailed: if verification fails.
     """
     if (model is None) == (online is None):
@@ -170,7 +170,7 @@ def compress(
 
 
 def _digest(tensors: dict[str, torch.Tensor], more: str = "") -> str:
-    """Return a digest of tensors with their names, and of a text."""
+    """Return a digest of named tensors and of a text."""
     total = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -180,7 +180,7 @@ def _digest(tensors: dict[str, torch.Tensor], more: str = "") -> str:
 
 
 def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online: OnlineRecipe | None) -> JsonObject:
-    """Return what a file's header says of the numbers that it was coded by."""
+    """Return the part of a header that describes the arithmetic, the model and its adaptation."""
     header: JsonObject = {"arithmetic": arithmetic()}
     if online is not None:
         header["online"] = online.to_plain()
@@ -193,21 +193,21 @@ def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online:
 
 
 class _VerifiedSink:
-    """Passes a file's records on, each block only once another process has decoded it.
+    """Stream for a file's records that writes each block only after another process has decoded it.
 
     Args:
-        sink: opened for writing bytes.
-        verifier: None: everything is passed on at once.
+        sink: stream opened for writing bytes.
+        verifier: verifier of the records; None: every record is written at once.
     """
 
     def __init__(self, sink: IO[bytes], verifier: Verifier | None):
         self._sink, self._verifier = sink, verifier
         self._waiting: deque[bytes] = deque()
         self.n_written = 0
-        """Bytes passed on."""
+        """Number of bytes written to `sink`."""
 
     def write(self, record: bytes, text: bytes | None = None) -> None:
-        """Take a record, of a block with its text; the block before it is passed on meanwhile."""
+        """Write a record; with a verifier, hold a block (a record with a text) back until the next block is sent."""
         if self._verifier is not None:
             self._verifier.send(record, text)
         if self._verifier is None or text is None:
@@ -218,7 +218,7 @@ class _VerifiedSink:
             self._take()
 
     def finish(self, end: bytes) -> None:
-        """Pass on what waits, and the file's end."""
+        """Write the blocks held back, and the file's end."""
         if self._verifier is not None:
             self._verifier.send(end)
             while self._waiting:
@@ -228,7 +228,7 @@ class _VerifiedSink:
         self._sink.flush()
 
     def close(self) -> None:
-        """End the process that decodes."""
+        """End the decoding process."""
         if self._verifier is not None:
             self._verifier.close()
 
@@ -249,14 +249,14 @@ def decompress(
     load: Callable[[], CodingModel] | None = None,
     progress: BytesDone | None = None,
 ) -> Sizes:
-    """Write the text of a file that `compress` made; nothing is written that has not been checked.
+    """Write the text of a file that `compress` made, each block only after checking it.
 
     Args:
-        source: opened for reading bytes.
-        sink: opened for writing bytes.
-        name: what the file is called in messages.
-        load: gives the model, for a file that needs one.
-        progress: is told how much is done.
+        source: stream opened for reading bytes.
+        sink: stream opened for writing bytes.
+        name: name of the file in messages.
+        load: function that returns the model, for a file that needs a model.
+        progress: called after every block with the number of bytes done.
     """
     reader = ContainerReader(source, name)
     header = reader.header()
@@ -297,7 +297,7 @@ def decompress(
 
 
 class _Setup:
-    """Makes what a header describes, alike on both sides."""
+    """Model and settings that a header describes, built identically by encoder and decoder."""
 
     def __init__(self, header: JsonObject, model: CodingModel | None):
         lanes, block = header.get("lanes"), header.get("block")
@@ -326,7 +326,7 @@ class _Setup:
 
     @property
     def statistics(self) -> str | None:
-        """Digest of the gradient statistics that rms adapts by; None without."""
+        """Digest of the gradient statistics used by rms; None without statistics."""
         return None if self._statistics is None else _digest(self._statistics.squares)
 
     def codec(self, n_threads: int) -> BlockCodec:
@@ -334,9 +334,9 @@ class _Setup:
         return BlockCodec(self._predictor(), self._symbols, self._lanes, n_threads)
 
     def probe(self) -> str:
-        """Return a digest of the frequencies that a few columns of made-up tokens have, learning included.
+        """Return a digest of the frequencies of a few columns of made-up tokens, learning included.
 
-        Where it is another one, so are the probabilities: this is known before anything is decoded.
+        A different digest shows, before anything is decoded, that the probabilities are different.
         """
         predictor, frequencies = self._predictor(), Frequencies(self._symbols.escape)
         total = hashlib.blake2b(digest_size=8)
@@ -351,7 +351,7 @@ class _Setup:
         return total.hexdigest()
 
     def _predictor(self) -> Predictor:
-        with threads(1):  # what is computed once, W_kR R for instance, is computed alike
+        with threads(1):  # values computed only once, such as W_kR R, must be equal on both sides
             if self._online is not None:
                 return OnlinePredictor(self._online, self._lanes, self._symbols.start)
             assert self._model is not None

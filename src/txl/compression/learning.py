@@ -1,12 +1,13 @@
-"""A model that starts from random weights of a seed and learns the file while it is coded (`--online`).
+"""A model that starts from seeded random weights and learns the file during coding (`--online`).
 
-As NNCP does it (Bellard 2019, 2021): a segment is coded with the weights as they are, then they learn from it, on both
-sides alike. What the model learns is what counts do not tell already: the next byte's probability is
+The method is that of NNCP (Bellard 2019, 2021): each segment is coded with the current weights, then encoder and
+decoder train the weights on this segment identically. The model has to learn only what counts cannot predict, because
+the probability of the next byte is
 
     softmax(log p_model + sum over k of w[m, k] log p_k)
 
-with the distributions p_k of `Counts` and weights w, learnt too, for every number m of contexts that were met before.
-Everything that determines the weights is in `OnlineRecipe`, which the file's header holds.
+with the distributions p_k of `Counts`, and learned weights w for every number m of contexts that occurred before.
+`OnlineRecipe`, which is stored in the file's header, determines all weights.
 
 Shapes: B lanes, T tokens of a segment, K distributions of counts.
 """
@@ -30,12 +31,12 @@ from txl.models import build_model
 from txl.models.language_model import LanguageModel, State
 
 _FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
-"""Weights of the distributions, in the order of `Counts.predict`, before anything is learnt."""
+"""Initial weights of the distributions, in the order of `Counts.predict`."""
 
 
 @dataclass(frozen=True)
 class OnlineRecipe:
-    """Configuration and training of a model that learns the file from nothing. Its defaults were measured on text."""
+    """Configuration and training of a model that learns the file from scratch. The defaults were measured on text."""
 
     seed: int = 1
     segment: int = 16
@@ -46,11 +47,11 @@ class OnlineRecipe:
     clip: float = 1.0
     warmup_steps: int = 50
     halved_after: int = 0
-    """Updates after which the rate has fallen by the square root of two, and goes on so; 0: it stays."""
+    """Number of updates n in the factor (1 + updates / n)^-1/2 of the learning rate; 0: constant after the warm-up."""
     counts: bool = True
-    """True if counts take part; without, the model's own probabilities are coded."""
+    """True: counts take part; False: the model's probabilities are used alone."""
     weights_factor: float = 2.0
-    """Learning rate of the counts' weights, relative to the model's."""
+    """Learning rate of the weights of the counts, relative to the learning rate of the model."""
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class OnlineRecipe:
                 raise UserError(f"{name} of the online recipe is {getattr(self, name)}, which no model can learn by")
 
     def to_plain(self) -> JsonObject:
-        """Return all fields ready for JSON; of the model its family, and what differs from the family's defaults."""
+        """Return all fields ready for JSON; for the model, its family and the settings that are not defaults."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "model"}
         general = type(self.model)()
         changed = {k: v for k, v in dataclasses.asdict(self.model).items() if v != getattr(general, k)}
@@ -73,23 +74,23 @@ class OnlineRecipe:
 
     @classmethod
     def from_plain(cls, values: object) -> OnlineRecipe:
-        """Undo `to_plain`."""
+        """Return the recipe that `to_plain` described."""
         return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
 
     def build(self, vocab_size: int) -> LanguageModel:
-        """Build the model with its first weights; torch's own generator is left as it was."""
+        """Build the model with its initial weights; the global generator of PyTorch is unchanged."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return build_model(self.model, vocab_size).eval()
 
 
 class OnlinePredictor(ModelPredictor):
-    """Bytes by a model that learns them as they come, and by their counts.
+    """Predictor of bytes by a model that learns during coding, and by counts.
 
     Args:
-        recipe: the model and how it learns.
-        lanes: lanes B.
-        start: the byte before the text.
+        recipe: configuration and training of the model.
+        lanes: number of lanes B.
+        start: byte before the text.
     """
 
     def __init__(self, recipe: OnlineRecipe, lanes: int, start: int):
@@ -133,12 +134,12 @@ class OnlinePredictor(ModelPredictor):
             self._counts.rotate()
 
     def _mixed(self, log_probs: Tensor, told: Tensor, met: Tensor) -> Tensor:
-        """Mix predictions: [...,256], [...,K,256] and [...] -> [...,256]."""
+        """Mix log-probabilities of model and counts, given m: [...,256], [...,K,256] and [...] -> [...,256]."""
         weights = self._weights[met][..., None, :]
         return (log_probs + torch.matmul(weights, told).squeeze(-2)).log_softmax(dim=-1)
 
     def _step(self, tokens: Tensor, targets: Tensor, state: State) -> None:
-        """Update the weights by a segment that has been coded: int64 [B,T] twice, and the state before it."""
+        """Train the weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment."""
         recipe, told = self._recipe, self._told[: tokens.shape[1]]
         log_probs, _ = self.model.log_probs(tokens, state)
         if told:

@@ -1,7 +1,7 @@
-"""Probabilities of the next token for lanes of text side by side: by fixed weights, or weights that learn.
+"""Probabilities of the next token for parallel lanes of text, by fixed weights or by weights that learn.
 
-Encoder and decoder call the same methods in the same order with the same numbers, so they get the same probabilities to
-the last bit: never the whole text at once on one side and token by token on the other.
+Encoder and decoder call the same methods in the same order with the same numbers, so that their probabilities are equal
+to the last bit. The encoder therefore reads token by token like the decoder, not the whole text at once.
 
 Shapes: B lanes, T tokens of a segment, V tokens of the vocabulary.
 """
@@ -22,35 +22,35 @@ from txl.models.language_model import LanguageModel, State
 from txl.models.transformer_xl import TransformerXL
 
 Learn = Callable[[Tensor, Tensor, State], object]
-"""Updates weights by a segment that has been coded: tokens and targets int64 [B,T], and the state before it."""
+"""Function that trains weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment."""
 
 
 class Predictor(ABC):
-    """Source of the probabilities that symbols are coded by. Every lane reads one token a step."""
+    """Source of the probabilities for coding symbols. Every lane reads one token per step."""
 
     any_threads = False
-    """True if its numbers are the same with any number of threads; otherwise it runs with one."""
+    """True if probabilities do not depend on the number of threads; otherwise the predictor runs with one thread."""
 
     @abstractmethod
     def predict(self) -> Tensor:
-        """Return log-probabilities of each lane's next token, [B,V], given all that it has read."""
+        """Return log-probabilities of each lane's next token, [B,V], given all tokens that the lane has read."""
 
     @abstractmethod
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """Read the next token of every lane, int64 [B]; `whole`: all of them are tokens of the text."""
+        """Read the next token of every lane, int64 [B]; `whole` is true if all these tokens belong to the text."""
 
     @abstractmethod
     def end_block(self) -> None:
-        """End a block. Its lanes follow one another in the text: the next block's first goes on from the last."""
+        """End a block: the first lane of the next block continues the text of this block's last lane."""
 
 
 class EnginePredictor(Predictor):
-    """A Transformer-XL with fixed weights, through the decode engine."""
+    """A Transformer-XL with fixed weights, computed by the decode engine."""
 
     def __init__(self, model: TransformerXL, lanes: int, start: int, lengths: Lengths):
         self._engine = DecodeEngine(model, max_streams=lanes, **lengths.options())
         self._streams = [self._engine.join([start]) for _ in range(lanes)]
-        # The compiled step's sums have one order; a mixture of softmaxes is PyTorch's.
+        # The compiled step adds in a fixed order; a mixture of softmaxes is computed by PyTorch, which does not.
         self.any_threads = self._engine.compiled and model.mixture is None
 
     def predict(self) -> Tensor:
@@ -67,17 +67,17 @@ class EnginePredictor(Predictor):
 
 
 class ModelPredictor(Predictor):
-    """Any language model as PyTorch computes it; with `learn`, its weights follow the text segment by segment.
+    """Any language model, computed by PyTorch; with `learn`, the weights adapt to the text segment by segment.
 
-    A model without memory reads its longest context anew for every token.
+    A model without memory recomputes its context for every token.
 
     Args:
-        model: in evaluation mode.
-        lanes: lanes B.
-        start: the token before the text.
+        model: model in evaluation mode.
+        lanes: number of lanes B.
+        start: token before the text.
         lengths: memory length, window and clamp.
-        segment: tokens T of each lane after which `learn` is called.
-        learn: changes the weights; None: they are fixed.
+        segment: number of tokens T of each lane after which `learn` is called.
+        learn: function that changes the weights; None: fixed weights.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class ModelPredictor(Predictor):
     ):
         self.model, self._segment, self._learn = model, segment, learn
         self._state = model.init_state(lanes, **lengths.options())
-        self._before = self._state  # where the segment began
+        self._before = self._state  # state at the beginning of the segment
         self._last = torch.full((lanes,), start)
-        self._tokens: list[Tensor] = []  # the segment's, as they were read
-        self._window: list[Tensor] = []  # all that a model without memory reads
+        self._tokens: list[Tensor] = []  # tokens of the segment read so far
+        self._window: list[Tensor] = []  # context of a model without memory
 
     def predict(self) -> Tensor:
         """Predict as `Predictor.predict`."""
@@ -128,7 +128,7 @@ class ModelPredictor(Predictor):
         self._window = [each[order] for each in self._window]
 
     def _update(self, length: int, following: Tensor) -> None:
-        """Learn from the first `length` tokens that the segment has read; `following` came after its last."""
+        """Learn from the first `length` tokens of the segment; `following` is the token after those read so far."""
         if length > 0:
             assert self._learn is not None
             read = torch.stack([*self._tokens, following], dim=1)
@@ -141,7 +141,7 @@ class ModelPredictor(Predictor):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Switch oneDNN off: its LSTM packs the weights anew at every call, which takes longer than reading one token."""
+    """Switch oneDNN off: its LSTM packs the weights in every call, which takes longer than reading one token."""
     flags: Any = torch.backends.mkldnn
     before, flags.enabled = flags.enabled, False
     try:
@@ -151,7 +151,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: Lengths) -> Predictor:
-    """Return a model with fixed weights, in the fastest way there is."""
+    """Return the fastest predictor for a model with fixed weights."""
     if decodes(model):
         return EnginePredictor(model, lanes, start, lengths)
     return ModelPredictor(model, lanes, start, lengths)

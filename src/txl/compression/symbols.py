@@ -1,6 +1,6 @@
-"""Encode any bytes as symbols of a vocabulary: what it cannot express is an escape with a byte behind it.
+"""Encode any bytes as symbols of a vocabulary; a byte that no token covers becomes an escape and a literal byte.
 
-Nothing is normalised: what comes back is what went in, byte for byte.
+Nothing is normalised: decoding returns exactly the bytes that were encoded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, V
 from txl.errors import UserError
 
 _AT_ONCE = 1 << 14
-"""Symbols that are decoded at once."""
+"""Number of symbols that are decoded at once."""
 _INVALID = re.compile("[\udc80-\udcff]+")
-"""Bytes that are no UTF-8, as "surrogateescape" decodes them."""
+"""Bytes that are not valid UTF-8, as "surrogateescape" decodes them."""
 
 
 class Symbols:
-    """The tokens of a vocabulary, and the escape if it needs one."""
+    """The tokens of a vocabulary, and an escape if not every byte is a token."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -41,9 +41,9 @@ class Symbols:
         has_all = len(of_byte) == 256 and not isinstance(vocabulary, CharVocabulary)
         unknown = vocabulary.unk_id
         self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
-        """The symbol behind which a byte is coded by itself; None: every byte is a token."""
+        """Symbol that is followed by a literal byte; None: every byte is a token."""
         self.start = of_byte.get(ord("\n"), 0)
-        """Token read before the first one, and in the place of an escape that is no token: a line's end."""
+        """Token that is read before the first symbol, and in place of an escape that is no token: a line end."""
         if isinstance(vocabulary, CharVocabulary):
             first = 0 if vocabulary.unk_id is None else 1
             self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}
@@ -52,7 +52,7 @@ class Symbols:
             self._byte_symbols[value] = token
 
     def encode(self, data: bytes) -> tuple[np.ndarray, bytes]:
-        """Return symbols, int32 [N], and the byte behind each escape among them."""
+        """Return symbols, int32 [N], and the literal bytes, one for each escape among the symbols."""
         if isinstance(self._vocabulary, ByteVocabulary):
             return self._as_bytes(data)
         text = data.decode("utf-8", errors="surrogateescape")
@@ -67,9 +67,9 @@ class Symbols:
         return np.concatenate([symbols for symbols, _ in parts]), b"".join(literals for _, literals in parts)
 
     def decode(self, symbols: np.ndarray, literals: bytes) -> bytes:
-        """Undo `encode`."""
+        """Return the bytes that `encode` encoded as symbols and literal bytes."""
         behind, text = iter(literals), bytearray()
-        for at in range(0, len(symbols), _AT_ONCE):  # Python's lists take many times the memory of what they name
+        for at in range(0, len(symbols), _AT_ONCE):  # a Python list takes many times the memory of its array
             text += b"".join(
                 [
                     bytes([next(behind)]) if symbol == self.escape else self._pieces[symbol]
@@ -79,7 +79,7 @@ class Symbols:
         return bytes(text)
 
     def read(self, symbols: np.ndarray) -> np.ndarray:
-        """Return the tokens that a model reads for symbols; for an escape that is no token, a line's end."""
+        """Return the tokens that a model reads for symbols; an escape that is no token is read as a line end."""
         return np.where(symbols == len(self._pieces), self.start, symbols)
 
     def _as_bytes(self, data: bytes) -> tuple[np.ndarray, bytes]:
@@ -97,7 +97,7 @@ class Symbols:
                 symbols.append(known)
                 continue
             spelled = character.encode("utf-8", errors="surrogateescape")
-            assert self.escape is not None  # characters always have one
+            assert self.escape is not None  # a character vocabulary always needs an escape
             symbols += [self.escape] * len(spelled)
             literals += spelled
         return np.array(symbols, dtype=np.int32), bytes(literals)
@@ -108,4 +108,4 @@ class Symbols:
         symbols = self._vocabulary.encode_block(text).astype(np.int32)
         if b"".join([self._pieces[symbol] for symbol in symbols.tolist()]) == data:
             return symbols, b""
-        return self._as_bytes(data)  # a tokenizer that normalises what it reads
+        return self._as_bytes(data)  # the tokenizer normalises its input

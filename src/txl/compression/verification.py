@@ -1,4 +1,4 @@
-"""A second process that decodes what is written, beside the encoder: block by block, before a block is let out."""
+"""Verification of compression by a second process, which decodes each block before the encoder writes it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from txl.errors import CommandFailed
 
 
 class Verifier:
-    """Runs `txl decompress` on the file's records as they come, and compares what it gives with the text.
+    """A process of `txl decompress` that decodes the file's records, and a thread that compares them with the text.
 
     Args:
-        arguments: of the command, beside source and destination (``--model DIR``).
-        n_threads: of that process.
+        arguments: arguments of the command, in addition to source and destination (``--model DIR``).
+        n_threads: number of threads of the process.
     """
 
     def __init__(self, arguments: Sequence[str], n_threads: int):
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
         self._process = subprocess.Popen(
-            # -P: not the working folder's files, which may have a module's name.
+            # -P: do not import files of the working folder, which may have the name of a module.
             [sys.executable, "-P", "-m", "txl", "decompress", "-", "-o", "-", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -38,10 +38,10 @@ class Verifier:
         self._reader.start()
 
     def send(self, record: bytes, text: bytes | None = None) -> None:
-        """Send a record of the file, and its text if it is a block.
+        """Send a record of the file to the process, with its text if the record is a block.
 
         Raises:
-            CommandFailed: if the process has given up.
+            CommandFailed: if the process has ended.
         """
         if text is not None:
             self._expected.put(text)
@@ -56,20 +56,20 @@ class Verifier:
         """Wait until the oldest block has been compared.
 
         Raises:
-            CommandFailed: if something else came out.
+            CommandFailed: if the decoded text differs from the original.
         """
         if not self._outcomes.get():
             raise self._failure()
 
     def finish(self) -> None:
-        """Finish: the whole file has been sent.
+        """Close the input after the whole file has been sent, and wait until the process has ended.
 
         Raises:
-            CommandFailed: if the process does not think so.
+            CommandFailed: if the process returns more text, or an error.
         """
         self._expected.put(None)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what the process says of it follows
+        with suppress(BrokenPipeError):  # the process's own message is reported below
             self._process.stdin.close()
         if not self._outcomes.get() or self._process.wait():
             raise self._failure()
@@ -82,7 +82,7 @@ class Verifier:
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # what could not be flushed is nobody's any more
+                with suppress(OSError):  # data that could not be flushed is not needed any more
                     pipe.close()
         self._complaints.close()
 

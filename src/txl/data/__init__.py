@@ -1,1 +1,1 @@
-"""From raw text to contiguous lanes of token ids."""
+"""Preparation of raw text, and the contiguous lanes of token ids that training reads."""

@@ -1,7 +1,7 @@
 """The public corpora of the paper: sources, layouts on disk, known counts and hashes.
 
-Hashes and counts are only those that a public source states; each is cited. Where a file has none, the first download's
-hash is recorded, and said.
+All hashes and counts are taken from public sources, which are cited. If no hash of a file is published, the hash of the
+first download is recorded and printed.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 Layout = dict[str, tuple[str, ...]]
-"""For each part of a corpus (train, valid, test, whole, vocabulary) the names its file may have, the best first; a name
-with a `*` stands for all files that it matches, in the order of their names."""
+"""Possible file names of each part of a corpus (train, valid, test, whole, vocabulary), the preferred one first. A name
+with a `*` stands for all files that match, sorted by name."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file on the web."""
+    """A file to download."""
 
     url: str
     hash: str | None = None
-    """"sha256:..." or another algorithm's; None where no source that can be cited states one."""
+    """Hash, as "sha256:..." or with another algorithm; None if no citable source states one."""
 
     @property
     def file_name(self) -> str:
-        """Its name on disk."""
+        """Name of the file on disk."""
         return self.url.rsplit("/", 1)[-1]
 
 
@@ -34,36 +34,36 @@ class Benchmark:
     name: str
     description: str
     unit: str
-    """The unit in which its results are stated."""
+    """Unit of the published results."""
     layouts: tuple[Layout, ...]
-    """Arrangements of its files in a folder or an archive: the first that is complete is used."""
+    """Possible layouts of the files in a folder or an archive; the first complete layout is used."""
     folders: tuple[str, ...]
-    """Folders below the one given in which the files may lie."""
+    """Subfolders of the given folder that may hold the files; "" is the folder itself."""
     archives: tuple[str, ...]
-    """Names of the archives that hold them."""
+    """Names of the archives that may hold the files."""
     routes: tuple[tuple[Download, ...], ...]
-    """Sets of files to download: the first that can be had is used."""
+    """Alternative sets of files to download; the first available set is used."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Known numbers of tokens in its own unit, `<eos>` a line included."""
+    """Known number of tokens of each split in `unit`, including one `<eos>` per line."""
     vocabulary: tuple[int, int] | None = None
-    """Known size of its vocabulary: at least, at most."""
+    """Smallest and largest known vocabulary size; None: unknown."""
     original_vocabulary: tuple[int, int] | None = None
-    """The same as the authors' loader reads it, where that is another."""
+    """Smallest and largest vocabulary size with the authors' loader; None: as `vocabulary`."""
     tokens_both: dict[str, int] = field(default_factory=dict)
-    """Known numbers of tokens with two boundary tokens between sentences."""
+    """Known number of tokens of each split with two boundary tokens between sentences."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Known hashes of its parts; of `all`: train, valid and test one after the other."""
+    """Known hashes of the parts; the part `all` is train, valid and test concatenated."""
     cuts: tuple[int, int, int] | None = None
-    """Bytes of train, valid and test in a corpus that is one file."""
+    """Sizes in bytes of train, valid and test, if the corpus is published as one file; else None."""
     sentences: bool = False
-    """Separate sentences, shuffled in training, between boundary tokens."""
+    """True for a corpus of separate sentences between boundary tokens, which training shuffles."""
 
 
 _VALID = ("valid", "validation", "val", "dev")
 
 
 def _splits(train: str, valid: str, test: str) -> Layout:
-    """Return a layout of three files, under the upstream names or the common ones."""
+    """Return a layout of three files with the published names or common ones."""
     return {
         "train": (train, "train.txt", "train.tokens"),
         "valid": (valid, *(f"{name}.{end}" for end in ("txt", "tokens") for name in _VALID)),
@@ -73,7 +73,7 @@ def _splits(train: str, valid: str, test: str) -> Layout:
 
 _WHOLE_OR_SPLITS: Layout = {
     # The authors' scripts write the untouched bytes of each split to train.txt.raw and numbers or letters, separated
-    # by spaces, to train.txt; a train.txt of the right size is taken for the bytes themselves.
+    # by spaces, to train.txt; a train.txt of the right size is assumed to hold the untouched bytes.
     "train": ("train.txt.raw", "train.txt", "train.raw"),
     "valid": ("valid.txt.raw", "valid.txt", "valid.raw"),
     "test": ("test.txt.raw", "test.txt", "test.raw"),
@@ -129,15 +129,15 @@ TEXT8 = Benchmark(
 def _wikitext(
     name: str, description: str, archive_hash: str, train: int, vocabulary: int, hashes: tuple[str, str, str]
 ) -> Benchmark:
-    """Return one of the two sets of Wikipedia articles, which have the same articles to validate and test on.
+    """Return WikiText-2 or WikiText-103, which have the same validation and test articles.
 
     Args:
         name: wikitext-2 or wikitext-103.
-        description: in a line.
-        archive_hash: of the archive.
-        train: tokens of the training split.
-        vocabulary: its size.
-        hashes: of the training, validation and test split.
+        description: one-line description.
+        archive_hash: hash of the archive.
+        train: number of tokens of the training split.
+        vocabulary: vocabulary size.
+        hashes: hashes of the training, validation and test split.
     """
     archive = f"{name}-v1.zip"
     return Benchmark(
@@ -150,7 +150,7 @@ def _wikitext(
         routes=tuple(
             (Download(f"{place}/{archive}", archive_hash),)
             for place in (
-                "https://wikitext.smerity.com",  # the author's own
+                "https://wikitext.smerity.com",  # the author's own site
                 "https://s3.amazonaws.com/research.metamind.io/wikitext",
             )
         ),
@@ -199,7 +199,7 @@ PTB = Benchmark(
     layouts=(_splits("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),),
     folders=("", "simple-examples/data", "data", "ptb", "penn"),
     archives=("simple-examples.tgz", "simple-examples.tar.gz"),
-    # md5 of the three files: pytorch/text, torchtext/datasets/penntreebank.py, which takes them from the second place.
+    # md5 of the three files: pytorch/text, torchtext/datasets/penntreebank.py, which uses the second route.
     # No source states a hash of the archive.
     routes=(
         (Download("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"),),
@@ -242,8 +242,8 @@ LM1B = Benchmark(
             ),
         ),
     ),
-    # 768,648,884 words in 30,301,028 sentences, together with both boundaries the 829,250,940 of the benchmark's own
-    # README, which also gives the held-out shard: 159,658 words and sentence ends in 6,075 sentences.
+    # 768,648,884 words in 30,301,028 sentences; with both boundaries, these are the 829,250,940 tokens stated in the
+    # benchmark's README. The README also states the held-out shard: 159,658 words and sentence ends in 6,075 sentences.
     tokens={"train": 798_949_913, "valid": 159_659, "test": 159_659},
     tokens_both={"train": 829_250_940, "valid": 165_733, "test": 165_733},
     # Published sizes are 793,470 (rafaljozefowicz/lm), 793,471 (the benchmark) and 793,472 (the authors' loader).

@@ -1,4 +1,4 @@
-"""Corpora by name or path, prepared once and then opened."""
+"""Corpora, opened by name or path and prepared on first use."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def list_corpora() -> list[dict[str, str]]:
 
 
 def natural_unit(name: str) -> str:
-    """Return the unit in which a corpus is read by default: a public one's results are stated in it."""
+    """Return the default unit of a corpus: byte, or the unit of a public corpus's published results."""
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
 
 def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
-    """Refuse settings that this text, read in this unit, has no use for.
+    """Refuse settings that have no effect on the configured corpus and unit.
 
     Args:
-        data: the settings.
-        given: names of those that a user has set, as "data.min_count".
+        data: data settings.
+        given: full names of the settings that a user has set, such as "data.min_count".
     """
     public = BENCHMARKS.get(data.corpus)
     uses = {
@@ -86,7 +86,7 @@ def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
 
 
 def known_vocabulary_size(config: DataConfig) -> int | None:
-    """Return the size of a corpus's vocabulary where it is known without opening it, else None."""
+    """Return the vocabulary size of a corpus if it is known without opening the corpus, else None."""
     if config.unit == "byte" and not config.like_original:
         return 256
     public = BENCHMARKS.get(config.corpus)
@@ -98,7 +98,7 @@ def known_vocabulary_size(config: DataConfig) -> int | None:
 
 
 def vocabulary_size(config: DataConfig, data_dir: str | Path | None = None, quiet: bool = False) -> int:
-    """Return the size of a corpus's vocabulary, opening the corpus only where the size is not known without."""
+    """Return the vocabulary size of a corpus; open the corpus only if its size is not known in advance."""
     known = known_vocabulary_size(config)
     if known is not None:
         return known
@@ -119,28 +119,29 @@ def open_corpus(
     verify: bool | None = None,
     whole: bool = False,
 ) -> Corpus:
-    """Open a corpus, and prepare it first if that has not been done.
+    """Open a corpus; prepare the corpus first if it is not yet prepared.
 
     Args:
-        name: of a corpus, or a file, folder or glob. A folder that holds files named train, valid and test has these
+        name: name of a corpus, or a file, folder or glob. A folder with files named train, valid and test has these
             splits; everything else is cut 90/5/5 by position.
-        unit: what one token is: byte, char, word or bpe; None: that of `config`, else the corpus's own.
-        config: settings of the vocabulary.
-        source: folder or archive to take a public corpus from instead of downloading it; None: that of `config`.
-        data_dir: where prepared corpora live; None: the environment's TXL_DATA, else the user's cache.
-        vocabulary: encode with this one, as another model's text must be; its kind is then the unit.
-        quiet: no progress on standard error.
-        like_original: prepare a public corpus as the authors' code does: the vocabulary counted over all splits (but
-            WikiText-103's), enwik8 without its newlines, text8 without a space at a split's ends, Penn Treebank in
-            lower case. None: that of `config`, else no.
-        boundary: which of the two `<S>` around a sentence of lm1b a model is to predict: "end", that at its end (as
-            the authors' PyTorch code), or "both" (as their TensorFlow code). None: that of `config`, else "end".
-        verify: refuse a public corpus whose counts or hashes are not the known ones; False only says and records it.
-            None: that of `config`, else yes.
-        whole: read a text of the user's as one split, "all", its files in the order of their paths.
+        unit: unit of one token: byte, char, word or bpe; None: the unit of `config`, else the corpus's natural unit.
+        config: data settings; None: the defaults.
+        source: folder or archive to read a public corpus from instead of downloading it; None: the source of `config`.
+        data_dir: directory of prepared corpora; None: the environment variable TXL_DATA, else the user's cache.
+        vocabulary: vocabulary to encode with, for example of another model; its kind is then the unit. None: the
+            corpus's own.
+        quiet: True to write no progress to standard error.
+        like_original: True to prepare a public corpus as the authors' code does: the vocabulary counted over all splits
+            (except for WikiText-103), enwik8 without newlines, text8 without a space at the ends of a split, Penn
+            Treebank in lower case. None: the value of `config`, else False.
+        boundary: predicted `<S>` tokens around a sentence of lm1b: "end" for only the one at the end (as in the
+            authors' PyTorch code), or "both" (as in their TensorFlow code). None: the value of `config`, else "end".
+        verify: True to refuse a public corpus whose counts or hashes are not the known ones; False to print and record
+            the differences. None: the value of `config`, else True.
+        whole: True to read the user's own text as one split, "all", with its files in the order of their paths.
 
     Raises:
-        UserError: if there is no such corpus, or it cannot be read in this unit, or is not what it should be.
+        UserError: if the corpus does not exist, cannot be read in this unit, or differs from the known public corpus.
     """
     is_public = name in BENCHMARKS
     config = _with_unit(_named(name, whole), unit, config, vocabulary)
@@ -164,7 +165,7 @@ def open_corpus(
 
 
 def _named(name: str, whole: bool) -> str:
-    """Return a corpus's name, or the absolute path of a text of the user's, which alone is read as a whole."""
+    """Return the name of a corpus, or the absolute path of the user's own text; refuse `whole` for a named corpus."""
     if not name:
         raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
     name = absolute_path(name)
@@ -176,7 +177,7 @@ def _named(name: str, whole: bool) -> str:
 
 
 def _with_unit(name: str, unit: str | None, config: DataConfig | None, vocabulary: Vocabulary | None) -> DataConfig:
-    """Return the settings that a corpus is read by, its unit checked; a vocabulary has a unit of its own."""
+    """Return the data settings with the corpus name and a checked unit; the unit of `vocabulary` takes precedence."""
     if unit is None:
         unit = (config.unit if config is not None else None) or natural_unit(name)
     if vocabulary is not None:
@@ -187,7 +188,7 @@ def _with_unit(name: str, unit: str | None, config: DataConfig | None, vocabular
 
 
 def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, quiet: bool, whole: bool) -> Corpus:
-    """Open the standard library's sources, or a text of the user's."""
+    """Open the Python standard library's sources, or the user's own text."""
     name = config.corpus
     recipe = Recipe(
         config.unit,
@@ -209,39 +210,39 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """Return a copy whose corpus and source are the same from every working directory."""
+    """Return a copy of the data settings with absolute paths, which are valid in every working directory."""
     source = None if data.source is None else os.path.abspath(os.path.expanduser(data.source))
     return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
 
 
 def absolute_path(corpus: str) -> str:
-    """Return a user's file, folder or glob as a path that holds from every working directory; a corpus's name as it is.
+    """Return the absolute path of the user's file, folder or glob; return the name of a named corpus unchanged.
 
-    A known corpus is meant by its name even where a file or folder beside it is called the same; that is `./NAME`.
+    The name of a named corpus takes precedence over a file or folder of the same name, which is written as `./NAME`.
     """
     if not corpus or is_named(corpus):
-        return corpus  # an imported model has none
+        return corpus  # empty for an imported model
     if os.sep not in corpus and not os.path.exists(corpus):
         try:
             find_files(corpus)  # a glob
         except UserError:
-            return corpus  # a name, or a mistake that is named as it was typed
+            return corpus  # an unknown name: error messages quote it as typed
     return os.path.abspath(corpus)
 
 
 def is_named(corpus: str) -> bool:
-    """Return whether this is one of the corpora that have a name, rather than a text of the user's."""
+    """Return whether `corpus` is the name of a named corpus, rather than the path of the user's own text."""
     return corpus == STDLIB or corpus in BENCHMARKS
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
-    """Return the folder of prepared corpora."""
+    """Return the directory of prepared corpora: `data_dir`, else TXL_DATA, else the user's cache."""
     chosen = data_dir or os.environ.get("TXL_DATA")
     if chosen:
         return Path(os.path.expanduser(chosen))
     try:
         return usable_cache(Path(platformdirs.user_cache_dir("transformer-xl")))
-    except RuntimeError:  # neither HOME nor a user of this number
+    except RuntimeError:  # HOME is not set, and the user id has no home directory
         return usable_cache(Path("~"))
 
 
@@ -255,7 +256,7 @@ def _open(
     quiet: bool,
     told_apart: Sequence[str] = (),
 ) -> Corpus:
-    """Open what was prepared from these files with this recipe; files count by path, size and time of change."""
+    """Open or prepare the corpus of these files (compared by path, size and modification time) and this recipe."""
     stamps = stamps_of(files)
 
     def check(_: JsonObject) -> None:

@@ -1,6 +1,6 @@
-"""Vocabularies of a training text, by counting its symbols.
+"""Vocabularies built by counting the symbols of a training text.
 
-A piece's bytes become checked text, and text becomes words, block by block, so that memory stays small.
+The bytes of a piece are decoded and checked, and the text is cut into words, block by block, to keep memory use small.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from txl.data.words import EOS, UNK, words_and_ends
 from txl.errors import UserError
 
 LONGEST_WORD = 1 << 20
-"""Characters of a word above which a text is not taken to be made of words."""
+"""Largest number of characters of a word; a text with a longer word is refused in the unit word."""
 
 
 def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Yield the text of a piece, block by block, with the bytes that each took.
+    """Yield the text of a piece block by block, each with the number of bytes read for it.
 
-    A character that is cut by a block's end goes to the next block.
+    A character that crosses the end of a block is yielded with the next block.
 
     Raises:
-        UserError: for text that is not UTF-8, or holds NUL bytes, with the place.
+        UserError: if the text is not UTF-8 or holds NUL bytes; the message gives the offset.
     """
     offset, rest = piece.start, b""
     for block in blocks:
@@ -56,9 +56,9 @@ def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
 
 
 def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Yield the text of a piece as `decoded` gives it, but with no \\r\\n cut by a block's end.
+    """Yield the text of a piece like `decoded`, but never end a block between \\r and \\n.
 
-    Where the cut between two splits goes through one, the first split is without it, and the second begins with \\n.
+    If a \\r\\n is cut by the edge of two splits, the first split leaves out the \\r, and the second begins with \\n.
     """
     rest = ""
     for text, done in decoded(piece, blocks):
@@ -70,7 +70,7 @@ def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str
 
 
 class Normaliser:
-    """Reads pieces without byte order marks and with \\n for \\r\\n, and counts both."""
+    """Reader that removes byte order marks, replaces \\r\\n by \\n, and counts both changes."""
 
     def __init__(self) -> None:
         self.byte_order_marks = self.line_ends = 0
@@ -88,17 +88,17 @@ class Normaliser:
 
 
 def _newline_follows(piece: Piece) -> bool:
-    """Return whether a cut between two pieces of a file stands before a line's end."""
+    """Return whether the byte that follows a piece in its file is \\n."""
     return piece.end is not None and next(Piece(piece.path, piece.end, piece.end + 1).blocks(), b"") == b"\n"
 
 
 def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """Yield the text of a piece, cut behind white space, with the bytes that each block took.
+    """Yield the text of a piece in blocks that end behind white space, each with the number of bytes read for it.
 
-    A word that is cut by a block's end goes to the next block; a piece's last line has an end even if nothing ends it.
+    A word that crosses the end of a block is yielded with the next block. If the last line has no end, one is added.
 
     Raises:
-        UserError: as for `decoded`, or if something is too long to be a word.
+        UserError: as for `decoded`, or if a word is longer than `LONGEST_WORD`.
     """
     rest, ended = "", True
     for text, done in decoded(piece, blocks):
@@ -107,7 +107,7 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
             continue
         text = rest + text
         ended = text.endswith("\n")
-        # Not between \r and \n: the two may be one line's end.
+        # No cut between \r and \n, which may be one line end.
         cut = max(*(text.rfind(space) for space in "\n \t"), text.rfind("\r", 0, len(text) - 1)) + 1
         rest = text[cut:]
         if len(rest) > LONGEST_WORD:
@@ -123,21 +123,19 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
 def words(
     piece: Piece, blocks: Iterable[bytes], eos: str = EOS, rule: WordRule = "whitespace"
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield the words of a piece, with `<eos>` for each line's end, block by block, with the bytes that each block
-    took.
-    """
+    """Yield the words of a piece in blocks, `<eos>` for each line end, with the number of bytes read for each block."""
     for text, done in whole_words(piece, blocks):
         yield words_and_ends(text, eos, rule), done
 
 
 BPE_TRAINING_BYTES = 100_000_000
-"""Byte pairs are learnt from about this much text, taken evenly from all of the training text."""
+"""Approximate number of bytes from which byte pairs are learnt, spread evenly over the training text."""
 MOST_WORDS = 16_000_000
-"""Different words that are held in memory (about 2 GB)."""
+"""Largest number of different words that are held in memory (about 2 GB)."""
 
 
 class SymbolCounter:
-    """Counts of bytes or code points, and the place of each one's first appearance."""
+    """Counts of bytes or code points, and the position where each of them first occurs."""
 
     def __init__(self, size: int):
         self._counts = np.zeros(size, dtype=np.int64)
@@ -145,7 +143,7 @@ class SymbolCounter:
         self._total = 0
 
     def add(self, codes: np.ndarray) -> None:
-        """Count some more."""
+        """Add the symbols in `codes` to the counts."""
         counts = np.bincount(codes)
         known = self._counts[: len(counts)]
         for value in np.flatnonzero((counts > 0) & (known == 0)).tolist():
@@ -154,17 +152,17 @@ class SymbolCounter:
         self._total += len(codes)
 
     def sorted(self) -> list[int]:
-        """Return the values that appeared, in their order."""
+        """Return the values that occurred, in ascending order."""
         return np.flatnonzero(self._counts).tolist()
 
     def most_frequent_first(self) -> list[int]:
-        """Return the values that appeared, by falling count, equal counts in the order of appearance."""
+        """Return the values that occurred, by descending count; equal counts in the order of first occurrence."""
         order = np.lexsort((self._first, -self._counts))
         return order[self._counts[order] > 0].tolist()
 
 
 class _Numbers(dict[str, int]):
-    """A number for every word, in the order of appearance."""
+    """Consecutive numbers of words, in the order of first occurrence."""
 
     def __missing__(self, word: str) -> int:
         number = self[word] = len(self)
@@ -172,9 +170,10 @@ class _Numbers(dict[str, int]):
 
 
 class WordCounter:
-    """Numbers words in the order of their appearance and counts them; the vocabulary is known only after the last one.
+    """Counter that numbers words in the order of first occurrence.
 
-    So a text is split into words only once: it is written down in these numbers, which the vocabulary then replaces.
+    The vocabulary is complete only after the last word. To cut a text into words only once, the text is stored as these
+    provisional numbers, which are then replaced by the ids of the vocabulary.
     """
 
     def __init__(self) -> None:
@@ -182,13 +181,13 @@ class WordCounter:
         self._counts = np.zeros(1 << 16, dtype=np.int64)
 
     def add(self, words: list[str]) -> np.ndarray:
-        """Count some words.
+        """Add words to the counts.
 
         Returns:
-            Their numbers: uint32 [N].
+            The provisional number of each word: uint32 [N].
 
         Raises:
-            UserError: if there are more different words than memory holds.
+            UserError: if there are more than `MOST_WORDS` different words.
         """
         ids = np.fromiter(map(self._numbers.__getitem__, words), dtype=np.uint32, count=len(words))
         known = len(self._numbers)
@@ -204,9 +203,9 @@ class WordCounter:
         return ids
 
     def vocabulary(self, min_count: int, max_words: int | None, **how_read: Any) -> tuple[WordVocabulary, np.ndarray]:
-        """Return the vocabulary, and its id for each number: int64 [words]. The counter is used up.
+        """Return the vocabulary, and the id for each provisional number: int64 [words].
 
-        See `word_vocabulary` for the order.
+        See `word_vocabulary` for the order. The counter cannot be used afterwards.
         """
         words, self._numbers = list(self._numbers), _Numbers()
         return word_vocabulary(words, self._counts[: len(words)], min_count, max_words, **how_read)
@@ -215,20 +214,20 @@ class WordCounter:
 def word_vocabulary(
     words: list[str], counts: np.ndarray, min_count: int, max_words: int | None, **how_read: Any
 ) -> tuple[WordVocabulary, np.ndarray]:
-    """Build a vocabulary: `<eos>` first, as in the authors' code, then words by falling count; equal counts in the
-    order of appearance.
+    """Build a vocabulary: `<eos>` first, as in the authors' code, then words by descending count; equal counts in the
+    order of first occurrence.
 
-    `<unk>` takes the place that its count gives it: its own occurrences and those of all words left out.
+    `<unk>` is placed by its count: the number of its own occurrences and those of all words left out.
 
     Args:
-        words: all that appeared, in the order of their first appearance.
-        counts: how often each did: int64 [words].
-        min_count: those seen less often are left out.
-        max_words: no more than this many, `<eos>` and `<unk>` not counted, are kept; None: all.
+        words: all words that occurred, in the order of first occurrence.
+        counts: number of occurrences of each word: int64 [words].
+        min_count: smallest number of occurrences of a word that is kept.
+        max_words: largest number of words that are kept, not counting `<eos>` and `<unk>`; None: all.
         how_read: `rule` and `normalise` of the vocabulary.
 
     Returns:
-        The vocabulary, and the id of each of `words` in it: int64 [words].
+        The vocabulary, and its id for each of `words`: int64 [words].
     """
     eos_number, unk_number = (words.index(symbol) if symbol in words else None for symbol in (EOS, UNK))
     enough = counts >= min_count
@@ -254,7 +253,7 @@ def word_vocabulary(
 def bpe_vocabulary(
     pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]], normalise: bool
 ) -> BpeVocabulary:
-    """Learn byte pairs from the blocks of some pieces' text, or from every k-th part of it if it is long."""
+    """Learn byte pairs from `blocks`, the text of the pieces; from every k-th chunk of the text if it is long."""
     total = sum((content_size(each.path) if each.end is None else each.end) - each.start for each in pieces)
     every = max(1, math.ceil(total / BPE_TRAINING_BYTES))
 

@@ -11,19 +11,19 @@ from txl.data.words import unjoined
 
 
 class Decoder(Protocol):
-    """Turns token ids into text as they come."""
+    """Protocol of decoders, which turn token ids into text one token at a time."""
 
     def push(self, token: int) -> str:
-        """Return the text that is complete after one more token (may be empty)."""
+        """Return the text that one more token completes (may be empty)."""
         ...
 
     def flush(self) -> str:
-        """Return the text that is still incomplete, at the end."""
+        """Return the text that is still incomplete after the last token."""
         ...
 
 
 class BytesDecoder:
-    """UTF-8 from byte strings; a character that is spread over tokens appears with its last byte."""
+    """Decoder of UTF-8 byte strings; a character that is spread over tokens is returned with its last byte."""
 
     def __init__(self, pieces: Sequence[bytes]):
         self._pieces = pieces
@@ -39,7 +39,7 @@ class BytesDecoder:
 
 
 class SymbolDecoder:
-    """One character a token."""
+    """Decoder of tokens that are one character each."""
 
     def __init__(self, symbols: Sequence[str]):
         self._symbols = symbols
@@ -54,14 +54,14 @@ class SymbolDecoder:
 
 
 class WordDecoder:
-    """Words joined by spaces, after the text `after`, but where a joiner stands; the word `eos` is a line's end."""
+    """Decoder that joins words after the text `after` by spaces, except at joiners; the word `eos` is a line end."""
 
     def __init__(self, words: Sequence[str], eos: str, after: str, rule: WordRule = "whitespace"):
         self._words, self._eos, self._rule = words, eos, rule
         self._space = "" if not after or after[-1].isspace() else " "
 
     def push(self, token: int) -> str:
-        """Return the token's word, after a space if one belongs there."""
+        """Return the token's word, preceded by a space if there is one."""
         word = self._words[token]
         if word == self._eos:
             self._space = ""

@@ -1,7 +1,7 @@
-"""Detokenisers from the words of a benchmark to text as people write it: they remove spaces and their marks alone.
+"""Detokenisers from the words of a benchmark to normally written text: they remove only spaces and tokeniser marks.
 
-What a benchmark's tokenisation has destroyed does not come back: `<unk>`, Penn Treebank's `N` for numbers, its
-punctuation and capitals stay as they are.
+Information that a benchmark's tokenisation has removed is not restored: `<unk>` and Penn Treebank's `N` for numbers are
+kept, and Penn Treebank's punctuation and capitals stay missing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from txl.data.vocabulary import UNK, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
 Convention = Literal["wikitext", "ptb", "lm1b"]
-"""Ways in which a text was cut into words.
+"""Conventions by which the texts of benchmarks were cut into words.
 
 wikitext: Moses' tokeniser, with `@-@`, `@,@` and `@.@` inside words and numbers, and headings between `=`.
 ptb: Mikolov's Penn Treebank: `n't`, `'s`, `\\/`; no punctuation, so every `'` is a possessive.
-lm1b: One Billion Word: punctuation apart from words, which keep their hyphens.
+lm1b: One Billion Word: punctuation separated from words, hyphens kept inside words.
 """
 CONVENTIONS: tuple[str, ...] = get_args(Convention)
 
@@ -31,20 +31,20 @@ _CURRENCIES = frozenset(["US", "NZ", "HK", "AU"])
 
 
 def check_convention(name: str) -> Convention:
-    """Return the convention of this name."""
+    """Return `name` as a convention; refuse an unknown name."""
     if name not in CONVENTIONS:
         raise UserError(f"unknown way of tokenising {name!r}; expected one of {', '.join(CONVENTIONS)}")
     return cast(Convention, name)
 
 
 def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
-    """Return the convention that a word vocabulary was tokenised by, as its words show; None where it was not.
+    """Return the convention of a word vocabulary, recognised by its words; None if there is none.
 
-    `@-@` is WikiText's alone. `n't` as a word of its own is Penn Treebank's, where nothing is a comma. One Billion Word
-    has commas as words of their own, and hardly any word that ends in one.
+    Only WikiText has the word `@-@`. Penn Treebank has the word `n't`, but no comma. One Billion Word has the comma as
+    a word of its own, and hardly any word that ends in a comma.
     """
     if not isinstance(vocabulary, WordVocabulary) or vocabulary.rule == "punctuation":
-        return None  # whose decoder puts words together itself
+        return None  # the decoder of this vocabulary joins words itself
     words = vocabulary.ids
     if "@-@" in words:
         return "wikitext"
@@ -57,20 +57,20 @@ def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def detokenise(text: str, convention: Convention = "wikitext") -> str:
-    """Return a tokenised text as people write it; each line by itself.
+    """Return a tokenised text as normally written text; each line is detokenised by itself.
 
     Args:
-        text: words between spaces.
-        convention: how it was tokenised.
+        text: words separated by spaces.
+        convention: convention by which the text was tokenised.
     """
     words = Detokeniser(convention)
     return "\n".join("".join(words.push(word) for word in line.split()) + words.end_line() for line in text.split("\n"))
 
 
 class Detokeniser:
-    """Puts words together as they come; what stands between two words depends on nothing that follows them.
+    """Detokeniser that joins words one at a time; the space between two words does not depend on later words.
 
-    Quotation marks open and close in turn, from the beginning of each line.
+    Quotation marks open and close alternately, starting with an opening mark in each line.
     """
 
     def __init__(self, convention: Convention = "wikitext"):
@@ -78,15 +78,15 @@ class Detokeniser:
         self.end_line()
 
     def end_line(self) -> str:
-        """Forget the line."""
+        """Begin a new line, and return an empty string."""
         self._before: list[str] = []  # the last two words
         self._glue = True
-        self._quotes: set[str] = set()  # those that are open
+        self._quotes: set[str] = set()  # the open quotation marks
         self._heading: Literal["", "opening", "title", "closing"] = ""
         return ""
 
     def push(self, word: str) -> str:
-        """Return the word as it is written, after a space if one belongs there."""
+        """Return the word in its written form, preceded by a space if there is one."""
         left, right = self._attached(word)
         space = "" if self._glue or left else " "
         self._glue = right
@@ -99,7 +99,7 @@ class Detokeniser:
         return word.replace("\\/", "/").replace("\\*", "*") if self.convention == "ptb" else word
 
     def _attached(self, word: str) -> tuple[bool, bool]:
-        """Return whether a word touches the one before it, and the one after it."""
+        """Return whether a word is joined to the previous word, and whether it is joined to the next word."""
         last = self._before[-1] if self._before else ""
         if self.convention == "wikitext" and (word in _JOINED or self._in_heading(word)):
             return True, word in _JOINED
@@ -116,8 +116,8 @@ class Detokeniser:
         return word in _CLOSING or _is_clitic(word, last) or self._continues(word, last), word in _OPENING
 
     def _continues(self, word: str, last: str) -> bool:
-        """Return whether a word continues the one before: the letter behind 50 °, the minutes behind 10 :, the s behind
-        women ’, the $ behind US."""
+        """Return whether a word continues the previous word: the letter after 50 °, the minutes after 10 :, the s after
+        women ’, the $ after US."""
         if last == "°":
             return word in _DEGREES
         if last == "’":
@@ -128,7 +128,7 @@ class Detokeniser:
         return last == ":" and hour.isdecimal() and len(hour) <= 2 and word.isdecimal() and len(word) == 2
 
     def _in_heading(self, word: str) -> bool:
-        """Return whether a word is an `=` of a heading, other than the first on its side."""
+        """Return whether a word is an `=` of a heading, but not the first `=` on its side of the title."""
         if word == "=":
             if not self._before:
                 self._heading = "opening"
@@ -142,8 +142,8 @@ class Detokeniser:
 
 
 def _is_clitic(word: str, last: str) -> bool:
-    """Return whether a word follows an apostrophe within a word: 's, 't, 're after anything, and the rest of
-    O'Neill."""
+    """Return whether a word begins with an apostrophe inside a written word: 's, 't, 're after anything, or the 'Neill
+    of O'Neill."""
     if word[:1] != "'" or not last:
         return False
     inside = word[1:2].isalpha() and (last[-1:].isalnum() or last == UNK) and word not in _APART
@@ -151,7 +151,7 @@ def _is_clitic(word: str, last: str) -> bool:
 
 
 class DetokenisingDecoder:
-    """Text from the token ids of a word vocabulary, as people write it."""
+    """Decoder from the token ids of a word vocabulary to normally written text."""
 
     def __init__(self, vocabulary: WordVocabulary, convention: Convention, after: str = ""):
         self._words, self._eos = vocabulary.words, vocabulary.eos
@@ -160,7 +160,7 @@ class DetokenisingDecoder:
             self._detokeniser.push(word)
 
     def push(self, token: int) -> str:
-        """Return the token's word, after a space if one belongs there; a line's end for the end of a line."""
+        """Return the token's word, preceded by a space if there is one; return \\n for the end of a line."""
         word = self._words[token]
         if word == self._eos:
             return self._detokeniser.end_line() + "\n"
@@ -175,8 +175,8 @@ def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: s
     """Return a decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
 
     Raises:
-        UserError: if a convention is given for a vocabulary that is not made of words, or whose words say themselves
-            how they are put together.
+        UserError: if a convention is given for a vocabulary that does not consist of words, or that has the rule
+            "punctuation", where joiners determine the spaces.
     """
     if convention is None:
         return vocabulary.decoder(after=after)

@@ -1,7 +1,7 @@
-"""Downloads of public files, through pooch: whole and verified, or not at all.
+"""Downloads of public files through pooch; only complete, verified files are kept.
 
-A file is downloaded under another name and takes its own only when its hash is right. A transfer that breaks off is
-tried again from the beginning.
+A file is downloaded under a temporary name and renamed when its hash is correct. An interrupted transfer is repeated
+from the beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from txl.files import follow_umask, replacing
 
 TRIES = 3
 TIMEOUT = 30.0
-"""Seconds without a byte after which a server is taken to be gone."""
+"""Seconds without received data after which an attempt is given up."""
 
 
 def fetch(
@@ -29,16 +29,16 @@ def fetch(
     """Download the files of the first route that works.
 
     Args:
-        routes: sets of files, each set enough by itself.
-        folder: where they are kept. Files that are there and have the right hash are not fetched again.
-        quiet: no progress on standard error.
-        timeout: seconds without a byte after which a try is given up.
+        routes: alternative sets of files; each set is sufficient by itself.
+        folder: directory that keeps the downloaded files. Existing files with the right hash are not downloaded again.
+        quiet: True to write no progress to standard error.
+        timeout: seconds without received data after which an attempt is given up.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: if no route works, with the reason of each.
+        UserError: if no route works; the message gives the reason for each route.
         OSError: if the files cannot be written.
     """
     failures = []
@@ -56,15 +56,15 @@ def fetch(
 
 
 class _Unavailable(Exception):
-    """A file could not be had from one place."""
+    """Error for a file that could not be downloaded from one URL."""
 
 
 def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -> None:
-    """Download one file; if no hash of it is known, the first download's is recorded beside it.
+    """Download one file; if no hash is published, record the hash of the first download beside the file.
 
     Raises:
-        _Unavailable: if it could not be had.
-        OSError: if it cannot be written.
+        _Unavailable: if the file could not be downloaded.
+        OSError: if the file cannot be written.
     """
     import requests.exceptions
     from pooch.core import stream_download
@@ -76,7 +76,7 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
         return
     say(f"downloading {download.url}", quiet)
     bar = DownloadBar(download.file_name, quiet)
-    # Without content encodings the length that a server promises is that of the file, so a short one is noticed.
+    # Without content encoding, Content-Length is the length of the file, so that a truncated transfer is detected.
     headers = {"Accept-Encoding": "identity", "User-Agent": "transformer-xl"}
     downloader = HTTPDownloader(progressbar=cast(Any, bar), chunk_size=1 << 18, timeout=timeout, headers=headers)
     try:
@@ -91,7 +91,7 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
         raise _Unavailable(f"{download.url} could not be reached, {TRIES} times ({_reason(error)})") from None
     except requests.exceptions.RequestException as error:
         raise _Unavailable(f"{download.url} broke off {TRIES} times ({_reason(error)})") from None
-    except ValueError:  # pooch's word for a wrong hash
+    except ValueError:  # pooch raises it for a wrong hash
         raise _Unavailable(f"{download.url} gave another file than the known one ({known}), {TRIES} times") from None
     finally:
         bar.close()
@@ -104,7 +104,7 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
 
 
 def forget(folder: Path) -> None:
-    """Remove downloaded files whose content turned out to be damaged, so that the next try begins anew."""
+    """Remove the downloaded files of a folder, so that damaged content is downloaded again."""
     if folder.is_dir():
         for path in folder.iterdir():
             if path.is_file():
@@ -112,26 +112,26 @@ def forget(folder: Path) -> None:
 
 
 def file_hash(path: Path, like: str) -> str:
-    """Return the hash of a file, written as "algorithm:hex", with the algorithm of `like`."""
+    """Return the hash of a file as "algorithm:hex", with the algorithm of `like`."""
     algorithm = like.split(":")[0]
     with open(path, "rb") as file:
         return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
 
 
 def _reason(error: Exception) -> str:
-    """Return the innermost reason of a failure, in one line."""
+    """Return the innermost cause of an error, in one line."""
     inner: BaseException = error
     while getattr(inner, "args", None) and isinstance(inner.args[-1], Exception):
         inner = inner.args[-1]
     inner = getattr(inner, "reason", None) or inner
     text = " ".join(str(inner).split())
-    # "HTTPConnection(host='...', port=80): what happened": the address is said already.
+    # "HTTPConnection(host='...', port=80): what happened": the caller's message names the address.
     return text.rpartition("): ")[2][:160] or type(error).__name__
 
 
 @contextmanager
 def _silent_pooch() -> Iterator[None]:
-    """Silence pooch's own messages within the block: ours say the same."""
+    """Silence pooch's own messages within the `with` block, as this module prints equivalent ones."""
     import pooch
 
     logger = pooch.get_logger()

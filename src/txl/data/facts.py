@@ -1,4 +1,4 @@
-"""Facts of a text that tell how to model it: its size, its script, and how much of it repeats."""
+"""Facts about a text that help to choose a model: its size, its characters, and the amount of repetition."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from txl.data.corpora import STDLIB, own_files
 from txl.data.sources import BLOCK, Piece, stdlib_pieces, user_pieces
 
 _LOOKED_AT = 64
-"""Blocks of a megabyte from the beginning that are read; they speak for the rest of a longer text."""
+"""Number of one-megabyte blocks read from the beginning; the rest of a longer text is assumed to be similar."""
 _FAR = 27
-"""Repetition is found as far back as 2**27 bytes."""
+"""Base-2 logarithm of the largest distance, in bytes, over which repetition is found."""
 
 
 @dataclass(frozen=True)
 class TextFacts:
-    """Facts of a text's training split."""
+    """Facts about the training split of a text."""
 
     bytes: int
     compressed_bytes: int
-    """Size after zstandard, which finds repetition anywhere before."""
+    """Estimated size after compression by zstandard, which finds repetition at any earlier place within 128 MiB."""
     characters: int
-    """Number of different characters; 0 if this is no UTF-8 text, or holds NUL bytes."""
+    """Number of different characters; 0 if the text is not UTF-8 or holds NUL bytes."""
 
     @property
     def is_text(self) -> bool:
-        """True if it can be read in characters and byte pairs."""
+        """True if the text can be read in characters and byte pairs."""
         return self.characters > 0
 
 
 def text_facts(corpus: str) -> TextFacts:
-    """Look at the training split of a user's text (a file, folder or glob), or of the standard library's sources.
+    """Return facts about the training split of a user's text (file, folder or glob) or the standard library's sources.
 
     Raises:
-        UserError: for a text that is not there or cannot be read.
+        UserError: if the text does not exist or cannot be read.
     """
     if corpus != STDLIB:
-        own_files(corpus)  # what is no file is refused with the names of the known corpora
+        own_files(corpus)  # if there is no such file, the error lists the named corpora
     pieces = (stdlib_pieces("bpe") if corpus == STDLIB else user_pieces(corpus))["train"]
     size = sum(_size(piece) for piece in pieces)
     compressor = zstandard.ZstdCompressor(
@@ -71,7 +71,7 @@ def _size(piece: Piece) -> int:
 
 
 def _first_blocks(pieces: Iterable[Piece]) -> Iterator[bytes]:
-    """Yield blocks until there are enough; many small files are many small blocks."""
+    """Yield blocks up to the limit, which is counted in bytes because small files yield small blocks."""
     left = _LOOKED_AT * BLOCK
     for piece in pieces:
         for block in piece.blocks():

@@ -1,4 +1,4 @@
-"""The parts of a public corpus in a folder, or unpacked from a zip or tar archive, compared with the known ones."""
+"""Files of a public corpus: found in a folder or unpacked from an archive, and compared with the published ones."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from txl.data.sources import COMPRESSED, SPLITS, Piece, Pieces, character_start,
 from txl.errors import UserError
 
 ARCHIVES = (".zip", ".tgz", ".tar.gz", ".tar", ".tar.xz", ".tar.bz2")
-"""Endings of the archives that can be unpacked."""
+"""File name endings of the archives that can be unpacked."""
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file's name is an archive's."""
+    """Return whether a file name has the ending of an archive."""
     return path.name.endswith(ARCHIVES)
 
 
 def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Unpack the members that are wanted, under their own paths.
+    """Unpack the wanted members of an archive into a folder, under their own paths.
 
-    The archive is read to its end, where compression keeps a sum over the content.
+    The archive is read to its end, because compressed formats store a checksum of the content there.
 
     Args:
-        archive: zip or tar.
-        folder: where to; exists.
-        wanted: is asked with each member's path, "/" between its parts.
+        archive: zip or tar file.
+        folder: existing target folder.
+        wanted: function that receives a member's path, with "/" between its parts, and returns True to unpack it.
 
     Raises:
         UserError: if the archive is damaged or cannot be read.
@@ -47,7 +47,7 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
     try:
         for name, content in members:
             path = PurePosixPath(name)
-            # A path that leads out of the folder is nobody's text.
+            # No member may be written outside of the folder.
             if path.is_absolute() or ".." in path.parts or not wanted(str(path)):
                 continue
             target = folder / path
@@ -71,12 +71,12 @@ def _zip_members(archive: Path) -> Iterator[Member]:
 
 
 def _tar_members(archive: Path) -> Iterator[Member]:
-    # As a stream: a compressed archive is read once, from its beginning to its end.
+    # Stream mode reads a compressed archive only once, from beginning to end.
     with tarfile.open(archive, "r|*") as file:
         for member in file:
             if member.isfile():
                 yield member.name, lambda member=member: _opened(file, member)
-    if archive.name.endswith((".tgz", ".tar.gz")):  # tarfile takes a header that is damaged for the end
+    if archive.name.endswith((".tgz", ".tar.gz")):  # tarfile takes a damaged header for the end of the archive
         with gzip.open(archive, "rb") as content:
             while content.read(1 << 20):
                 pass
@@ -90,11 +90,11 @@ def _opened(file: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 Parts = dict[str, list[Path]]
-"""The files of each part of a corpus: train, valid, test or whole; vocabulary."""
+"""Files of each part of a corpus; the parts are train, valid and test, or whole, and in lm1b vocabulary."""
 
 
 def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
-    """Return the files of a source that the corpus would be made from, archives unopened: they tell if it changed."""
+    """Return the files or unopened archives that a corpus is made from, which show whether the source changed."""
     parts, archives = _look(benchmark, source)
     if not archives:
         _require(benchmark, source, parts)
@@ -103,12 +103,12 @@ def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
 
 @contextmanager
 def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]:
-    """Give the parts of a corpus in a folder or an archive, unpacked if need be for the time of the block.
+    """Yield the parts of a corpus; archives are unpacked for the duration of the `with` block.
 
     Args:
-        benchmark: says which files those are.
-        source: a folder, an archive, or the one file of a corpus that is one.
-        scratch: a folder on the disk on which there is room to unpack; is made.
+        benchmark: public corpus, which names the files.
+        source: folder, archive, or the only file of a one-file corpus.
+        scratch: folder to unpack in; created if necessary.
     """
     parts, archives = _look(benchmark, source)
     if not archives:
@@ -127,12 +127,13 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
 def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False) -> Pieces:
     """Return the pieces of each split.
 
+    A one-file corpus whose length differs from the published one is cut in the same proportions.
+
     Args:
-        benchmark: says where a corpus of one file is cut.
-        parts: its files.
-        unit: of tokens: only bytes may be cut inside a character.
-        strip: without white space at a split's ends, as the authors' text8 is.
-    A file that is not as long as it should be is cut in the same proportions.
+        benchmark: public corpus, which gives the sizes of the splits of a one-file corpus.
+        parts: files of the corpus.
+        unit: unit of the tokens; only the unit byte may be cut inside a character.
+        strip: True to remove white space at the ends of each split, as in the authors' text8.
     """
     if "whole" not in parts:
         pieces = {split: [Piece(path) for path in parts[split]] for split in SPLITS}
@@ -151,7 +152,7 @@ def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False
 
 
 def file_differences(benchmark: Benchmark, parts: Parts) -> dict[str, str]:
-    """Return how a corpus's files differ from the published ones, by part: the sizes of its splits, else the hashes."""
+    """Return differences between a corpus's files and the published ones, by part: in size, or if none, in hash."""
     found = {}
     for split, expected in _known_sizes(benchmark, parts).items():
         total = sum(content_size(path) for path in parts[split])
@@ -181,13 +182,13 @@ def _known_sizes(benchmark: Benchmark, parts: Parts) -> dict[str, int]:
 def count_differences(
     known: dict[str, int], tokens: dict[str, int], sizes: tuple[int, int] | None, vocabulary_size: int
 ) -> list[str]:
-    """Return which counts differ from the known ones, and by how much.
+    """Return a message for each count that differs from the known one.
 
     Args:
-        known: tokens of each split as they should be.
-        tokens: as they are.
-        sizes: of the vocabulary: at least, at most; None: not known.
-        vocabulary_size: as it is.
+        known: expected number of tokens of each split.
+        tokens: actual number of tokens of each split.
+        sizes: smallest and largest expected vocabulary size; None: unknown.
+        vocabulary_size: actual vocabulary size.
     """
     found = [
         _off(f"the {split} split has", tokens[split], expected, "tokens")
@@ -206,7 +207,7 @@ def _off(what: str, have: int, expected: int, unit: str) -> str:
 
 
 def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
-    """Find the parts that lie open, and the archives that may hold the others."""
+    """Return the parts found outside of archives, and the archives that may hold the missing parts."""
     if source.is_dir():
         parts = _find(benchmark, source)
         if _missing(benchmark, parts) is None:
@@ -222,7 +223,7 @@ def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, list[Path]]:
 
 
 def _find(benchmark: Benchmark, folder: Path, only: tuple[str, ...] = ()) -> Parts:
-    """Return the parts of the first layout that is complete in a folder, else of the one that has the most."""
+    """Return the parts of the first layout that is complete in a folder, else of the most complete layout."""
     best: Parts = {}
     for layout in benchmark.layouts:
         parts = {}
@@ -261,7 +262,7 @@ def _is_wanted(benchmark: Benchmark, member: str) -> bool:
 
 
 def _missing(benchmark: Benchmark, parts: Parts) -> Layout | None:
-    """Return what the layout that is nearest to complete lacks; None if one is complete."""
+    """Return the missing parts of the most complete layout; None if a layout is complete."""
     lacks = [{part: names for part, names in layout.items() if part not in parts} for layout in benchmark.layouts]
     nearest = min(lacks, key=len)
     return nearest or None
@@ -284,10 +285,10 @@ def _expected(benchmark: Benchmark) -> str:
 
 
 def _stripped(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces without a space at the beginning or the end (text8 has at most one at each)."""
+    """Return the pieces of a split without a space at its beginning or end (text8 has at most one at each)."""
     pieces = [piece for piece in pieces if next(piece.blocks(), b"")]
     if not pieces:
-        return pieces  # which is refused where it is read
+        return pieces  # `prepare` refuses an empty split
     first, last = pieces[0], pieces[-1]
     if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
         pieces = [Piece(first.path, first.start + 1, first.end), *pieces[1:]]

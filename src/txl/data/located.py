@@ -1,14 +1,15 @@
-r"""Token ids of a text with the place of each: byte offsets and words.
+r"""Token ids of a text, with the byte offsets and the word number of each token.
 
-The ids are those of a corpus made from the same text (`encode_piece`), block by block, so that memory stays small.
+The ids are the same as in a corpus prepared from the text (`encode_piece`). The text is read block by block, to keep
+memory use small.
 
-A vocabulary that normalises reads its text so here too: a byte order mark is in no token, and \\r\\n is one character
-of two bytes. Offsets are those of the text as it is.
+With a vocabulary that normalises, the text is normalised here too: a byte order mark belongs to no token, and \r\n is
+one character of two bytes. Offsets are those in the original text.
 
 Words are the runs of characters between white space (`str.isspace`), numbered from 0. A token belongs to the word of
-its first character that is not white space; white space alone belongs to the word that follows it, as the space at a
-BPE token's beginning does. A byte belongs to where its character does; one that is no UTF-8 is no white space. The
-line ends and sentence marks of a word vocabulary belong to no word.
+its first character that is not white space. A token of white space alone belongs to the following word, like the space
+at the beginning of a BPE token. A byte belongs to the same word as its character; a byte that is not valid UTF-8 is not
+white space. The line ends and boundary tokens of a word vocabulary belong to no word.
 
 Shapes: N tokens, C characters and D bytes of a block.
 """
@@ -40,19 +41,19 @@ _WHITE = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype
 
 
 class LocatedToken(NamedTuple):
-    """A token of a text."""
+    """A token and its place in a text."""
 
     id: int
     start: int
-    """Byte of the text at which it begins."""
+    """Offset in bytes at which the token begins in the text."""
     end: int
-    """Byte behind its last; `start` for a mark that the text does not hold."""
+    """Offset in bytes behind the token; `start` for a boundary token, which the text does not contain."""
     word: int | None
-    """Number of its word; None: it belongs to none."""
+    """Number of the token's word; None: the token belongs to no word."""
     is_text: bool
-    """True if it holds anything but white space."""
+    """True if the token contains a character that is not white space."""
     text: bytes
-    """Its part of the text."""
+    """Part of the text that the token stands for."""
 
 
 def located_tokens(
@@ -61,10 +62,10 @@ def located_tokens(
     """Yield the tokens of a piece of text, in order.
 
     Args:
-        piece: names the text in errors.
-        blocks: its bytes.
-        vocabulary: to encode with; characters and words that it lacks become `<unk>`.
-        normalise: whether the text is normalised; None: as the vocabulary says.
+        piece: piece of text; error messages name its file.
+        blocks: bytes of the piece.
+        vocabulary: vocabulary to encode with; characters and words that it lacks become `<unk>`.
+        normalise: True to normalise the text; None: as the vocabulary does.
     """
     words = _WordCounter()
     normalise = vocabulary.normalise if normalise is None else normalise and vocabulary.kind != "byte"
@@ -93,9 +94,9 @@ def located_tokens(
 
 
 def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
-    """Return the byte of a text at which the token that follows the first ones, `ids` [N], begins.
+    """Return the byte offset at which the token after the first N tokens of a text, `ids` [N], begins.
 
-    None if the text's tokens are others, or end there.
+    Return None if the text does not begin with these tokens, or has no further token.
     """
     expected = ids.tolist()
     for place, token in enumerate(tokens):
@@ -107,7 +108,7 @@ def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
 
 
 def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[str, int]]:
-    """Yield the text in blocks that no token crosses, and the place in the piece's bytes after each."""
+    """Yield the text in blocks whose ends no token crosses, each with the file offset up to which bytes were read."""
     n_read = piece.start
     if isinstance(vocabulary, ByteVocabulary):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
@@ -122,19 +123,19 @@ def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Ite
 
 
 class _Block:
-    """Some text as it is read, its bytes, and how the two go together.
+    """A block of text, normalised if required, with the offsets of its characters and bytes.
 
     Args:
-        text: as it is.
-        normalise: whether it is read normalised.
-        begins: whether a byte order mark may stand at its beginning.
+        text: original text.
+        normalise: True to normalise the text.
+        begins: True if the text may begin with a byte order mark.
     """
 
     def __init__(self, text: str, normalise: bool, begins: bool):
         self.whole = text.encode("utf-8", errors="surrogateescape")
-        """Its bytes as they are."""
+        """Bytes of the original text."""
         self.places = np.arange(len(self.whole) + 1)
-        """Places in `whole` at which each byte that is read begins, and the end: int64 [D+1]."""
+        """Offset in `whole` of each byte of the normalised text, and of its end: int64 [D+1]."""
         if normalise:
             mark = len(BYTE_ORDER_MARK.encode()) if begins and text.startswith(BYTE_ORDER_MARK) else 0
             returns = np.array([match.start() for match in re.finditer(b"\r\n", self.whole)], dtype=np.int64)
@@ -144,18 +145,18 @@ class _Block:
         self.text, self.data = text, text.encode("utf-8", errors="surrogateescape")
         self._codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         lengths = 1 + sum((self._codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
-        # A byte that is no UTF-8 was read as one of these.
+        # A byte that is not valid UTF-8 was decoded to one of these code points.
         self._lengths = np.where((self._codes >= 0xDC80) & (self._codes <= 0xDCFF), 1, lengths)
         self.edges = np.concatenate([[0], np.cumsum(self._lengths)])
-        """The byte at which each character begins, and the end: int64 [C+1]."""
+        """Offset in bytes of each character, and of the end: int64 [C+1]."""
 
     def white(self) -> np.ndarray:
-        """Return whether each byte is white space: bool [D]."""
+        """Return the mask of the bytes that are white space: bool [D]."""
         return np.repeat(np.isin(self._codes, _WHITE), self._lengths)
 
 
 def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids of a block, and the bytes of it at which each token starts and ends: int64 [N] each."""
+    """Return the token ids of a block, and the byte offsets at which each token starts and ends: int64 [N] each."""
     edges = np.arange(len(block.data) + 1)
     if isinstance(vocabulary, ByteVocabulary):
         ids = vocabulary.encode_bytes(block.data)
@@ -175,21 +176,21 @@ def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarr
 
 
 class _WordCounter:
-    """Numbers the words of a text that comes in blocks."""
+    """Counter that numbers the words of a text across blocks."""
 
     def __init__(self) -> None:
         self._words, self._after_white = 0, True
 
     def number(self, white: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the word of each token [N], and whether it holds anything but white space [N].
+        """Return the word number of each token [N], and the mask of the tokens that are not only white space [N].
 
         Args:
-            white: whether each byte of the block is white space, [D].
-            starts, ends: bytes of the block between which each token lies, [N].
+            white: mask of the bytes of the block that are white space: bool [D].
+            starts, ends: byte offsets in the block at which each token starts and ends: int64 [N].
         """
         before = np.concatenate([[self._after_white], white[:-1]])
-        begun = self._words + np.cumsum(~white & before[: len(white)])  # words, up to and with each byte
-        # The next byte from each on that is no white space; behind the last one, the block's end.
+        begun = self._words + np.cumsum(~white & before[: len(white)])  # words begun up to each byte, inclusive
+        # For each byte, the first byte from there on that is not white space; the end of the block if there is none.
         solid = np.minimum.accumulate(np.where(white, len(white), np.arange(len(white)))[::-1])[::-1]
         solid = np.append(solid, len(white))
         is_text = solid[starts] < ends
@@ -201,7 +202,7 @@ class _WordCounter:
 
 
 class _SentenceMarks:
-    """Adds the marks at sentences' ends that the text does not hold (see `WordVocabulary.boundary`)."""
+    """Inserter of the sentence boundary tokens that the text does not contain (see `WordVocabulary`)."""
 
     def __init__(self, vocabulary: WordVocabulary):
         self._eos, self._both, self._due = vocabulary.ids[vocabulary.eos], vocabulary.boundary == "both", True
@@ -209,7 +210,7 @@ class _SentenceMarks:
     def added(
         self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray, is_text: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Return all arguments [N] with the marks; a sentence's beginning is due when the sentence follows."""
+        """Return all arguments [N] with boundary tokens inserted, each before the first token of the next sentence."""
         if len(ids) == 0:
             return ids, starts, ends, numbers, is_text
         before = np.zeros(len(ids), dtype=bool)

@@ -1,8 +1,8 @@
-"""Preparation of token files from pieces of text, in streams: memory does not grow with the text.
+"""Preparation of token files from pieces of text, block by block: memory use does not grow with the text.
 
 A prepared corpus is a directory with `meta.json`, `vocabulary.json`, `SPLIT.tokens` for each split, and (unless tokens
-are plain bytes) the text of the validation and test splits as `SPLIT.text`. It is built under another name and renamed
-when it is whole.
+are plain bytes) the text of the validation and test splits as `SPLIT.text`. The directory is built under a temporary
+name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from txl.errors import UserError
 from txl.files import JsonObject, is_full, make_scratch
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Called with what is being done, the bytes of text that have just been done, and how many there are, if known."""
+"""Function that receives the name of the stage, the bytes of text newly processed, and all bytes (None: unknown)."""
 STALE_AFTER = 86_400.0
-"""Seconds after which a half-prepared directory belongs to a process that was killed."""
+"""Age in seconds from which a half-prepared directory is taken for the remains of a killed process."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings that token files depend on, beside the text."""
+    """Settings that, together with the text, determine the token files."""
 
     unit: str
     vocab_size: int = 8192
-    """Tokens of a bpe vocabulary."""
+    """Number of tokens of a bpe vocabulary."""
     min_count: int | None = 1
-    """Words seen less often become `<unk>`; None: as `word_rule` None says."""
+    """Words that occur less often become `<unk>`; None: see `word_rule`."""
     max_words: int | None = None
-    """Only this many of the most frequent words are kept."""
+    """Number of most frequent words that are kept; None: all."""
     word_rule: WordRule | None = "whitespace"
-    """Rule by which words are cut. None: at punctuation too, with a `min_count` of 2; but a text in which `<unk>` or
-    WikiText's `@-@` stands alone is in words already, so that only white space cuts it; with `<unk>`, all words are
-    kept."""
+    """Rule for cutting words. If None, the text decides: a text in which `<unk>` or WikiText's `@-@` stands alone is
+    already cut into words, so the rule is "whitespace", else "punctuation". If `min_count` is None, it is 1 (all words
+    are kept) for a text in which `<unk>` stands alone, else 2."""
     normalise: bool = False
-    """True if it is read without byte order marks, and with \\n for \\r\\n; not if tokens are bytes."""
+    """True if byte order marks are removed and \\r\\n is read as \\n; always False for bytes."""
     vocabulary: Vocabulary | None = None
-    """The one to encode with; None: one made from the text."""
+    """Vocabulary to encode with; None: make one from the text."""
     counted: tuple[str, ...] = ("train",)
-    """The splits that the vocabulary is made from."""
+    """Splits from which the vocabulary is made."""
     closed: bool = False
-    """Bytes or characters: only those that occur, most frequent first, nothing unknown."""
+    """True for a vocabulary of only the bytes or characters that occur, most frequent first, without `<unk>`."""
     rewrite: str | None = None
-    """"drop newlines" or "lower case": done to the bytes before all else."""
+    """Change to the bytes, after normalising and before encoding: "drop newlines" or "lower case"; None: no change."""
     record: JsonObject = field(default_factory=dict)
     """Further entries of the corpus's record."""
 
     def settings(self) -> JsonObject:
-        """Return the settings that the token files depend on, as JSON values; settings of other units are left out."""
+        """Return the settings that determine the token files, as JSON values; settings of other units are left out."""
         values: JsonObject = {"unit": self.unit, "rewrite": self.rewrite}
         if self.normalise:
             values |= {"normalise": True}
@@ -82,8 +82,7 @@ class Recipe:
 
 
 def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default: bool) -> bool:
-    """Return whether a text is normalised: as configured, else as the vocabulary to encode with says, else by
-    default."""
+    """Return whether a text is normalised: False for bytes, else as configured, as `vocabulary` is, or `by_default`."""
     if config.unit == "byte":
         return False
     if config.normalise is not None:
@@ -92,7 +91,7 @@ def normalises(config: DataConfig, vocabulary: Vocabulary | None, *, by_default:
 
 
 def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
-    """Open a prepared corpus; None if it is not there, or is damaged and therefore removed, which a line says."""
+    """Open a prepared corpus; None if there is none, or if it is damaged and therefore removed, with a printed note."""
     if not directory.is_dir():
         return None
     try:
@@ -108,13 +107,13 @@ def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
 
 
 def stamps_of(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change of each file: a text whose stamps are the same is not prepared again."""
+    """Return path, size and modification time of each file; a text with unchanged stamps is not prepared again."""
     found = [(path, path.stat()) for path in files]
     return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in found]
 
 
 def not_written(what: str, folder: Path, error: OSError) -> UserError:
-    """Return the mistake of a folder that could not be written to."""
+    """Return the error for a folder that could not be written to."""
     remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
     return UserError(f"{what} {folder} failed: {error.strerror or error}; nothing was kept; {remedy}")
 
@@ -127,18 +126,22 @@ def prepare(
     progress: StageProgress,
     check: Callable[[JsonObject], None] | None = None,
 ) -> None:
-    """Make the prepared corpus `directory`, or leave no trace; what kill -9 leaves is removed a day later.
+    """Create the prepared corpus `directory`, or leave no files behind on failure.
+
+    Files left by a killed process (kill -9) are removed by a later call, once they are a day old.
 
     Args:
-        directory: is made; if another process makes it meanwhile, theirs stays.
-        name: of the corpus, for its record.
-        pieces: gives the text of each split.
-        recipe: how the text becomes tokens.
-        progress: is told how far it is.
-        check: is given the corpus's record, and may refuse it or add to it, before the corpus can be opened.
+        directory: directory to create; if another process creates it in the meantime, the other process's directory is
+            kept.
+        name: name of the corpus, for the record.
+        pieces: function that returns the pieces of each split.
+        recipe: settings for turning the text into tokens.
+        progress: function that receives the progress.
+        check: function that receives the record before the corpus can be opened; it may add entries, or raise a
+            UserError to refuse the corpus.
 
     Raises:
-        UserError: if the text cannot be read in this unit, or the disk is full, or the check refuses.
+        UserError: if the text cannot be read in this unit, the disk is full, or `check` refuses the corpus.
     """
     temporary: Path | None = None
     try:
@@ -162,15 +165,15 @@ def prepare(
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed have left half-made."""
+    """Remove the half-prepared directories of killed processes."""
     for path in folder.glob(".*.partial-*"):
-        with suppress(OSError):  # another process may have finished it, and renamed it, in between
+        with suppress(OSError):  # another process may have finished and renamed the directory
             if time.time() - path.stat().st_mtime > STALE_AFTER:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: StageProgress) -> JsonObject:
-    """Write token files, texts and the vocabulary; give the record of it all."""
+    """Write the token files, texts and vocabulary of a corpus, and return its record."""
     readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
     if recipe.unit == "word" and recipe.vocabulary is None:
         vocabulary, splits = _number_words(directory, readers, recipe, progress)
@@ -203,7 +206,7 @@ def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress:
 
 
 class _Reader:
-    """The blocks of a split's pieces, which on the way are counted, hashed and (for some splits) written down."""
+    """Reader of the blocks of a split's pieces, which counts, hashes and (for some splits) stores the bytes."""
 
     def __init__(self, pieces: list[Piece], recipe: Recipe):
         self.pieces = pieces
@@ -228,13 +231,13 @@ class _Reader:
             yield block
 
     def texts(self) -> Iterator[tuple[str, int]]:
-        """Yield the text of all pieces, block by block, with the bytes that each took."""
+        """Yield the text of all pieces block by block, each with the number of bytes read for it."""
         for piece in self.pieces:
             yield from decoded(piece, self.blocks(piece))
 
 
 def _normalised(readers: dict[str, _Reader]) -> JsonObject:
-    """Return counts of what was left out of the text, for its record."""
+    """Return the numbers of byte order marks and line ends changed by normalising, for the record."""
     those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
     counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
     return {"normalised": counts} if any(counts.values()) else {}
@@ -249,9 +252,9 @@ def _write_split(
     vocabulary: Vocabulary | None,
     progress: StageProgress,
 ) -> JsonObject:
-    """Write a split's token file, and its text where that is kept; give its record.
+    """Write a split's token file, and the text if it is kept; return the split's record.
 
-    Without a vocabulary, the tokens are the numbers of words whose ids are not yet known.
+    Without a vocabulary, the tokens are provisional word numbers (see `WordCounter`).
     """
     doing = f"counting words of {split}" if vocabulary is None else f"encoding {split}"
     unk_id = None if vocabulary is None else vocabulary.unk_id
@@ -275,7 +278,7 @@ def _write_split(
 def _number_words(
     directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: StageProgress
 ) -> tuple[Vocabulary, dict[str, JsonObject]]:
-    """Count words and make their vocabulary; the splits that were counted are written on the way, and recorded."""
+    """Build a word vocabulary and write the splits that it is counted from; return the vocabulary and their records."""
     counter, splits = WordCounter(), {}
     rule, min_count = _how_words_are_cut(recipe, [piece for split in recipe.counted for piece in readers[split].pieces])
     for split in recipe.counted:
@@ -300,7 +303,7 @@ def _number_words(
 
 
 def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
-    """Return the rule of words and their `min_count`, as configured or as the training text asks for."""
+    """Return the word rule and `min_count`, as configured or derived from the text (see `Recipe.word_rule`)."""
     if recipe.word_rule is not None and recipe.min_count is not None:
         return recipe.word_rule, recipe.min_count
     has_unknown, has_hyphen = (
@@ -311,7 +314,7 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
 
 
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) -> Vocabulary:
-    """Make the vocabulary of bytes, characters or byte pairs."""
+    """Build the vocabulary of bytes, characters or byte pairs."""
     counted = [piece for split in recipe.counted for piece in pieces[split]]
     reader = _Reader(counted, recipe)
     if recipe.unit == "byte":
@@ -339,12 +342,12 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) ->
 
 
 def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the token ids of a split, block by block, with the bytes that each block took."""
+    """Yield the token ids of a split block by block, each with the number of bytes read for it."""
     blocks = (each for piece in reader.pieces for each in encode_piece(piece, reader.blocks(piece), vocabulary))
     if not isinstance(vocabulary, WordVocabulary) or vocabulary.boundary is None:
         yield from blocks
         return
-    # A sentence's beginning is due when another sentence follows, so the last one has none after it.
+    # The boundary token that begins a sentence is added when the sentence follows, so that none ends the split.
     begin = np.array([vocabulary.eos_id])
     if vocabulary.boundary == "end":
         yield begin, 0
@@ -360,14 +363,14 @@ def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarr
 
 
 def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the token ids of a piece of text, block by block, with the bytes that each block took.
+    """Yield the token ids of a piece of text block by block, each with the number of bytes read for it.
 
-    Normalising is the reader's (see `Normaliser`). A character that a character vocabulary lacks becomes `<unk>`; a
-    piece's last line has an `<eos>` even if nothing ends it.
+    The blocks are expected to be normalised already (see `Normaliser`). A character that a character vocabulary lacks
+    becomes `<unk>`. In words, the last line of a piece has an `<eos>` even without a line end.
 
     Raises:
-        UserError: for text that is not UTF-8, or holds NUL bytes, in any unit but bytes; for symbols that a vocabulary
-            without `<unk>` lacks.
+        UserError: if the text is not UTF-8 or holds NUL bytes (in all units except bytes), or if a vocabulary without
+            `<unk>` lacks symbols of the text.
     """
     try:
         if isinstance(vocabulary, ByteVocabulary):

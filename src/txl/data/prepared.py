@@ -1,6 +1,6 @@
-"""A prepared corpus on disk: its record, its vocabulary, its token files.
+"""Prepared corpora on disk: record, vocabulary and token files.
 
-A token file has the ids of a split as little-endian integers and is read through a memory map.
+A token file holds the token ids of a split as little-endian integers and is read through a memory map.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ META_FORMAT = 1
 
 
 class NotAllowed(UserError):
-    """A prepared corpus that belongs to somebody else."""
+    """Error for a prepared corpus that the user has no permission to read."""
 
 
 Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
@@ -35,7 +35,7 @@ Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the narrowest unsigned integers that hold all ids."""
+    """Return the narrowest unsigned integer dtype that holds all ids of a vocabulary."""
     for name in ("<u1", "<u2", "<u4"):
         dtype = np.dtype(name)
         if vocab_size - 1 <= np.iinfo(dtype).max:
@@ -45,16 +45,16 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 @dataclass(frozen=True)
 class Sentences:
-    """The cuts of a stream of separate sentences, which training shuffles."""
+    """Boundaries of a corpus of separate sentences, which training shuffles."""
 
     boundary_id: int
-    """The token at a sentence's ends."""
+    """Id of the token at both ends of a sentence."""
     boundary: str
-    """"end": one such token between two sentences; "both": two."""
+    """"end": one boundary token between two sentences; "both": two boundary tokens."""
 
 
 class Tokens:
-    """A split's token ids, one-dimensional; nothing is in memory that is not looked at."""
+    """Token ids of a split, one-dimensional; only the ids that are accessed are loaded into memory."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Tokens:
         self._ids = ids
         self.split = split
         self.n_bytes = n_bytes
-        """Bytes of the text that the ids stand for."""
+        """Length in bytes of the text that the ids stand for; None: unknown."""
         self.sentences = sentences
-        """Cuts of a corpus of separate sentences; None: running text."""
+        """Boundaries of a corpus of separate sentences; None: running text."""
         self.unk_id = unk_id
-        """Id of everything that the vocabulary lacks; None: it lacks nothing."""
+        """Id of `<unk>`; None: the vocabulary has no `<unk>`."""
         self.bytes_of_first = bytes_of_first
-        """Gives the bytes of text that so many tokens from the first on stand for; None where that is not known."""
+        """Function from n to the length in bytes of the text of the first n tokens; returns None if unknown."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -98,7 +98,7 @@ class Tokens:
 
 
 class TokenWriter:
-    """Writes a token file block by block, counting and hashing as it goes."""
+    """Writer of a token file, block by block; counts and hashes the tokens."""
 
     def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], unk_id: int | None):
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
@@ -117,7 +117,7 @@ class TokenWriter:
 
     @property
     def sha256(self) -> str:
-        """Hash of the tokens that have been written."""
+        """SHA-256 of the tokens written so far, in hexadecimal."""
         return self._hash.hexdigest()
 
     def __enter__(self) -> TokenWriter:
@@ -128,25 +128,25 @@ class TokenWriter:
 
 
 class Corpus:
-    """A prepared corpus: token files, vocabulary and what is known of them."""
+    """A prepared corpus: token files, vocabulary and record."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
         self._bytes_of: dict[tuple[str, int], int | None] = {}
-        """Results of `_bytes_of_first`; training asks before every evaluation."""
+        """Cached results of `_bytes_of_first`, which training calls before every evaluation."""
         self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
         if len(self.vocabulary) != self._meta["vocabulary_size"]:
             raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
 
     @property
     def name(self) -> str:
-        """Its name, or the absolute path of a text of the user's."""
+        """Name of the corpus, or the absolute path of the user's own text."""
         return self._meta["name"]
 
     @property
     def unit(self) -> str:
-        """Unit of text that one token is."""
+        """Unit of the tokens."""
         return self._meta["unit"]
 
     @property
@@ -173,10 +173,10 @@ class Corpus:
         return np.memmap(self._path(split, "tokens"), dtype=np.dtype(self._meta["dtype"]), mode="r")
 
     def _bytes_of_first(self, split: str, n_token: int) -> int | None:
-        """Return the bytes of text that the first tokens of a split stand for.
+        """Return the length in bytes of the text of the first `n_token` tokens of a split.
 
-        None where the tokens do not spell the text and it is not kept (words of the training split), or is that of
-        several files that no line's end separates.
+        Return None if the tokens do not determine the text and the text is either not kept (words of the training
+        split) or consists of several files with no line end between them.
         """
         if n_token >= self._record(split)["tokens"]:
             return self._record(split)["bytes"]
@@ -190,7 +190,7 @@ class Corpus:
         return self._bytes_of[split, n_token]
 
     def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of a split, a block at a time; that of the training split is spelled by its tokens."""
+        """Yield the text of a split, block by block; the text of the training split is spelled from its tokens."""
         self._record(split)
         is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
         path = self._path(split, "tokens" if is_text else "text")
@@ -207,20 +207,20 @@ class Corpus:
                 yield block
 
     def info(self) -> JsonObject:
-        """Return name, unit, vocabulary size, and for each split tokens, bytes, unknown tokens and hashes."""
+        """Return the record: name, unit, vocabulary size, hashes, and the tokens, bytes and `<unk>` of each split."""
         return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
 
     def unknown_share(self, split: str) -> float | None:
-        """Return the share of a split's tokens that is `<unk>`; None if there is no such split."""
+        """Return the share of `<unk>` in the tokens of a split; None if the corpus lacks the split."""
         record = self._meta["splits"].get(split)
         return None if record is None else record["unknown"] / record["tokens"]
 
     def notes(self, split: str, trained: float | None = None) -> list[str]:
-        """Return remarks for a reader of a split's numbers on how its text was read.
+        """Return notes for the reader of a split's results: what normalising changed, and the share of `<unk>`.
 
         Args:
-            split: whose `<unk>` are told.
-            trained: share of a model's training text that is `<unk>`; None: not known.
+            split: split whose `<unk>` tokens are reported.
+            trained: share of `<unk>` in a model's training text; None: unknown.
         """
         record = self._record(split)
         counts = self._meta.get("normalised", {})
@@ -230,7 +230,7 @@ class Corpus:
         return [note for note in (kept, unknown) if note is not None]
 
     def verify(self) -> None:
-        """Compare the token files with their hashes."""
+        """Compare the token files with their recorded hashes."""
         for split, record in self._meta["splits"].items():
             path = self._path(split, "tokens")
             if file_sha256(path) != record["sha256_tokens"]:
@@ -246,7 +246,7 @@ class Corpus:
 
 
 def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | None:
-    """Return a remark on what was left out of a text when it was normalised; None for nothing."""
+    """Return a note on what normalising changed in a text; None if nothing was changed."""
     marks = "a byte order mark" if byte_order_marks == 1 else f"{byte_order_marks:,} byte order marks"
     parts = [f"without {marks}"] * (byte_order_marks > 0)
     parts += [f"with \\n for {line_ends:,} line ends \\r\\n"] * (line_ends > 0)
@@ -254,14 +254,14 @@ def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | N
 
 
 def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
-    """Return a remark on how much of a text is `<unk>`, and what that does to its numbers; None for nothing.
+    """Return a note on the share of `<unk>` in a text and its effect on results; None if there is no `<unk>`.
 
     Args:
-        unit: of the tokens.
-        unknown: how many are `<unk>`.
-        tokens: how many there are.
-        where: what they are tokens of.
-        trained: share of the model's training text that is `<unk>`; None: not known.
+        unit: unit of the tokens.
+        unknown: number of `<unk>` tokens.
+        tokens: number of all tokens.
+        where: description of the text, such as "the valid split".
+        trained: share of `<unk>` in the model's training text; None: unknown.
     """
     if not unknown:
         return None
@@ -282,7 +282,7 @@ def _percent(share: float) -> str:
 
 
 def read_meta(directory: Path) -> JsonObject:
-    """Read the record of a prepared corpus, after checking that its files are whole."""
+    """Read the record of a prepared corpus, and check the sizes of its token files."""
     try:
         meta = read_json(directory / "meta.json")
         if meta["format"] != META_FORMAT:

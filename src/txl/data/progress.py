@@ -18,8 +18,11 @@ def say(message: str, quiet: bool) -> None:
 
 @contextmanager
 def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a bar on a terminal, one line elsewhere, nothing if quiet; gives the function that `prepare` calls with
-    bytes done."""
+    """Show the progress of preparing a corpus: a bar on a terminal, else one line; nothing if quiet.
+
+    Yields:
+        The function that `prepare` calls with its progress (`StageProgress`).
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         say(f"preparing {name} in {unit} tokens", quiet)
@@ -31,7 +34,7 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
         def progress(doing: str, done: int, total: int | None) -> None:
             nonlocal stage
             if doing != stage:
-                bar.reset(task, total=total, name=name, doing=doing)  # fields that are not given would go
+                bar.reset(task, total=total, name=name, doing=doing)  # reset removes fields that are not passed
                 stage = doing
             bar.update(task, advance=done)
 
@@ -39,7 +42,7 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
 
 
 class DownloadBar:
-    """The progress bar of a download, as pooch drives it: `total` is set, then `update`, `reset` and `close`."""
+    """Progress bar of a download, with the interface that pooch uses: `total`, `update`, `reset` and `close`."""
 
     def __init__(self, name: str, quiet: bool):
         self._name, self._quiet = name, quiet
@@ -48,7 +51,7 @@ class DownloadBar:
         self.total = 0
 
     def update(self, done: int) -> None:
-        """Count bytes that have arrived."""
+        """Add a number of received bytes."""
         if self._bar is None:
             self._bar = _bar(self._console, self._quiet)
             self._bar.start()
@@ -56,12 +59,12 @@ class DownloadBar:
         self._bar.update(self._bar.task_ids[0], advance=done)
 
     def reset(self) -> None:
-        """Begin again."""
+        """Set the progress back to zero."""
         if self._bar is not None:
             self._bar.reset(self._bar.task_ids[0], total=self.total or None, name=self._name, doing="downloading")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

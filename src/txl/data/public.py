@@ -1,4 +1,4 @@
-"""Public corpora: opened where they are prepared, else prepared from a folder, an archive or the web and verified."""
+"""Public corpora: prepared from a folder, an archive or a download, verified, and opened."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from txl.files import JsonObject, reason_of
 
 
 class _NotTheCorpus(UserError):
-    """A source whose content is damaged, or not what it should be."""
+    """Error for a source that is damaged or differs from the published corpus."""
 
 
 class PublicCorpus:
-    """One public corpus, with the settings that it is to be opened with.
+    """A public corpus, and the settings for opening it.
 
     Args:
-        benchmark: what is known of it.
-        config: unit and settings of the vocabulary.
-        folder: where prepared corpora live, and downloads.
-        source: a folder or archive to take it from; None: what is prepared already, else a download.
-        vocabulary: to encode with; None: its own.
-        like_original: as the authors' code prepares it.
-        boundary: of sentences: "end" or "both".
-        verify: refuse what is not the known corpus.
-        quiet: say nothing.
+        benchmark: description of the corpus: files, counts and hashes.
+        config: data settings: the unit and the settings of the vocabulary.
+        folder: directory of prepared corpora and downloads.
+        source: folder or archive to read the corpus from; None: the prepared corpus if there is one, else a download.
+        vocabulary: vocabulary to encode with; None: the corpus's own.
+        like_original: True to prepare the corpus as the authors' code does.
+        boundary: predicted boundary tokens of a sentence: "end" or "both" (see `open_corpus`).
+        verify: True to refuse a text that differs from the known corpus.
+        quiet: True to write nothing to standard error.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class PublicCorpus:
             raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
 
     def open(self) -> Corpus:
-        """Open the corpus, prepared first if need be.
+        """Open the corpus; prepare the corpus first if necessary.
 
         Raises:
-            UserError: if it cannot be had, or is not what it should be.
+            UserError: if the corpus cannot be read or downloaded, or differs from the known one.
         """
         settings = json.dumps([META_FORMAT, self.benchmark.name, self._settings()], sort_keys=True)
         key = hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -83,10 +83,10 @@ class PublicCorpus:
         return self._prepare(directory) if corpus is None else self._said(corpus)
 
     def _opened_before(self, prefix: str) -> Corpus | None:
-        """Open what was prepared already, from a download or any source.
+        """Return the corpus if it was prepared already, from a download or any source; else None.
 
         Raises:
-            UserError: if there are several texts, all of them others than the published one.
+            UserError: if several different texts were prepared, and none of them is the published one.
         """
         found = [
             corpus
@@ -104,13 +104,13 @@ class PublicCorpus:
         return self._said(found[0]) if found else None
 
     def _said(self, corpus: Corpus) -> Corpus:
-        """Return a corpus that was prepared before; a line says if it is not the published one."""
+        """Return a corpus that was prepared before; print a note if it differs from the published one."""
         if differences := corpus.info().get("differences"):
             say(f"note: this is not the published {self.benchmark.name}: {'; '.join(differences)}", self.quiet)
         return corpus
 
     def _settings(self) -> JsonObject:
-        """Return the settings that the token files depend on, beside the text."""
+        """Return the settings that, together with the text, determine the token files."""
         recipe = self._recipe(None)
         values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
         return values | ({"boundary": self.boundary} if self.benchmark.sentences else {})
@@ -165,7 +165,7 @@ class PublicCorpus:
         return Corpus(directory)
 
     def _recipe(self, parts: Parts | None) -> Recipe:
-        """Return the recipe for the text's tokens; without parts it lacks only a vocabulary that is read from one."""
+        """Return the recipe for the tokens; without `parts`, the recipe lacks a vocabulary read from a file (lm1b)."""
         benchmark, config = self.benchmark, self.config
         vocabulary = self.vocabulary
         record: JsonObject = {"like_original": self.like_original}
@@ -196,7 +196,7 @@ class PublicCorpus:
         )
 
     def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
-        """Compare counts with the known ones, and say in the record what was found."""
+        """Compare the counts with the known ones, and record all differences in `meta`."""
         benchmark = self.benchmark
         found = []
         if self._is_natural:
@@ -223,13 +223,13 @@ class PublicCorpus:
 
 
 def cut_down_by(config: DataConfig) -> list[str]:
-    """Return the settings by which words are left out, or cut otherwise than at white space."""
+    """Return the names of the active settings that leave out words or cut words at punctuation."""
     names = [name for name in ("min_count", "max_words") if getattr(config, name) not in (1, None)]
     return [*names, "word_rule"] if config.word_rule == "punctuation" else names
 
 
 def read_words(path: Path, boundary: str) -> WordVocabulary:
-    """Read One Billion Word's vocabulary file: a word a line (with its count, or without)."""
+    """Read One Billion Word's vocabulary file: one word per line, optionally followed by a count."""
     try:
         lines = b"".join(Piece(path).blocks()).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:

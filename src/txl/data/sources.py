@@ -1,4 +1,4 @@
-"""Sources of text: files, plain or compressed, and the pieces of them that make up a split."""
+"""Sources of text: plain or compressed files, and the pieces of files that make up a split."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BLOCK = 1 << 20
 """Bytes read at a time."""
 SPLITS = ("train", "valid", "test")
 WHOLE = "all"
-"""The one split of a text that is read as a whole."""
+"""Name of the only split of a text that is read as a whole."""
 TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
 _COMPRESSED_BLOCK = 1 << 10
-"""Bytes of a .zst file that are decompressed at a time; text that repeats itself becomes ten thousand times as many."""
+"""Compressed bytes of a .zst file read at a time; repetitive text grows ten thousandfold when decompressed."""
 _SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
-"""Words for each split in the names of files and folders."""
+"""Words for each split in file and folder names, as regular expressions."""
 _COMPRESSED_END = r"\.(gz|xz|zst)$"
 
 
@@ -48,13 +48,13 @@ class Piece:
 
     @property
     def size(self) -> int | None:
-        """Its bytes; None if only decompressing would tell."""
+        """Size in bytes; None if it is unknown without decompressing the file."""
         if self.end is not None:
             return self.end - self.start
         return None if self.path.suffix in COMPRESSED else self.path.stat().st_size - self.start
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield its bytes, about a megabyte at a time."""
+        """Yield the bytes of the piece, at most a megabyte at a time."""
         with open_file(self.path) as file:
             try:
                 self._skip(file)
@@ -70,7 +70,7 @@ class Piece:
                 raise UserError(f"{self.path}: cannot be read ({error}); is it whole?") from None
 
     def _skip(self, file: IO[bytes]) -> None:
-        """Go to its start."""
+        """Move `file` to the start of the piece."""
         if self.path.suffix not in COMPRESSED:
             file.seek(self.start)
             return
@@ -101,7 +101,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """A .zst file's content. (The library's own reader takes a truncated file for a shorter whole one.)"""
+    """Decompressed content of a .zst file. (The library's own reader does not detect a truncated file.)"""
 
     def __init__(self, path: Path):
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
@@ -136,8 +136,7 @@ class _ZstdFile(io.RawIOBase):
 
 
 def stdlib_files() -> list[Path]:
-    """Return the Python standard library's own `.py` files, without what was installed beside them, in the order of
-    paths."""
+    """Return the Python standard library's own `.py` files, without installed packages, in the order of paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     foreign = {"site-packages", "dist-packages", "__pycache__"}
     found: list[Path] = []
@@ -150,10 +149,10 @@ def stdlib_files() -> list[Path]:
 def stdlib_pieces(unit: str = "byte") -> Pieces:
     """Return the pieces of the Python standard library's own `.py` files.
 
-    Whole files are dealt to the splits, 90/5/5 by bytes, in the order of the sha256 of their path within the library;
-    inside a split they stand in the order of their paths, so that a package's files stay together. The library tests
-    Python's reading of source files with a few that are not UTF-8: only the unit byte can read them, for the other
-    units they are left out of their split.
+    Whole files are assigned to the splits, 90/5/5 by bytes, in the order of the sha256 of their path within the
+    library. Within a split, files are sorted by path, so that the files of a package stay together. A few files, with
+    which the library tests Python's reading of source files, are not UTF-8 text: only the unit byte reads them; other
+    units leave them out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [path.relative_to(root).as_posix() for path in stdlib_files()]
@@ -186,15 +185,16 @@ def _is_text(path: Path) -> bool:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a user's text is cut by position; else it has files that are named after the splits."""
+    """Return whether a user's text is cut by position, because it has no files named after the splits."""
     return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
 
 
 def user_pieces(text: str) -> Pieces:
     """Return the splits of a user's file, folder or glob.
 
-    A folder with files or folders named train, valid (or validation, val, dev) and test uses them. Everything else is
-    put together in the order of the paths and cut 90/5/5 by position, at the beginning of a UTF-8 character.
+    A folder with files or folders named train, valid (or validation, val, dev) and test has these splits. All other
+    files are concatenated in the order of their paths and cut 90/5/5 by position, at the beginning of a UTF-8
+    character.
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
@@ -215,8 +215,8 @@ def user_pieces(text: str) -> Pieces:
 def find_files(text: str) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted.
 
-    Hidden ones are left out of folders, and so is what this package writes: runs, reproductions and prepared corpora.
-    A folder that links lead to several times is read once.
+    In folders, hidden files and directories that this package writes (runs, reproductions, prepared corpora) are left
+    out. A folder that is reachable through several links is read once.
     """
     path = Path(text)
     try:
@@ -228,11 +228,11 @@ def find_files(text: str) -> list[Path]:
                 raise UserError(f"{text}: the folder holds no files")
             return found
         if not glob.has_magic(text):
-            path.stat()  # tells why it is neither
+            path.stat()  # raises an error that gives the reason
             if path.exists():
                 raise UserError(f"{text}: neither a file nor a folder; expected text in a file, not a pipe or device")
         found = _matching(text)
-        if not found or "**" in text:  # a glob passes over what it may not look at
+        if not found or "**" in text:  # glob skips unreadable folders: listing them raises the error
             before = _folder_before_magic(path)
             list(_files_below(before)) if "**" in text else os.listdir(before)
     except (FileNotFoundError, NotADirectoryError):
@@ -246,7 +246,7 @@ def find_files(text: str) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files that match a glob, sorted; of several ways through links to a folder the first."""
+    """Return the files that match a glob, sorted; a file found through several links to its folder is returned once."""
     found: dict[tuple[str, str], Path] = {}
     for each in sorted(glob.glob(pattern, recursive=True)):
         path = Path(each).absolute()
@@ -256,10 +256,10 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and those below it, without hidden ones and what this package writes.
+    """Yield the files of a folder and its subfolders, without hidden files and what this package writes.
 
     Raises:
-        OSError: if one of the folders cannot be read: its files would be missing without a word.
+        OSError: if a folder cannot be read; its files would otherwise be left out unnoticed.
     """
 
     def fail(error: OSError) -> None:
@@ -279,33 +279,33 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(names: set[str]) -> bool:
-    """Return whether a folder with these names in it is a run, a reproduction or a prepared corpus."""
+    """Return whether a folder that contains `names` is a run, a reproduction or a prepared corpus."""
     marks = {"config.json", "checkpoints"}, {"config.json", "log.jsonl"}, {"meta.json", "train.tokens"}
     return "experiment.json" in names or any(each <= names for each in marks)
 
 
 def _folder_before_magic(path: Path) -> Path:
-    """Return the folder in which a glob begins to look."""
+    """Return the folder where a glob starts: the nearest parent without wildcards."""
     return next(each for each in path.parents if not glob.has_magic(str(each)))
 
 
 def content_size(path: Path) -> int:
-    """Return the bytes of a file's decompressed content."""
+    """Return the size in bytes of a file's decompressed content."""
     if path.suffix not in COMPRESSED:
         return path.stat().st_size
     return sum(len(block) for block in Piece(path).blocks())
 
 
 def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | None:
-    """Return the files of each split, if names tell.
+    """Return the files of each split if their names tell the splits apart, else None.
 
-    The first of these counts: plain names, say train.txt, in the folder itself; one file for each split, whatever else
-    is in its name; the one set of texts whose names differ in nothing but the split, say ptb.train.txt; folders named
-    after splits.
+    The first of these rules that applies is used: plain names, such as train.txt, in the folder itself; one file for
+    each split, whatever the rest of its name; a single set of texts whose names differ only in the split, such as
+    ptb.train.txt; folders named after splits.
 
     Raises:
-        UserError: if there are texts of two splits, but not one set of all three: to mix them and cut them anew would
-            train on what was meant for testing.
+        UserError: if there are texts of two splits, but not a single set of all three. Concatenating and cutting them
+            anew would train on text meant for testing.
     """
     named = [
         (split, found[1] or "", found[3] or "", path)
@@ -354,12 +354,12 @@ def _by_split(files: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
 
 
 def _is_plain(ending: str) -> bool:
-    """Return whether a name that ends so is a text's, rather than source code's, say."""
+    """Return whether a file name ending belongs to a text (and not to source code, for example)."""
     return re.match(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)", ending) is not None
 
 
 def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
-    """Return why splits cannot be told apart."""
+    """Return the reason why the splits cannot be told apart."""
     held = {
         path.relative_to(root).as_posix(): words
         for found in several
@@ -375,7 +375,7 @@ def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
 
 
 def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:
-    """Return the pieces between two positions of all files put together."""
+    """Return the pieces between two byte positions of the concatenated files."""
     pieces, start = [], 0
     for path, size in zip(paths, sizes, strict=True):
         inner_first, inner_end = max(first - start, 0), min(end - start, size)
@@ -386,12 +386,12 @@ def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece
 
 
 def character_start(paths: list[Path], sizes: list[int], position: int) -> int:
-    """Return the position, or the next one (at most three further) that does not lie inside a UTF-8 character."""
+    """Return `position`, or the next byte position (at most three further) outside of a UTF-8 character."""
     following = b"".join(
         block for piece in cut(paths, sizes, position, min(position + 4, sum(sizes))) for block in piece.blocks()
     )
     for ahead, value in enumerate(following):
         if not 0x80 <= value <= 0xBF:
             return position + ahead
-    # All four of them: this is no UTF-8. Fewer: the text ends inside the character.
+    # Four continuation bytes: the text is not UTF-8. Fewer: the text ends inside the character.
     return position + len(following) if len(following) < 4 else position

@@ -1,4 +1,4 @@
-"""Contiguous lanes of a token stream, read segment by segment; the position in them is arithmetic.
+"""Contiguous lanes of a token stream, read segment by segment; epoch and offset determine each segment.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -18,36 +18,37 @@ from txl.files import JsonObject
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Beginning of the next segment: the pass over the text, and the offset in every lane."""
+    """Position at which a segment begins: the epoch (pass over the text), and the offset in every lane."""
 
     epoch: int = 0
     offset: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Return plain JSON values."""
+        """Return the position as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> StreamPosition:
-        """Build a position from `to_dict` of it."""
+        """Build a position from the result of `to_dict`."""
         return cls(epoch=int(values["epoch"]), offset=int(values["offset"]))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One step's tokens: a segment, or consecutive ones."""
+    """Tokens of one step: one segment, or several consecutive segments."""
 
     tokens: Tensor
     """int64 [B,T]."""
     targets: Tensor
-    """int64 [B,T]: the token after each."""
+    """int64 [B,T]: the token that follows each of `tokens`."""
     next: StreamPosition
+    """Position of the following segment."""
     position: StreamPosition
-    """Its beginning."""
+    """Position at which the segment begins."""
     starts_epoch: bool
-    """True where the lanes begin anew: what was in memory belongs to the text's end."""
+    """True for the first segment of an epoch, which must be read with empty memory."""
     lengths: tuple[int, ...]
-    """Tokens of each of the consecutive segments that it consists of; most often one."""
+    """Number of tokens of each of the consecutive segments; usually there is only one."""
 
 
 class LaneStream:
@@ -57,18 +58,18 @@ class LaneStream:
 
     Args:
         tokens: one-dimensional array of token ids.
-        batch_size: lanes B.
-        segment: tokens T of a segment.
-        random_segments: draw each segment's length: normal around T (with probability 0.05 around T/2) with standard
-            deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). It is a function of seed, epoch
-            and offset alone, so a position is all that need be saved.
-        seed: of these lengths.
-        shift: each epoch begins this many tokens later than the one before, modulo T. Where only the recent positions
-            of a segment have a loss, their number: other targets then count in every epoch. A multiple of T is no
-            shift: every token then stands at the same place of a segment in every epoch.
+        batch_size: number of lanes B.
+        segment: number of tokens T of a segment.
+        random_segments: True to draw each segment's length from a normal distribution around T (with probability 0.05
+            around T/2) with standard deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). The
+            length depends on seed, epoch and offset alone, so that a saved position is enough to continue.
+        seed: seed of the random segment lengths.
+        shift: number of tokens by which each epoch begins later than the epoch before, modulo T. If only the recent
+            positions of a segment have a loss, use the number of these positions: each epoch then counts other targets.
+            A multiple of T has no effect, as every token then has the same place in a segment in every epoch.
 
     Raises:
-        UserError: if a lane is shorter than one segment and its last target.
+        UserError: if a lane has fewer than T + 1 tokens (a segment and its last target).
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class LaneStream:
         return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch, (width,))
 
     def read_several(self, position: StreamPosition, count: int) -> Segment:
-        """Read `count` consecutive segments as one, fewer where the epoch ends: the next one begins without memory."""
+        """Read up to `count` consecutive segments of one epoch as one; the next epoch begins with empty memory."""
         parts = [self.read(position)]
         while len(parts) < count and parts[-1].next.epoch == position.epoch:
             parts.append(self.read(parts[-1].next))
@@ -126,7 +127,7 @@ class LaneStream:
         return Segment(tokens, targets, parts[-1].next, position, parts[0].starts_epoch, lengths)
 
     def _begin(self, epoch: int) -> int:
-        """Return the offset at which an epoch's first segment begins in every lane."""
+        """Return the offset, in every lane, at which the first segment of an epoch begins."""
         return epoch * self.shift % self.segment
 
     def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
@@ -142,17 +143,17 @@ class LaneStream:
 
 
 class SentenceStream(LaneStream):
-    """A corpus of separate sentences, whose order is drawn anew for every epoch; then cut into lanes like any text.
+    """A corpus of separate sentences, shuffled for every epoch and then cut into lanes like running text.
 
-    The order is a function of seed and epoch alone, so a `StreamPosition` is exact here too. Sentences follow one
-    another without a gap, so memory carries over from each to the next.
+    The order depends on seed and epoch alone, so that a saved `StreamPosition` is enough to continue. Sentences follow
+    one another without a gap, so that memory carries over from each sentence to the next.
 
     Args:
         tokens: token ids with `sentences` set (`txl.data.prepared.Tokens`).
-        batch_size: lanes B.
-        segment: tokens T of a segment.
+        batch_size: number of lanes B.
+        segment: number of tokens T of a segment.
         random_segments: as for `LaneStream`.
-        seed: of the orders, and of these lengths.
+        seed: seed of the sentence orders and of the random segment lengths.
         shift: as for `LaneStream`.
     """
 
@@ -169,7 +170,7 @@ class SentenceStream(LaneStream):
         assert tokens.sentences is not None
         super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
         self._edges = sentence_edges(tokens, tokens.sentences)
-        self._shuffled: tuple[int, _Rearranged] | None = None  # of the epoch that was read last
+        self._shuffled: tuple[int, _Rearranged] | None = None  # cache: the epoch read last
 
     def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
         if self._shuffled is None or self._shuffled[0] != epoch:
@@ -187,7 +188,7 @@ def training_stream(
     seed: int = 0,
     shift: int = 0,
 ) -> LaneStream:
-    """Return the stream that a training split is read in: sentences shuffled where a corpus has them, else as it is."""
+    """Return the stream for training on a split: separate sentences are shuffled, running text keeps its order."""
     if isinstance(tokens, Tokens) and tokens.sentences is not None:
         return SentenceStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
     return LaneStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
@@ -196,8 +197,8 @@ def training_stream(
 def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndarray:
     """Return the beginning of each sentence, and the end of the last one: int64 [sentences + 1].
 
-    With one boundary between two sentences it belongs to the one that follows it, and the stream's last boundary to
-    none; with two, each sentence has one at either end.
+    A single boundary token between two sentences belongs to the second sentence, and the last boundary token of the
+    stream belongs to no sentence. With two boundary tokens between sentences, each sentence has one at both ends.
     """
     places = []
     for start in range(0, len(tokens), _SCAN):
@@ -209,10 +210,10 @@ def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndar
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the numbers below `count` in an order drawn from seed and epoch: int32 [count].
+    """Return a random permutation of the numbers below `count`, determined by seed and epoch: int32 [count].
 
-    They are sorted by a hash (SplitMix64), not drawn by a library's generator, so that every version of every library
-    gives the same order, and a run can be continued anywhere.
+    The numbers are sorted by a hash (SplitMix64) instead of drawn by a library's random generator. The order is then
+    the same with every library version, so that a run can be continued on any machine.
     """
     keys = np.arange(count, dtype=np.uint64)
     for salt in (seed, epoch):
@@ -221,7 +222,7 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's next number for each state (Steele, Lea and Flood 2014): uint64 like `values`."""
+    """Return the next SplitMix64 number for each state in `values` (Steele, Lea and Flood 2014): uint64, same shape."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -229,11 +230,11 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 _SCAN = 1 << 24
-"""Tokens looked through at a time."""
+"""Number of tokens searched for boundaries at a time."""
 
 
 class _Rearranged:
-    """The tokens of a stream with its sentences in another order; whatever follows the last sentence stays there."""
+    """Tokens of a stream with its sentences in another order; tokens after the last sentence keep their place."""
 
     def __init__(self, tokens: Tokens | np.ndarray, edges: np.ndarray, order: np.ndarray):
         self._tokens, self._edges, self._order = tokens, edges, order

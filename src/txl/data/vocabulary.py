@@ -1,6 +1,6 @@
-"""Vocabularies: text to token ids for every unit, and back piece by piece.
+"""Vocabularies of all units: they encode text to token ids and decode ids one at a time.
 
-Each is saved as plain JSON. Ids are int64 arrays in memory.
+A vocabulary is saved as plain JSON. In memory, ids are int64 arrays.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from txl.files import JsonObject, read_json, replacing
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
-"""Characters of a corpus given to the BPE library at once; tokens do not cross the chunks' edges."""
+"""Characters of a corpus passed to the BPE library at once; tokens do not cross the ends of these chunks."""
 _FORMATS = (1, 2)
-"""2: of vocabularies that say how text is read for them, which readers of format 1 would not heed."""
+"""Formats that can be read. Format 2 adds `normalise` and `rule`, which readers of format 1 would ignore."""
 
 
 class Vocabulary(ABC):
@@ -33,38 +33,37 @@ class Vocabulary(ABC):
 
     kind: ClassVar[str]
     unk_id: int | None = None
-    """Id of everything that the vocabulary lacks; None: it refuses such text."""
+    """Id of `<unk>`, which replaces symbols that the vocabulary lacks; None: text with such symbols is refused."""
     eos_id: int | None = None
-    """The end of a line, if lines have one."""
+    """Id of the token for the end of a line; None: there is no such token."""
     normalise: bool = False
-    """True if texts are read without a byte order mark, and with \\n for \\r\\n; never if tokens are bytes."""
+    """True if a text's byte order mark is removed and \\r\\n is read as \\n; always False for bytes."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of a text: int64 [N]; what the vocabulary lacks becomes `<unk>`.
+        """Return the token ids of a text: int64 [N]; symbols that the vocabulary lacks become `<unk>`.
 
         Raises:
-            UserError: for a vocabulary without `<unk>`, naming what it lacks.
+            UserError: if a vocabulary without `<unk>` lacks symbols of the text, which the message names.
         """
 
     def lacking(self, text: str) -> list[str]:
-        """Return what `encode` reads as `<unk>` in a text: its words or characters, each once, in the order of the
-        text."""
+        """Return the words or characters that `encode` reads as `<unk>`, each once, in the order of the text."""
         return []
 
     def read(self, text: str) -> str:
-        """Return a text as it is encoded: normalised, if texts are for this vocabulary."""
+        """Return a text as `encode` reads it: normalised if `normalise` is True."""
         return normalised(text) if self.normalise else text
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
-        """Return the bytes of the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        """Return the length in bytes of the text of tokens [N]; None if the tokens do not determine the text."""
         return None
 
     def spell(self, ids: np.ndarray) -> bytes | None:
-        """Return the text that tokens [N] were made from; None where the tokens alone do not tell."""
+        """Return the text of tokens [N]; None if the tokens do not determine the text."""
         return None
 
     @abstractmethod
@@ -73,7 +72,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def to_json(self) -> JsonObject:
-        """Return everything, as plain JSON values."""
+        """Return the whole vocabulary as plain JSON values."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids."""
@@ -87,7 +86,7 @@ class Vocabulary(ABC):
 
     @staticmethod
     def from_json(values: JsonObject) -> Vocabulary:
-        """Build a vocabulary from `to_json` of it."""
+        """Build a vocabulary from the result of `to_json`."""
         try:
             if values["format"] not in _FORMATS:
                 known = " and ".join(map(str, _FORMATS))
@@ -115,20 +114,19 @@ class Vocabulary(ABC):
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
     def _as_json(self, **values: object) -> JsonObject:
-        """Return the values of one kind of vocabulary with what all kinds have, in the lowest format that holds
-        them."""
+        """Return `values` with the entries that all kinds of vocabulary have; the format is the lowest possible one."""
         if self.normalise:
             values |= {"normalise": True}
         return {"format": 2 if self.normalise or "rule" in values else 1, "kind": self.kind, **values}
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; the file is whole or not there."""
+        """Write the vocabulary as JSON; the file is either written completely or left unchanged."""
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
 
     @staticmethod
     def load(path: Path) -> Vocabulary:
-        """Read what `save` wrote."""
+        """Read a vocabulary that `save` wrote."""
         try:
             values = read_json(path)
         except FileNotFoundError:
@@ -140,10 +138,10 @@ class Vocabulary(ABC):
 
 
 class ByteVocabulary(Vocabulary):
-    """All 256 bytes, so that every file can be read; or only those that a benchmark counts.
+    """Vocabulary of all 256 bytes, which can read every file, or only of the bytes that a benchmark counts.
 
     Args:
-        values: the bytes in the order of their ids; None: all, each its own id.
+        values: bytes in the order of their ids; None: all 256, each with its value as id.
     """
 
     kind = "byte"
@@ -163,12 +161,12 @@ class ByteVocabulary(Vocabulary):
         """Return the bytes of the text's UTF-8 form (see `utf8`).
 
         Raises:
-            UserError: naming the bytes that a vocabulary of fewer than 256 lacks.
+            UserError: if the vocabulary has fewer than 256 bytes and lacks bytes of the text, which the message names.
         """
         return self.encode_bytes(utf8(text))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Return one id a byte: int64 [N]."""
+        """Return one token id per byte: int64 [N]."""
         values = np.frombuffer(data, dtype=np.uint8)
         ids = self._table[values]
         if not self.is_complete and (ids < 0).any():
@@ -178,7 +176,7 @@ class ByteVocabulary(Vocabulary):
         return ids
 
     def spelled_bytes(self, ids: np.ndarray) -> int:
-        """Return one byte a token."""
+        """Return the number of tokens, each of which is one byte."""
         return len(ids)
 
     def spell(self, ids: np.ndarray) -> bytes:
@@ -186,21 +184,21 @@ class ByteVocabulary(Vocabulary):
         return np.array(self.values, dtype=np.uint8)[ids].tobytes()
 
     def decoder(self, after: str = "") -> Decoder:
-        """Return a decoder of UTF-8, with U+FFFD for what is none."""
+        """Return a UTF-8 decoder that replaces invalid bytes by U+FFFD."""
         return BytesDecoder([bytes([value]) for value in self.values])
 
     def to_json(self) -> JsonObject:
-        """Return its kind, and the bytes if they are not all."""
+        """Return the kind, and the bytes unless they are all 256."""
         return self._as_json(**({} if self.is_complete else {"values": self.values}))
 
 
 class CharVocabulary(Vocabulary):
-    """Characters, after one `<unk>` for all others (id 0); a benchmark's closed alphabet has no `<unk>`.
+    """Vocabulary of characters, with id 0 for `<unk>`; a benchmark's closed alphabet has no `<unk>`.
 
     Args:
-        characters: in the order of their ids.
-        unknown: whether there is an `<unk>`.
-        normalise: as in `Vocabulary`.
+        characters: characters in the order of their ids.
+        unknown: True for a vocabulary with `<unk>`.
+        normalise: value of `Vocabulary.normalise`.
     """
 
     kind = "char"
@@ -215,7 +213,7 @@ class CharVocabulary(Vocabulary):
         self.unk_id = 0 if unknown else None
         first = 1 if unknown else 0
         codes = np.array([ord(each) for each in self.characters], dtype=np.int64)
-        # The table's last entry serves all code points beyond it.
+        # The last entry of the table serves all higher code points.
         self._table = np.full(int(codes.max(initial=0)) + 2, 0 if unknown else -1, dtype=np.int64)
         self._table[codes] = np.arange(first, first + len(codes))
 
@@ -223,15 +221,15 @@ class CharVocabulary(Vocabulary):
         return len(self.characters) + (self.unk_id is not None)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return one id a character, `<unk>` for what the vocabulary lacks.
+        """Return one token id per character, `<unk>` for characters that the vocabulary lacks: int64 [N].
 
         Raises:
-            UserError: naming the characters that the vocabulary lacks, if it has no `<unk>`.
+            UserError: if a vocabulary without `<unk>` lacks characters of the text, which the message names.
         """
         return self.encode_text(self.read(text))
 
     def encode_text(self, text: str) -> np.ndarray:
-        """Encode a block of a text that has been normalised, if it is to be."""
+        """Return the token ids of a block of text that is already normalised if required: int64 [N]."""
         ids = self._lookup(text)
         if self.unk_id is None and (ids < 0).any():
             characters = sorted({text[place] for place in np.flatnonzero(ids < 0)})
@@ -241,7 +239,7 @@ class CharVocabulary(Vocabulary):
         return ids
 
     def lacking(self, text: str) -> list[str]:
-        """Return the characters that it lacks."""
+        """Return the characters of a text that the vocabulary lacks."""
         text = self.read(text)
         return list(dict.fromkeys(text[place] for place in np.flatnonzero(self._lookup(text) == self.unk_id)))
 
@@ -250,7 +248,7 @@ class CharVocabulary(Vocabulary):
         return self._table[np.minimum(codes, len(self._table) - 1)]
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
-        """Return the bytes of the characters in UTF-8; None if one is unknown."""
+        """Return the length of the characters in UTF-8 bytes; None if a character is unknown."""
         if self.unk_id is not None and (ids == self.unk_id).any():
             return None
         lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
@@ -264,7 +262,7 @@ class CharVocabulary(Vocabulary):
         return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
 
     def decoder(self, after: str = "") -> Decoder:
-        """Return a decoder of one character a token."""
+        """Return a decoder of tokens that are one character each."""
         return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
 
     def to_json(self) -> JsonObject:
@@ -273,7 +271,7 @@ class CharVocabulary(Vocabulary):
 
 
 class _WordIds(dict[str, int]):
-    """The number of each word, and that of `<unk>` for all others (in C, where a method `get` would cost twice)."""
+    """Ids of words, and the id of `<unk>` for all others (runs in C; a `get` method would take twice the time)."""
 
     unknown = -1
 
@@ -282,17 +280,18 @@ class _WordIds(dict[str, int]):
 
 
 class WordVocabulary(Vocabulary):
-    """Words (see `txl.data.words`), `<eos>` for the end of a line, `<unk>` for every other word.
+    """Vocabulary of words (see `txl.data.words`), with `<eos>` for line ends and `<unk>` for all other words.
 
     Args:
-        words: in the order of their ids.
-        eos: the word that stands for the end of a line.
-        unk: the word that stands for all others.
-        boundary: of a corpus of separate sentences, one a line, whose ends are both marked by `eos` (`<S>`). "end":
-            one mark between two sentences, so that a sentence's beginning is given and its end predicted; "both": two,
-            so that the beginning of the next sentence is predicted too. None: running text, `eos` after each line.
-        rule: how a text is cut into words.
-        normalise: as in `Vocabulary`.
+        words: words in the order of their ids.
+        eos: word that stands for the end of a line.
+        unk: word that stands for all words that the vocabulary lacks.
+        boundary: boundaries in a corpus of separate sentences, one per line, each with `eos` (`<S>`) at both ends.
+            "end": one `eos` between two sentences, so that the beginning of a sentence is given and its end is
+            predicted; "both": two, so that the beginning of the next sentence is predicted too. None: running text,
+            `eos` after each line.
+        rule: rule for cutting a text into words.
+        normalise: value of `Vocabulary.normalise`.
     """
 
     kind = "word"
@@ -330,7 +329,7 @@ class WordVocabulary(Vocabulary):
         return len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return one id a word, and `<eos>` where the text has a line's end; sentences begin with their boundary."""
+        """Return one token id per word and line end (`<eos>`), with the boundaries of separate sentences: int64 [N]."""
         ids = self.encode_words(self.cut(self.read(text)))
         if self.boundary is None:
             return ids
@@ -339,11 +338,11 @@ class WordVocabulary(Vocabulary):
         return np.concatenate([np.array([self.eos_id], dtype=np.int64), ids])
 
     def cut(self, text: str) -> list[str]:
-        """Return the words of a text, with `eos` for each line's end."""
+        """Return the words of a text, with `eos` for each line end."""
         return words_and_ends(text, self.eos, self.rule)
 
     def lacking(self, text: str) -> list[str]:
-        """Return the words that it lacks, without the joiners of marks."""
+        """Return the words of a text that the vocabulary lacks, without the joiners of marks."""
         words = dict.fromkeys(word for word in self.cut(self.read(text)) if word not in self.ids)
         return [unjoined(word)[1] if self.rule == "punctuation" else word for word in words]
 
@@ -352,7 +351,7 @@ class WordVocabulary(Vocabulary):
         return np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decoder(self, after: str = "") -> Decoder:
-        """Return a decoder of words joined by spaces, marks as their joiners say; `<eos>` is a line's end."""
+        """Return a decoder that joins words by spaces, and marks by their joiners; `<eos>` becomes a line end."""
         return WordDecoder(self.words, self.eos, after, self.rule)
 
     def to_json(self) -> JsonObject:
@@ -366,7 +365,7 @@ class WordVocabulary(Vocabulary):
 
 
 class BpeVocabulary(Vocabulary):
-    """Byte-level byte-pair encoding by the `tokenizers` library: lossless, nothing is unknown."""
+    """Vocabulary of byte-level byte-pair encoding by the `tokenizers` library: lossless, without `<unk>`."""
 
     kind = "bpe"
 
@@ -381,7 +380,7 @@ class BpeVocabulary(Vocabulary):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
-        """Learn a vocabulary of (at most) `vocab_size` tokens: the 256 bytes and the most useful merges."""
+        """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
         tokenizer = Tokenizer(models.BPE())
@@ -400,7 +399,7 @@ class BpeVocabulary(Vocabulary):
         return len(self.pieces)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids; a byte that is no UTF-8 (see `utf8`) is a token of its own."""
+        """Return the token ids of a text: int64 [N]; each byte that is not UTF-8 (see `utf8`) is a separate token."""
         ids: list[int] = []
         for part in re.split("([\udc80-\udcff])", utf8(self.read(text)).decode("utf-8", errors="surrogateescape")):
             if "\udc80" <= part <= "\udcff":
@@ -410,13 +409,13 @@ class BpeVocabulary(Vocabulary):
         return np.array(ids, dtype=np.int64)
 
     def encode_block(self, text: str) -> np.ndarray:
-        """Return the token ids of a block of a corpus, uint32 [N]: chunk by chunk, so that long ones are fast too."""
+        """Return the token ids of a block of a corpus: uint32 [N]. Chunks keep the encoding of long blocks fast."""
         chunks = [text[start : start + BPE_CHUNK] for start in range(0, len(text), BPE_CHUNK)]
         encoded = self.tokenizer.encode_batch_fast(chunks)
         return np.concatenate([np.array(one.ids, dtype=np.uint32) for one in encoded] or [np.empty(0, np.uint32)])
 
     def n_bytes(self, ids: np.ndarray) -> np.ndarray:
-        """Return the bytes of text that each token stands for: int64 [N]."""
+        """Return the length in bytes of the text of each token: int64 [N]."""
         return self._lengths[ids]
 
     def spelled_bytes(self, ids: np.ndarray) -> int:
@@ -428,11 +427,11 @@ class BpeVocabulary(Vocabulary):
         return b"".join([self.pieces[token] for token in ids.tolist()])
 
     def decoder(self, after: str = "") -> Decoder:
-        """Return a decoder of UTF-8 across tokens."""
+        """Return a UTF-8 decoder for characters that may be spread over tokens."""
         return BytesDecoder(self.pieces)
 
     def to_json(self) -> JsonObject:
-        """Return the tokenizer, as the library writes it."""
+        """Return the tokenizer in the JSON form of the `tokenizers` library."""
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
 
 
@@ -442,10 +441,10 @@ def normalised(text: str) -> str:
 
 
 def utf8(text: str) -> bytes:
-    """Return the UTF-8 form of a text; undecodable bytes of a command line come back as they were.
+    """Return the UTF-8 form of a text; undecodable bytes of a command line (surrogates in `text`) are restored.
 
     Raises:
-        UserError: for half a surrogate pair that stands for no such byte.
+        UserError: if the text has half a surrogate pair that does not stand for an undecodable byte.
     """
     try:
         return text.encode("utf-8", errors="surrogateescape")
@@ -458,8 +457,8 @@ def utf8(text: str) -> bytes:
 
 
 def byte_symbols() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte: its own, or the next free one from
-    U+0100."""
+    """Return the printable character that byte-level BPE writes for each byte: the byte's own, or the next free one
+    from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     symbols, free = [], 0x100
     for value in range(256):

@@ -1,13 +1,14 @@
-"""Rules by which a text is cut into words, and what stands between two words when they are put together again.
+"""Rules for cutting a text into words, and for the spaces between words that are joined again.
 
-Two rules. "whitespace": a word is what lies between white space; benchmarks are made so. "punctuation": every mark
-(Unicode's punctuation and symbols, but for `_`) is a word of its own too. A mark then says at which of its sides the
-text had no white space: there it carries the joiner `￭` (U+FFED), as in OpenNMT's tokeniser. `"Well-known," he said.`
-is cut into `"￭ Well ￭-￭ known ￭, ￭" he said ￭.`. Between two marks the second one carries it. Other words carry none,
-so that a word is the same one whatever stands beside it. The text comes back, but for the width of its white space.
+There are two rules. "whitespace": words are separated by white space, as in the benchmarks. "punctuation": in addition,
+every mark (Unicode's punctuation and symbols, except for `_`) is a word of its own. If no white space separates a mark
+from its neighbour, the mark carries the joiner `￭` (U+FFED) on that side, as in OpenNMT's tokeniser. Example:
+`"Well-known," he said.` is cut into `"￭ Well ￭-￭ known ￭, ￭" he said ￭.`. Between two adjacent marks, the second one
+carries the joiner. Words that are not marks never carry a joiner, so that a word is the same token next to any mark.
+Joining the words restores the text, except for the width of its white space.
 
-`<eos>` and `<unk>` that stand alone in a text are those words, whatever the rule (with "punctuation", also where a mark
-follows).
+`<eos>` and `<unk>` that stand alone in a text are read as these words under both rules (with "punctuation", also if a
+mark follows).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ EOS = "<eos>"
 UNK = "<unk>"
 JOINER = "\uffed"
 _LAST_MARK = 0x1FFFF
-"""No code point above it is punctuation or a symbol."""
+"""Largest code point that is tested; no higher one is punctuation or a symbol."""
 
 
 @functools.cache
 def marks() -> str:
-    """Return all marks, as the inside of a regular expression's class that Python and `tokenizers` read alike."""
+    """Return all marks as the content of a regular expression's character class, for Python and `tokenizers`."""
     is_mark = [unicodedata.category(chr(code))[0] in "PS" for code in range(_LAST_MARK + 1)]
     is_mark[ord("_")] = is_mark[ord(JOINER)] = False
     starts = [code for code, mark in enumerate(is_mark) if mark and not is_mark[code - 1]]
@@ -43,8 +44,7 @@ def _in_class(code: int) -> str:
 
 @functools.cache
 def joining_rules() -> tuple[tuple[str, str], ...]:
-    """Return regular expressions and their replacements, to apply one after the other: afterwards white space cuts all
-    words."""
+    """Return pairs of regular expression and replacement that, applied in order, put white space between all words."""
     return (
         (f"(?<=[{marks()}])(?=[^\\s{marks()}])", f"{JOINER} "),
         (f"(?<=\\S)(?=[{marks()}])", f" {JOINER}"),
@@ -65,7 +65,7 @@ def _pieces(rule: WordRule) -> re.Pattern[str]:
 
 
 class _Cut(dict[str, list[str]]):
-    """The words of what lies between white space; what comes again is cut once."""
+    """Cache of the words in each string between white space, so that a repeated string is cut only once."""
 
     def __missing__(self, text: str) -> list[str]:
         joined = text
@@ -77,19 +77,18 @@ class _Cut(dict[str, list[str]]):
 
 
 def words_and_ends(text: str, eos: str = EOS, rule: WordRule = "whitespace") -> list[str]:
-    """Return the words of a text, with `<eos>` for each line's end."""
+    """Return the words of a text, with `<eos>` for each line end."""
     words = text.replace("\n", f" {eos} ").split()
     return words if rule == "whitespace" else list(chain.from_iterable(map(_Cut().__getitem__, words)))
 
 
 def word_spans(text: str, rule: WordRule = "whitespace") -> list[tuple[int, int]]:
-    """Return the beginning and end in the text of each of `words_and_ends`, in characters."""
+    """Return the start and end, in characters of the text, of each word that `words_and_ends` returns."""
     return [match.span() for match in _pieces(rule).finditer(text)]
 
 
 def unjoined(word: str) -> tuple[bool, str, bool]:
-    """Return whether a word of the rule "punctuation" touches the one before it, its text, and whether it touches the
-    next."""
+    """Return whether a word of the rule "punctuation" joins the previous word, its text, and if it joins the next."""
     bare = word.removeprefix(JOINER).removesuffix(JOINER)
     if bare == word or not is_mark(bare):
         return False, word, False
@@ -102,10 +101,10 @@ def is_mark(text: str) -> bool:
 
 
 def holds_word(blocks: Iterable[bytes], word: str) -> bool:
-    """Return whether a word stands alone somewhere in a text."""
+    """Return whether a word stands alone, between white space, anywhere in a text."""
     sought = word.encode()
-    # White space is added at both ends of the text. At a block's end more of a longer word may be to come, so the word
-    # and the byte before it are kept until the next block tells.
+    # White space is added at both ends of the text. The word may continue in the next block, so the end of each block
+    # (as long as the word and the byte before it) is searched again together with the next block.
     alone, before = re.compile(rb"\s" + re.escape(sought) + rb"\s"), b"\n"
     for block in chain(blocks, [b"\n"]):
         read = before + block

@@ -1,7 +1,7 @@
-"""The two numbers of a continuous cache, found on a validation split (Grave et al. 2016, Section 4).
+"""Tuning of theta and lambda of a continuous cache on a validation split (Grave et al. 2016, Section 4).
 
-The split is read once: each target's loss under the model and its probability in the cache, at every theta, are mixed
-with every lambda at once, and only sums are kept.
+The split is read once. For every theta, the target's probabilities under the model and in the cache are mixed with all
+lambdas at once, and only the sums of the losses are kept.
 
 Shapes: B lanes, T tokens of a segment, Q thetas, L lambdas.
 """
@@ -31,26 +31,26 @@ from txl.models.cache import ContinuousCache, check_cache
 from txl.models.language_model import LanguageModel, State
 
 LAMBDAS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)
-"""Shares of the cache that are tried."""
+"""Values of lambda, the cache's share of the probability, that are tried."""
 SHARPNESS = (0.0, 1.0, 2.0, 2.8, 4.0, 5.6, 8.0, 11.3, 16.0, 22.6, 32.0, 45.3, 64.0, 128.0)
-"""Thetas that are tried, times the mean of h . h, which is a hidden state's score with itself."""
+"""Products of theta and the mean of h . h (the score of a hidden state with itself); each yields one theta to try."""
 
 
 @dataclass(frozen=True)
 class CacheTuning:
-    """Mean losses over the grid, and the best point of it."""
+    """Mean losses over the grid of theta and lambda, and the best point of the grid."""
 
     size: int
     thetas: list[float]
     lambdas: list[float]
     nll: list[list[float]]
-    """Nats a token, by theta and lambda."""
+    """Mean loss in nats per token, by theta and lambda."""
     plain_nll: float
-    """Nats a token without the cache."""
+    """Mean loss in nats per token without the cache."""
     tokens: int
-    """Targets scored."""
+    """Number of targets scored."""
     theta: float
-    """The best, with `weight`."""
+    """Best theta; `weight` is the best lambda."""
     weight: float
     best_nll: float
 
@@ -68,7 +68,7 @@ class CacheTuning:
 
 @dataclass(frozen=True)
 class CacheGain:
-    """A cache tuned on one split, and the results with and without it on another."""
+    """Tuning of a cache on one split, and results with and without the cache on another split."""
 
     tuning: CacheTuning
     without: EvaluationResult
@@ -87,15 +87,16 @@ def measure_cache(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CacheGain:
-    """Find theta and lambda of a continuous cache on one split, and evaluate another with and without it.
+    """Tune theta and lambda of a continuous cache on one split, and evaluate another split with and without the cache.
 
     Args:
         model: any model of this project.
         tune_on: tokens of the validation split.
-        measured: tokens of the split that is reported.
+        measured: tokens of the split whose results are reported.
         size, thetas, lambdas: as in `tune_cache`.
-        tuning_progress, progress: called with the targets scored so far and their number, of each part.
-        settings: of `txl.evaluate`, the same for all three passes.
+        tuning_progress, progress: called during tuning and during each evaluation, with the number of targets scored so
+            far and their total number.
+        settings: keyword arguments of `txl.evaluate`, used for all three passes.
     """
     tuned = tune_cache(
         model, tune_on, size=size, thetas=thetas, lambdas=lambdas or LAMBDAS, **settings, progress=tuning_progress
@@ -122,15 +123,16 @@ def tune_cache(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> CacheTuning:
-    """Find the theta and lambda with the least mean loss over a stream of tokens, in one pass over it.
+    """Find the theta and lambda with the lowest mean loss in one pass over a stream of tokens.
 
     Args:
         model: any model of this project.
-        tokens: a validation split's tokens, or any one-dimensional array of token ids.
-        size: pairs that the cache holds.
-        thetas: to try; None: `SHARPNESS` over the mean of h . h in the first segment.
-        lambdas: to try.
-        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as `txl.evaluate`.
+        tokens: tokens of a validation split, or any one-dimensional array of token ids.
+        size: number of pairs that the cache holds.
+        thetas: values of theta to try; None: `SHARPNESS` divided by the mean of h . h in the first segment.
+        lambdas: values of lambda to try.
+        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as for
+            `txl.evaluate`.
     """
     if not lambdas or (thetas is not None and not thetas):
         raise UserError("there is no theta or no lambda to try; give one or more of each")
@@ -183,7 +185,7 @@ def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, weights: Tensor) -> Te
 
 
 def _spread(model: LanguageModel, inputs: Tensor, state: State) -> list[float]:
-    """Return thetas that suit the size of this model's hidden states."""
+    """Return the thetas to try, scaled to the size of the model's hidden states."""
     hidden, _ = model.hidden_states(inputs, state)
     square = hidden.double().square().sum(dim=-1).mean().item()
     return [float(f"{each / square:.3g}") for each in SHARPNESS]

@@ -1,19 +1,21 @@
-"""Dynamic evaluation: the weights of a copy of a model follow the text that it reads (Krause et al. 2018 and 2019).
+"""Dynamic evaluation: a copy of a model adapts its weights to the text that it reads (Krause et al. 2018 and 2019).
 
-A segment is scored first, by the weights as they are; then one step is taken along the gradient g of its mean loss. The
-next segment is scored by the new weights. A token's probability therefore depends on the tokens before it alone.
-Memory goes on across updates; its states were computed by earlier weights, and are not computed again.
+Each segment is scored first, with the current weights. Then the weights take one step along the gradient g of the
+segment's mean loss, and the next segment is scored with the new weights. The probability of a token therefore depends
+only on the tokens before it. Memory is kept across updates: its hidden states come from earlier weights and are not
+recomputed.
 
-With theta_0 the trained weights, eta the learning rate and lambda the decay, the rules are
+With theta_0 the trained weights, eta the learning rate and lambda the decay, the update rules are
 
     sgd         theta <- theta - eta g + lambda (theta_0 - theta)
     rms, mean   theta <- theta - eta g / (G + epsilon) + min(lambda D, 1) (theta_0 - theta)
     rms, sum    theta <- theta - eta g / (r + epsilon) + lambda r (theta_0 - theta)
 
-where G is the square root of the mean, and r that of the sum, of g² over segments of the training split, element by
-element, and D is G over the mean of the tensors' mean G. "mean" is Krause et al. 2018 (arXiv 1709.07432, Section 4 and
-their code), "sum" is the code of Krause et al. 2019 (arXiv 1904.08378), which gave Transformer-XL's best numbers. Their
-hyper-parameters have different scales, and only the first limits the decay.
+where, element by element, G is the square root of the mean of g² over segments of the training split, and r is the
+square root of the sum. D is G divided by the average of all tensors' mean G. "mean" is the rule of Krause et al. 2018
+(arXiv 1709.07432, Section 4 and their code); "sum" is the rule in the code of Krause et al. 2019 (arXiv 1904.08378),
+which gave the best published results of Transformer-XL. The hyper-parameters of "mean" and "sum" have different scales,
+and only "mean" limits the decay.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -50,21 +52,21 @@ from txl.models.layers import PositionwiseFeedForward
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The rule by which weights follow the text, and its hyper-parameters."""
+    """Update rule of dynamic evaluation, and its hyper-parameters."""
 
     rule: str
-    """"rms" divides each element's gradient by its size in training; "sgd" does not."""
+    """"rms" divides the gradient, element by element, by the size of training gradients; "sgd" does not."""
     learning_rate: float
-    """eta; 0 leaves the weights as they are."""
+    """eta; 0 leaves the weights unchanged."""
     decay: float = 0.0
-    """lambda, towards the trained weights."""
+    """lambda, the decay towards the trained weights."""
     epsilon: float = 2e-5
-    """Added to the size of each element's gradient; of rms alone."""
+    """Term added to the size of training gradients; used by rms only."""
     statistics: str = "mean"
-    """For rms: that size is the root of the "mean" of squares (2018) or of their "sum" (2019)."""
+    """Size of training gradients for rms: the root of the "mean" (2018) or of the "sum" (2019) of their squares."""
     weights: str = "all"
-    """The weights that adapt: "all", the matrices and biases of "feed-forward" layers, or "biases" (with u and v of
-    attention) and norms."""
+    """Weights that adapt: "all"; "feed-forward", the matrices and biases of feed-forward layers; or "biases", which
+    include u and v of attention, and norms."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -88,19 +90,19 @@ class GradientStatistics:
     """Sums of squared gradients over segments of a training split."""
 
     squares: dict[str, Tensor]
-    """By parameter. Parameters that never had a gradient are left out, and do not adapt."""
+    """Sums by parameter name. Parameters that never had a gradient are left out, and do not adapt."""
     segments: int
-    """Segments that were read."""
+    """Number of segments read."""
     segment: int
-    """Tokens of a lane in each."""
+    """Number of tokens of each lane in a segment."""
     batch_size: int
-    """Lanes that each gradient is the mean of."""
+    """Number of lanes; each gradient is that of the mean loss over all lanes."""
     weights: str = "all"
-    """The choice of weights, one of `AdaptedWeights`."""
+    """Choice of weights, one of `AdaptedWeights`."""
 
 
 def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
-    """Return the parameters that adapt under a choice of `AdaptedWeights`, by name; a shared one once."""
+    """Return the parameters that `weights` (one of `AdaptedWeights`) selects by name, shared parameters only once."""
     model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
@@ -119,22 +121,22 @@ def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, 
 
 
 class AdaptingModel:
-    """A copy of a model that scores a segment, then adapts to it. The model given is not changed.
+    """A copy of a model that scores each segment, then adapts to that segment. The original model is not changed.
 
-    Results depend on the weights, the settings and the segments alone: the same ones in the same order give the same
+    Results depend only on the weights, the settings and the segments: equal segments in the same order give the same
     numbers on the same machine with the same number of threads.
 
     Args:
-        model: any language model. Of a continuous cache, the weights follow the inner model's loss. Decay pulls towards
-            the model's weights, which must not change meanwhile.
-        adaptation: the rule.
-        statistics: `gradient_statistics` of the model's training split; rms needs them.
+        model: any language model. In a continuous cache, the weights adapt to the loss of the inner model. Decay pulls
+            towards the weights of `model`, which must therefore not change while the copy is in use.
+        adaptation: update rule and its hyper-parameters.
+        statistics: result of `gradient_statistics` on the model's training split; required by rms.
         dtype: "float32", or "bfloat16" for autocast.
-        temperature: as `txl.evaluate`; the loss that is followed has it too.
+        temperature: softmax temperature as in `txl.evaluate`; it also applies to the loss whose gradient is used.
     """
 
     model: LanguageModel
-    """The copy. Between calls it is an ordinary model in evaluation mode, with the weights as they are now."""
+    """The copy. Between calls it is an ordinary model in evaluation mode, with the current weights."""
 
     def __init__(
         self,
@@ -174,15 +176,15 @@ class AdaptingModel:
         state: State,
         counted: Bool[Tensor, "B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T"], State]:
-        """Score each target with the weights as they are, and only then update the weights by the mean loss.
+        """Score each target with the current weights, then update the weights by the gradient of the mean loss.
 
         Args:
-            tokens, targets: of several lanes, which share the weights.
-            state: as the model's `nll` takes it; `self.model.init_state` makes the first.
-            counted: targets that count in the loss that is followed; None: all.
+            tokens, targets: input tokens and the tokens that follow them; all lanes share the weights.
+            state: state before the segment, as for `LanguageModel.nll`; `self.model.init_state` makes the first one.
+            counted: mask of the targets in the mean loss of the update; None: all.
 
         Returns:
-            the losses in nats and the next state, both without gradient.
+            the loss of each target in nats and the next state, both without gradient.
         """
         scored, gradients, state = _gradients(
             self.model, self._current, tokens, targets, state, counted, self.dtype, self.temperature
@@ -193,18 +195,18 @@ class AdaptingModel:
 
     @torch.no_grad()
     def _update(self, gradients: list[Tensor | None]) -> None:
-        """Take one step of the rule."""
+        """Update the weights by one step of the rule."""
         for weight, trained, gradient, scale, pull in zip(
             self._current, self._trained, gradients, self._scales, self._pulls, strict=True
         ):
             change = torch.zeros_like(weight) if gradient is None else gradient * -scale
             if self.adaptation.decay > 0:
                 change += (trained - weight) * pull
-            weight += change  # in place, so that whoever keeps what the weights projected sees that they changed
+            weight += change  # in place: caches of projected weights detect the change by the tensor's version
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Go back to the trained weights."""
+        """Restore the trained weights."""
         for weight, trained in zip(self._current, self._trained, strict=True):
             weight.copy_(trained)
 
@@ -212,7 +214,7 @@ class AdaptingModel:
 def _rms_rates(
     adaptation: Adaptation, statistics: GradientStatistics, names: list[str]
 ) -> tuple[list[Tensor], list[Tensor | float]]:
-    """Return the factors of each tensor's gradient, and of its distance from the trained weights."""
+    """Return the factors of the gradients, and of the distances from the trained weights, one of each per tensor."""
     count = statistics.segments if adaptation.statistics == "mean" else 1
     sizes = [(statistics.squares[name] / count).sqrt() for name in names]
     scales = [adaptation.learning_rate / (size + adaptation.epsilon) for size in sizes]
@@ -228,13 +230,13 @@ def _rms_rates(
 
 @torch.inference_mode(False)
 def _copied(model: LanguageModel, adapted: dict[str, nn.Parameter]) -> LanguageModel:
-    """Copy a model in evaluation mode; only the adapted parameters of the copy take gradients."""
+    """Return a copy of a model in evaluation mode; only the adapted parameters of the copy require gradients."""
     copied = copy.deepcopy(model).eval()
     for name, each in copied.own_model.named_parameters():
         each.requires_grad_(name in adapted)
     for module in copied.modules():
         if isinstance(module, nn.RNNBase):
-            module.train()  # cuDNN has no gradients in evaluation mode; the module has no dropout of its own
+            module.train()  # cuDNN computes no gradients in evaluation mode; the module itself has no dropout
     return copied
 
 
@@ -249,13 +251,13 @@ def _gradients(
     dtype: str,
     temperature: float,
 ) -> tuple[Tensor, list[Tensor | None] | None, State]:
-    """Return losses [B,T], the gradient of the mean of those that count (None if none does), and the next state."""
+    """Return losses [B,T], the gradients of the mean loss of counted targets (None without any), and the next state."""
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     with torch.enable_grad(), autocast:
         scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
         if counted is not None:
             followed = followed[counted]
-    # An autocast around us would keep this segment's weights, converted, for the next one.
+    # An enclosing autocast would otherwise use this segment's converted weights in the next segment too.
     torch.clear_autocast_cache()
     if followed.numel() == 0:
         return scored.detach(), None, state.detach()
@@ -279,16 +281,17 @@ def gradient_statistics(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> GradientStatistics:
-    """Sum the squared gradients that rms needs over the first segments of a training split, read in their order.
+    """Sum squared gradients, which rms needs, over the first segments of a training split in their order.
 
     Args:
-        model: the trained model; it is not changed.
-        tokens: the training split's tokens, or any one-dimensional array of token ids.
-        weights: the weights that will adapt, one of `AdaptedWeights`.
-        segments: number of segments to read; None, or more than there are: all. Krause et al. read all in 2018, in 100
-            lanes, and a 5,000th in 2019, in one.
-        segment, mem_len, window, clamp_len, batch_size, dtype, temperature: as in the evaluation to come.
-        progress: called with the targets read so far and their number.
+        model: trained model; it is not changed.
+        tokens: tokens of the training split, or any one-dimensional array of token ids.
+        weights: choice of the weights that will adapt, one of `AdaptedWeights`.
+        segments: number of segments to read; None, or more than the split has: all. Krause et al. read all segments in
+            100 lanes in 2018, and one in 5,000 in a single lane in 2019.
+        segment, mem_len, window, clamp_len, batch_size, dtype, temperature: settings of the evaluation that will use
+            the statistics.
+        progress: called with the number of targets read so far and their total number.
     """
     if segments is not None and segments < 1:
         raise UserError(f"segments for gradient statistics are {segments}; expected 1 or more")
@@ -332,21 +335,22 @@ def evaluate_dynamically(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> EvaluationResult:
-    """Return the mean loss of a copy of a model that adapts to a stream of tokens while it reads it.
+    """Return the mean loss over a stream of tokens, scored by a copy of a model that adapts while it reads.
 
     Args:
-        model: any language model, or a continuous cache around one; it is not changed.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids. To report the result, do not use
-            the tokens that the learning rate was tuned on.
-        adaptation: the rule and its settings; `tune_dynamic` finds learning rate and decay.
-        statistics: `gradient_statistics` of the training split, for rms.
-        segment: tokens T that are scored between two updates; it changes the result.
-        batch_size: lanes B, which share the weights and adapt them together: with more than one this is another
-            algorithm than the published one.
-        mem_len, window, clamp_len, max_tokens, exhaustive, dtype, temperature, progress: as `txl.evaluate`.
+        model: any language model, or a continuous cache around a model; it is not changed.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids. For a result to report, do not
+            use the tokens on which the learning rate was tuned.
+        adaptation: update rule and its hyper-parameters; `tune_dynamic` finds the learning rate and the decay.
+        statistics: result of `gradient_statistics` on the training split; required by rms.
+        segment: number of tokens T scored between two updates; it changes the result.
+        batch_size: number of lanes B. All lanes share the weights and adapt them together, so more than one lane is a
+            different algorithm than the published one.
+        mem_len, window, clamp_len, max_tokens, exhaustive, dtype, temperature, progress: as for `txl.evaluate`.
 
     Returns:
-        as `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights diverged.
+        the result as from `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights
+        diverged.
     """
     ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
     lanes = Lanes.cut(len(ids), batch_size, exhaustive)

@@ -1,4 +1,4 @@
-"""Settings of dynamic evaluation: learning rate and decay found on a validation split, and published ones."""
+"""Settings of dynamic evaluation: learning rate and decay tuned on a validation split, and published settings."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ LEARNING_RATES = {
     "rms": (1e-6, 3e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3),
     "sgd": (1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
 }
-"""Learning rates that are tried, by rule."""
+"""Learning rates to try, by rule."""
 DECAYS = (0.0, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1)
-"""Decays that are tried."""
+"""Decays to try."""
 
 
 @dataclass(frozen=True)
 class DynamicTuning:
-    """Mean losses of all pairs that were tried, and the best pair."""
+    """Mean losses of the pairs of learning rate and decay that were tried, and the best pair."""
 
     learning_rates: list[float]
     decays: list[float]
     tried: list[tuple[float, float, float]]
-    """Learning rate, decay and nats a token, in the order in which they were tried; infinite where weights diverged."""
+    """Learning rate, decay and mean loss in nats per token, in the order of the search; the loss is infinite if the
+    weights diverged."""
     static_nll: float
-    """Nats a token without adapting."""
+    """Mean loss in nats per token without adaptation."""
     tokens: int
-    """Targets scored, each time."""
+    """Number of targets scored in each evaluation."""
     adaptation: Adaptation
-    """The best."""
+    """Adaptation with the best pair."""
     best_nll: float
 
     @property
@@ -50,7 +51,7 @@ class DynamicTuning:
         return found
 
     def to_dict(self) -> JsonObject:
-        """Return everything, ready for JSON: an infinite loss is None."""
+        """Return all fields and `at_edge`, ready for JSON; an infinite loss in `tried` becomes None."""
         tried = [
             {"learning_rate": rate, "decay": decay, "nll": nll if math.isfinite(nll) else None}
             for rate, decay, nll in self.tried
@@ -60,17 +61,17 @@ class DynamicTuning:
 
 @dataclass(frozen=True)
 class DynamicGain:
-    """Dynamic evaluation tuned on one split, and what it brings on another."""
+    """Tuning of dynamic evaluation on one split, and results with and without dynamic evaluation on another split."""
 
     tuning: DynamicTuning
     static: EvaluationResult
-    """With the trained weights."""
+    """Result with the trained weights."""
     adapted: EvaluationResult
-    """With weights that follow what is read; its loss is not a number if they diverged."""
+    """Result with weights that adapt to the text; the loss is not a number if the weights diverged."""
 
     @property
     def times_static(self) -> float:
-        """Time that scoring and adapting takes, as a multiple of scoring alone."""
+        """Time of scoring and adapting, as a multiple of the time of scoring alone."""
         return self.static.tokens_per_second / self.adapted.tokens_per_second
 
 
@@ -89,15 +90,16 @@ def measure_dynamic(
     progress: Progress | None = None,
     **settings: Any,
 ) -> DynamicGain:
-    """Find learning rate and decay of dynamic evaluation on one split, and evaluate another with and without it.
+    """Tune dynamic evaluation on one split, and evaluate another split with and without dynamic evaluation.
 
     Args:
-        model, adaptation, statistics, learning_rates, decays: as `tune_dynamic`.
+        model, adaptation, statistics, learning_rates, decays: as for `tune_dynamic`.
         tune_on: tokens of the validation split.
-        measured: tokens of the split that is reported.
-        tune_tokens, max_tokens: tokens from the first on that are read of each of the two; None: all.
-        tuning_progress, progress: told how far each part is.
-        settings: segment, memory and so on, as `txl.evaluate`, the same everywhere.
+        measured: tokens of the split whose results are reported.
+        tune_tokens, max_tokens: number of tokens to read from the beginning of `tune_on` and of `measured`; None: all.
+        tuning_progress, progress: called during tuning and during each evaluation, with the number of targets scored so
+            far and their total number.
+        settings: segment, memory and so on, as for `txl.evaluate`; used for tuning and for both evaluations.
     """
     tuned = tune_dynamic(
         model,
@@ -127,20 +129,21 @@ def tune_dynamic(
     progress: Progress | None = None,
     **settings: Any,
 ) -> DynamicTuning:
-    """Find the learning rate and decay with the least loss over a stream of tokens.
+    """Find the learning rate and decay with the lowest loss over a stream of tokens.
 
-    In the grid of all pairs, the search begins at the middle learning rate and the least decay and goes to the best
-    neighbour as long as that is better: a dozen evaluations, not one for each pair.
+    The search runs on the grid of all pairs. It starts at the middle learning rate and the smallest decay, and moves to
+    the best neighbour as long as that neighbour is better: about a dozen evaluations instead of one per pair.
 
     Args:
-        model: any language model, or a continuous cache around one; it is not changed.
-        tokens: a validation split's tokens.
-        adaptation: the settings that are not tuned; its learning rate and decay do not matter.
-        statistics: as `txl.evaluate_dynamically`.
-        learning_rates: to try; None: `LEARNING_RATES`.
-        decays: to try.
-        progress: called with the targets scored in the current evaluation, and their number.
-        settings: segment, memory and so on, as `txl.evaluate_dynamically`; a small `max_tokens` makes it faster.
+        model: any language model, or a continuous cache around a model; it is not changed.
+        tokens: tokens of a validation split.
+        adaptation: settings that are not tuned; the learning rate and the decay in it are ignored.
+        statistics: as for `txl.evaluate_dynamically`.
+        learning_rates: learning rates to try; None: `LEARNING_RATES`.
+        decays: decays to try.
+        progress: called with the number of targets scored in the current evaluation, and their total number.
+        settings: segment, memory and so on, as for `txl.evaluate_dynamically`; a small `max_tokens` shortens the
+            search.
     """
     rates = sorted(set(LEARNING_RATES[adaptation.rule] if learning_rates is None else learning_rates))
     pulls = sorted(set(decays))
@@ -148,7 +151,7 @@ def tune_dynamic(
         raise UserError("there is no learning rate or no decay to try; give one or more of each")
     for rate in rates:
         for decay in pulls:
-            replace(adaptation, learning_rate=rate, decay=decay)  # refuses one out of its range before hours of work
+            replace(adaptation, learning_rate=rate, decay=decay)  # raises for a value out of range before hours of work
     same: Settings = {"batch_size": 1} | settings
     static = evaluate(model, tokens, progress=progress, **same)
     if math.isnan(static.nll):
@@ -164,7 +167,7 @@ def tune_dynamic(
 
     best = (len(rates) // 2, 0)
     while best[0] > 0 and math.isinf(loss(best)):
-        best = (best[0] - 1, 0)  # from where all neighbours diverge too there is no way on
+        best = (best[0] - 1, 0)  # the search below cannot leave a pair whose neighbours all diverge too
     while True:
         row, column = best
         around = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
@@ -192,13 +195,13 @@ class PublishedSettings:
 
     adaptation: Adaptation
     statistics_segments: int | None
-    """Segments of the training split that are read for them; None: all."""
+    """Number of segments of the training split that are read for the gradient statistics; None: all."""
     statistics_batch_size: int
     segment: int
     mem_len: int | None = None
     """None: the model has no memory of positions."""
     window: int | None = None
-    """same_length with memory M is a window of M + 1 in the authors' TensorFlow code."""
+    """Number of keys; in the authors' TensorFlow code, same_length with memory M is a window of M + 1."""
     clamp_len: int | None = None
     batch_size: int = 1
 
@@ -220,10 +223,10 @@ PUBLISHED = {
     "ptb-qrnn": _of_2018(1.2e-4, 0.02, 20),
     "wikitext-2-qrnn": _of_2018(1.2e-4, 8e-3, 20),
 }
-"""By the names of the models that they were tuned for; others need settings of their own (`tune_dynamic`).
+"""Published settings, by the name of the model that they were tuned for; other models need tuning (`tune_dynamic`).
 
-The 2019 ones are those of the scripts tf/sota/*.sh in github.com/benkrause/dynamiceval-transformer; num_batch // 5000
-segments of 128 tokens are 140, 140 and 161 there. Their memory begins with positions of zeros that are attended to,
-ours with none. The 2018 ones are the defaults (tuned for AWD-LSTM) and the README's in
-github.com/benkrause/dynamic-evaluation.
+The 2019 settings come from the scripts tf/sota/*.sh in github.com/benkrause/dynamiceval-transformer. In these scripts
+num_batch // 5000 segments of 128 tokens are 140, 140 and 161, and memory starts with positions of zeros that are
+attended to; in this package memory starts empty. The 2018 settings are the defaults (tuned for AWD-LSTM) and the
+settings of the README in github.com/benkrause/dynamic-evaluation.
 """

@@ -1,8 +1,8 @@
 """Relative effective context length (Section 4.3 and Appendix C): the longest context that a model still gains from.
 
-Symbols as in the paper: l_i(c,t) is the loss of model i at target t when it sees exactly c tokens, b(c,t) the least of
-all models' at the short length c, f_i(c,c') a model's mean loss at the longer c' where it is below that baseline, and
-g_i(c,c') its relative gain in perplexity.
+Symbols as in the paper: l_i(c,t) is the loss of model i at target t when the model sees exactly c tokens. The baseline
+b(c,t) is the lowest of all models' losses at the short length c. f_i(c,c') is the mean over targets of the lower of
+b(c,t) and l_i(c',t) at the longer length c'. g_i(c,c') is the relative gain in perplexity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 
 Losses = Mapping[str, Mapping[int, Tensor | ArrayLike]]
-"""Losses l_i(c,t) in nats by model and context length: [targets], the same targets in the same order everywhere."""
+"""Losses l_i(c,t) in nats by model name and context length: [targets], with equal targets in equal order everywhere."""
 
 
 def relative_effective_context_length(
@@ -31,18 +31,18 @@ def relative_effective_context_length(
     longest: Mapping[str, int | None] | None = None,
     step: int | None = None,
 ) -> dict[str, int]:
-    """Return each model's context length from which on a longer context gains less than `threshold`.
+    """Return, for each model, the context length beyond which a longer context gains less than `threshold`.
 
-    Each measured length c is compared with a longer one c': the result is the first c with g_i(c,c') < `threshold`, or
-    the largest measured length if there is none. All models share one baseline, so the result depends on the group.
+    Each measured length c is compared with a longer length c'. The result is the first c with g_i(c,c') < `threshold`,
+    or the largest measured length if no c qualifies. All models share one baseline, so the result depends on the group.
 
     Args:
-        losses: at the same lengths and targets for all models.
-        r: fraction of the targets, those with the largest b(c,t), that are compared at each c.
-        threshold: least relative gain in perplexity that counts, 0.01 in the paper.
-        longest: the most tokens that a model reads at once, for models whose losses stay the same beyond it
-            (`txl.losses_at_contexts`); their result is at most that.
-        step: c' - c, the paper's Delta, where lengths are measured that lie between; None: c' is the next one.
+        losses: losses of all models, at the same lengths and targets.
+        r: fraction of the targets to compare at each c, taken from the targets with the largest b(c,t).
+        threshold: least relative gain in perplexity that counts; 0.01 in the paper.
+        longest: upper limits of the result by model, or None: the most tokens that a model reads at once, if its losses
+            stay constant at longer contexts (`txl.losses_at_contexts`).
+        step: c' - c (Delta in the paper), if lengths between c and c' are measured too; None: c' is the next length.
     """
     check_fractions(r, threshold)
     lengths = _checked(losses)
@@ -60,14 +60,14 @@ def relative_effective_context_length(
 
 @dataclass(frozen=True)
 class EffectiveContext:
-    """The relative effective context length of every model of a group, and the gains behind it."""
+    """The relative effective context length of every model of a group, and the gains from which it is computed."""
 
     recl: dict[float, dict[str, int]]
-    """By r and model."""
+    """Relative effective context length in tokens, by r and model."""
     relative_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
-    """g_i(c,c') by r, lengths (c,c') a step apart, and model."""
+    """g_i(c,c') by r, by pair (c,c') of lengths one step apart, and by model."""
     perplexity_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
-    """exp f_i(c,c) - exp f_i(c,c') by r, pairs of lengths c < c' whole steps apart, and model (Figure 3)."""
+    """exp f_i(c,c) - exp f_i(c,c') by r, by pair c < c' of multiples of the step, and by model (Figure 3)."""
 
 
 def effective_context(
@@ -77,7 +77,7 @@ def effective_context(
     longest: Mapping[str, int | None] | None = None,
     step: int | None = None,
 ) -> EffectiveContext:
-    """Compare a group at every fraction r of the hardest targets; as `relative_effective_context_length`."""
+    """Return `relative_effective_context_length` and the gains of a group for every fraction r of hardest targets."""
     recl = {r: relative_effective_context_length(losses, r, threshold, longest, step) for r in fractions}
     lengths = _checked(losses)
     whole = [length for length in lengths if step is None or length % step == 0]
@@ -92,12 +92,13 @@ def effective_context(
 def group_record(
     models: Sequence[JsonObject], losses: Mapping[str, Mapping[int, Tensor]], r: Sequence[float], threshold: float
 ) -> JsonObject:
-    """Return what was measured of a group of models, ready for JSON.
+    """Return the effective context lengths, perplexities and gains of a group of models, ready for JSON.
 
     Args:
-        models: of each its "name", the "longest_context" that it reads at once (or None), and anything else to record.
-        losses: by name and context length, as in `effective_context`.
-        r: fractions of the hardest targets.
+        models: for each model its "name", its "longest_context" (the most tokens that it reads at once, or None), and
+            anything else to record.
+        losses: losses by model name and context length, as in `effective_context`.
+        r: fractions of the hardest targets to compare.
         threshold: least relative gain in perplexity that counts.
     """
     longest = {each["name"]: each["longest_context"] for each in models}
@@ -129,17 +130,17 @@ def group_record(
 
 
 def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
-    """Return targets at equal distances over a stream, each with `longest` tokens before it.
+    """Return targets at equal distances over a stream, each with at least `longest` tokens before it.
 
-    Their distance is a multiple or a divisor of the step between contexts, so that contexts of several targets begin
-    alike and are read once (`txl.losses_at_contexts`). Where that would make four times as many targets as asked for,
-    it is neither.
+    The distance between targets is a multiple or a divisor of `step`. Contexts of several targets then begin at the
+    same token and are read once (`txl.losses_at_contexts`). If such a distance would yield at least four times as many
+    targets as requested, the distance is chosen without regard to `step`.
 
     Args:
-        n_token: tokens of the stream.
-        longest: the longest context.
-        count: least number of targets; a stream of fewer tokens gives fewer.
-        step: tokens between neighbouring contexts.
+        n_token: number of tokens in the stream.
+        longest: longest context in tokens.
+        count: least number of targets; a stream with too few tokens yields fewer.
+        step: difference between neighbouring context lengths.
     """
     distance = widest = max(1, (n_token - longest) // count)
     while step % distance and distance % step:
@@ -150,7 +151,7 @@ def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
 
 
 def check_fractions(r: float, threshold: float) -> None:
-    """Refuse a fraction or threshold that is out of its range."""
+    """Refuse a fraction r or a threshold that is out of range."""
     if not 0 < r <= 1:
         raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
     if not 0 <= threshold < 1:
@@ -177,7 +178,7 @@ def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> d
 
 
 def _hardest(losses: Losses, length: int, r: float) -> tuple[Float64[Tensor, " targets"], Int64[Tensor, " hardest"]]:
-    """Return b(c,t), and the indices of the fraction r of targets where it is largest (at least one)."""
+    """Return b(c,t), and the indices of the fraction r of targets with the largest b(c,t) (at least one index)."""
     baseline = torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
     count = max(1, round(r * len(baseline)))
     return baseline, baseline.topk(count, sorted=False).indices
@@ -220,7 +221,7 @@ def _checked(losses: Losses) -> list[int]:
 
 
 def _steps(lengths: list[int], step: int | None) -> list[tuple[int, int]]:
-    """Return the pairs of lengths that are a step apart, or neighbours."""
+    """Return the pairs of lengths one step apart; without a step, the pairs of neighbouring lengths."""
     if step is None:
         return list(pairwise(lengths))
     return [(length, length + step) for length in lengths if length + step in lengths]

@@ -2,8 +2,8 @@
 
 The protocol: the token stream is cut into B contiguous lanes of equal length (the remainder is dropped); each lane
 starts with empty memory; its first token is never a target; the last, short segment counts by its length; the loss is
-the mean over targets in nats. With `exhaustive` the lanes overlap by the one token that makes every token but the
-stream's first a target, and nothing is dropped.
+the mean over targets in nats. With `exhaustive`, neighbouring lanes overlap by one token: every token except the first
+of the stream is a target, and nothing is dropped.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -34,11 +34,11 @@ from txl.processes import Processes
 from txl.runs.events import EvaluationFigures
 
 TokenIds = Tokens | ArrayLike
-"""A split's tokens, or any one-dimensional array, tensor or list of token ids."""
+"""Tokens of a split, or any one-dimensional array, tensor or list of token ids."""
 Settings = dict[str, Any]
-"""Keyword arguments of `evaluate` and of what evaluates with it, as callers collect them."""
+"""Keyword arguments of `evaluate`, or of functions that call it, as callers collect them."""
 Progress = Callable[[int, int], None]
-"""Called with the targets scored so far and their total number."""
+"""Callback that receives the number of targets scored so far and their total number."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class EvaluationResult:
     """The result of an evaluation, and its settings."""
 
     nll: float
-    """Mean negative log-likelihood, nats a token."""
+    """Mean negative log-likelihood, in nats per token."""
     tokens: int
-    """Targets scored, each exactly once."""
+    """Number of targets scored, each exactly once."""
     dropped: int
-    """Targets of the split that were not scored (its first token is no target)."""
+    """Number of targets of the split that were not scored (the first token of the split is no target)."""
     bytes_per_token: float | None
-    """Bytes of text for each token read, on average; None where the text is not known."""
+    """Mean number of text bytes per token read; None if the text is not known."""
     seconds: float
     segment: int
     mem_len: int
@@ -63,37 +63,37 @@ class EvaluationResult:
     dtype: str
     temperature: float
     sliding: bool = False
-    """True: each target was predicted from a window of its own of `segment` tokens (`evaluate_sliding`)."""
+    """True: each target was predicted from its own window of `segment` tokens (`evaluate_sliding`)."""
     cache_size: int | None = None
-    """Pairs, theta and lambda of a continuous cache (`txl.ContinuousCache`); None without one."""
+    """Number of pairs in a continuous cache (`txl.ContinuousCache`); like theta and lambda, None without a cache."""
     cache_theta: float | None = None
     cache_lambda: float | None = None
     unknown: int | None = None
-    """Tokens that were read and are `<unk>`; None where the vocabulary is not known."""
+    """Number of tokens read that are `<unk>`; None if the vocabulary is not known."""
     dynamic: JsonObject | None = None
-    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None without it."""
+    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None if the weights were fixed."""
 
     @property
     def ppl(self) -> float:
-        """Perplexity a token: exp of the mean loss."""
+        """Perplexity per token: exp of the mean loss."""
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
     @property
     def bpc(self) -> float:
-        """Bits per token; per character or byte if that is what a token is."""
+        """Bits per token; bits per character or per byte if a token is a character or a byte."""
         return self.nll / math.log(2)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text: the mean bits a token over the mean bytes a token of what was read.
+        """Bits per byte of text: mean bits per token divided by mean bytes per token of the text read.
 
-        A vocabulary with <unk> does not pay for spelling out what <unk> hides: its value is then a lower bound.
+        With <unk> in the vocabulary, the value is a lower bound, as it lacks the cost of spelling out unknown words.
         """
         return None if self.bytes_per_token is None else self.bpc / self.bytes_per_token
 
     @property
     def tokens_per_second(self) -> float:
-        """Targets scored a second."""
+        """Number of targets scored per second."""
         return self.tokens / self.seconds
 
     def to_dict(self) -> EvaluationFigures:
@@ -109,7 +109,7 @@ class Lanes:
     first: tuple[int, ...]
     end: tuple[int, ...]
     longest: int = 0
-    """Targets of the longest lane of all processes."""
+    """Number of targets in the longest lane of all processes."""
 
     @classmethod
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
@@ -130,7 +130,7 @@ class Lanes:
         return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
 
     def share(self, processes: Processes) -> Lanes:
-        """Return this process's lanes. All processes have the same number, some perhaps without a target."""
+        """Return the lanes of this process. All processes get equally many lanes; some lanes may have no target."""
         missing = -len(self.first) % processes.count
         padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
         mine = processes.share(len(padded.first))
@@ -138,13 +138,13 @@ class Lanes:
 
     @property
     def n_target(self) -> int:
-        """Targets of all lanes."""
+        """Number of targets in all lanes."""
         return sum(self.end) - sum(self.first)
 
     def segments(
         self, tokens: np.ndarray, segment: int
     ) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
-        """Yield inputs, targets and the mask of targets that count (lanes may differ by one token)."""
+        """Yield inputs, targets and the mask of targets that count (lanes may differ in length by one token)."""
         for start in range(0, self.longest, segment):
             width = min(segment, self.longest - start)
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
@@ -176,26 +176,26 @@ def evaluate(
 ) -> EvaluationResult:
     """Return the mean loss of a model over a stream of tokens.
 
-    Lengths that are unset are those of the model's configuration, which its training had; the command `txl eval` takes
-    the run's test settings instead.
+    Unset lengths default to the model's configuration, as in training; the command `txl eval` uses the run's test
+    settings instead.
 
     Args:
-        model: any language model; it is evaluated without dropout; it may train at the same time.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
-        segment: tokens T of each lane in one step; with an exact window it does not change the result.
-        mem_len: positions of memory; None: the model's configuration.
-        window: keys a query sees. None: `mem_len` if that is given and above 0, as the authors' `same_length`, else
-            the model's configuration. "none": everything in memory and segment.
-        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
-        batch_size: lanes B.
-        max_tokens: read only this many tokens of the stream.
-        exhaustive: score also what the lanes would drop.
+        model: any language model; it is evaluated without dropout, and may be trained at the same time.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        segment: number of tokens T of each lane in one step; with an exact window it does not change the result.
+        mem_len: number of memory positions; None: the model's configuration.
+        window: number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), as the authors'
+            `same_length`, otherwise the model's configuration. "none": all keys in memory and segment.
+        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
+        batch_size: number of lanes B.
+        max_tokens: number of tokens to read from the beginning of the stream; None: all.
+        exhaustive: also score the targets that the lanes would drop.
         dtype: "float32", or "bfloat16" for autocast.
-        temperature: X for probabilities in proportion to p^(1/X), as the authors tested on Penn Treebank (1.08). Other
-            than 1 it needs the probabilities of the whole vocabulary: slower, and more memory. A continuous cache is
-            mixed in afterwards.
-        progress: called with the targets scored so far and their number, of this process.
-        processes: those that evaluate together, a part of the lanes each; all of them get the whole result.
+        temperature: softmax temperature X: probabilities are proportional to p^(1/X), as the authors tested on Penn
+            Treebank (1.08). A value other than 1 requires the probabilities of the whole vocabulary, and so more time
+            and memory. A continuous cache is mixed in afterwards.
+        progress: called with the number of this process's targets scored so far and their total number.
+        processes: processes that evaluate together, each a part of the lanes; all processes return the whole result.
     """
     ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
     window = same_length(mem_len, window)
@@ -242,9 +242,9 @@ def evaluate_memory_lengths(
     on_result: Callable[[EvaluationResult], None] | None = None,
     **settings: Any,
 ) -> list[EvaluationResult]:
-    """Evaluate at several memory lengths, the same targets at each; `on_result` is called with each result as it comes.
+    """Evaluate the same targets at several memory lengths, and call `on_result` with each result once it is computed.
 
-    `settings` are those of `evaluate`.
+    `settings` are keyword arguments of `evaluate`.
     """
     for mem_len in mem_lens:
         Lengths(mem_len).validate()
@@ -260,7 +260,7 @@ def evaluate_memory_lengths(
 def checked_ids(
     tokens: TokenIds, max_tokens: int | None, dtype: str, *, segment: int = 1, temperature: float = 1.0
 ) -> np.ndarray:
-    """Return the first `max_tokens` ids of `tokens`, one-dimensional, after checking an evaluation's other settings."""
+    """Return the first `max_tokens` ids of `tokens`, one-dimensional, after checking the settings of an evaluation."""
     if segment < 1:
         raise UserError(f"segment is {segment}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
@@ -278,9 +278,9 @@ def checked_ids(
 
 @contextmanager
 def evaluation_mode(model: ModuleT, dtype: str = "float32") -> Iterator[ModuleT]:
-    """Give a view of the model without dropout, and take no gradients inside; the model's own mode is not touched.
+    """Yield a view of the model without dropout, with gradients disabled; the mode of the model itself is unchanged.
 
-    Not inference mode: in that, autocast converts every weight anew at every use, instead of once.
+    Inference mode is not used, because autocast would then convert every weight at every use instead of once.
 
     Args:
         model: any module with weights.
@@ -304,9 +304,9 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 def checked_segments(
     model: LanguageModel, lanes: Lanes, ids: np.ndarray, segment: int
 ) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
-    """Yield `Lanes.segments`, inputs and targets on the model's device, after checking their ids.
+    """Yield `Lanes.segments` with checked ids, inputs and targets on the model's device.
 
-    The mask of targets that count stays on the CPU: to count them there is not to wait for a GPU.
+    The mask of targets that count stays on the CPU, where counting these targets does not have to wait for a GPU.
     """
     device = next(model.parameters()).device
     for inputs, targets, counts in lanes.segments(ids, segment):
@@ -316,7 +316,7 @@ def checked_segments(
 
 
 def counted_over(tokens: TokenIds, ids: np.ndarray) -> JsonObject:
-    """Return `bytes_per_token` and `unknown` for an `EvaluationResult` over `ids`, the beginning of `tokens` or all."""
+    """Return `bytes_per_token` and `unknown` for an `EvaluationResult` over `ids`, the first or all of `tokens`."""
     unknown = None
     if isinstance(tokens, Tokens):
         unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
@@ -324,7 +324,7 @@ def counted_over(tokens: TokenIds, ids: np.ndarray) -> JsonObject:
 
 
 def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
-    """Return the bytes of text for each of the first `n_read` tokens, where the text is known."""
+    """Return the mean number of text bytes per token of the first `n_read` tokens; None if the text is not known."""
     if not isinstance(tokens, Tokens) or not tokens.n_bytes:
         return None
     if n_read == len(tokens) or tokens.n_bytes == len(tokens):

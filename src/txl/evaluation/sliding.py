@@ -1,9 +1,9 @@
-"""Evaluation by a window that slides by one token, everything in it recomputed (Section 3.1; Al-Rfou et al. 2018).
+"""Evaluation by a window that slides by one token and is recomputed each time (Section 3.1; Al-Rfou et al. 2018).
 
 The paper tests the vanilla Transformer in this way: every target is predicted from exactly the `context` tokens before
-it, without memory. It costs `context` times as much as reading the text once.
+it, without memory. Such an evaluation costs `context` times as much as reading the text once.
 
-Shapes: B windows, L tokens of a window, C contexts of each target.
+Shapes: B windows, L tokens of a window, C context lengths of each target.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def evaluate_sliding(
 ) -> EvaluationResult:
     """Return the mean loss of a model over a stream, each target predicted from the `context` tokens before it.
 
-    The first `context` targets are predicted from fewer, those that there are. Every token but the first is a target.
+    The first `context` targets are predicted from the fewer tokens before them. Every token except the first is a
+    target.
 
     Args:
-        model: any language model; those with memory are used without it.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
-        context: tokens L of the window.
-        batch_size: windows B computed at once.
-        max_tokens: read only this many tokens of the stream.
-        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
+        model: any language model; memory is not used.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        context: window length L in tokens.
+        batch_size: number of windows B computed at once.
+        max_tokens: number of tokens to read from the beginning of the stream; None: all.
+        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
-        temperature: as for `evaluate`.
-        progress: called with the targets scored so far and their number.
+        temperature: softmax temperature, as for `evaluate`.
+        progress: called with the number of targets scored so far and their total number.
     """
     validate_temperature(temperature)
     ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
@@ -103,21 +104,23 @@ def losses_at_context(
 ) -> Float64[Tensor, " targets"]:
     """Return l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) in nats for chosen targets, on the CPU (Appendix C).
 
-    Each target is predicted from exactly `context` tokens that the model reads from empty memory, so a model with
-    memory sees no more than one without: through memory filled before, tokens beyond the context would have an
-    influence, layer by layer. Each target costs reading `context` tokens.
+    For each target, the model reads exactly `context` tokens, starting with empty memory. A model with memory therefore
+    sees no more than a model without: memory filled earlier would pass on information from tokens beyond the context,
+    layer by layer. Each target costs reading `context` tokens.
 
     Args:
-        model: any language model; those with memory are used without it.
-        tokens: a split's tokens, or any one-dimensional array or tensor of token ids.
-        context: tokens c before each target.
-        targets: indices t of the targets, each at least `context`; the same for all contexts and models compared.
-        batch_size: windows computed at once.
-        window: keys that each of the `context` tokens sees, itself included, for a Transformer-XL; "none": all; None:
-            the model's configuration. What lies further back then acts from layer to layer.
-        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
+        model: any language model; memory is not used.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        context: number of tokens c before each target.
+        targets: indices t of the targets, each at least `context`; use equal targets for all contexts and models to
+            compare.
+        batch_size: number of windows computed at once.
+        window: number of keys that each of the `context` tokens attends to, itself included, for a Transformer-XL;
+            "none": all; None: the model's configuration. Tokens before the window have an influence through several
+            layers.
+        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
-        progress: called with the tokens read so far and their number.
+        progress: called with the number of tokens read so far and their total number.
     """
     return _exact_losses(model, tokens, [context], targets, batch_size, window, clamp_len, dtype, progress)[:, 0]
 
@@ -134,21 +137,21 @@ def losses_at_contexts(
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> dict[int, Float64[Tensor, " targets"]]:
-    """Return `losses_at_context` at several lengths, also for models that read at most `model.context` tokens at once.
+    """Return `losses_at_context` for several lengths, also for models that read at most `model.context` tokens at once.
 
-    At longer contexts such a model's losses are those at its longest one, as the paper's row for its Transformer
-    (128 throughout, Table 8) suggests.
+    For a model with such a limit, the losses at longer contexts are equal to those at the limit, as the paper's row for
+    its Transformer (128 throughout, Table 8) suggests.
 
-    Contexts that begin at the same token are read as one window, because the loss behind c tokens does not depend on
-    those after them. So targets cost less if they are nearer than the longest context, at a distance that is a multiple
-    or a divisor of the step between contexts.
+    Contexts that begin at the same token are read as one window, because the loss after c tokens does not depend on
+    later tokens. Targets therefore cost less if they are closer together than the longest context, at a distance that
+    is a multiple or a divisor of the step between contexts.
 
     Args:
-        contexts: the lengths c, one or more.
+        contexts: context lengths c, one or more.
         model, tokens, targets, batch_size, window, clamp_len, dtype, progress: as for `losses_at_context`.
 
     Returns:
-        losses in nats by length, [targets] each.
+        losses in nats by context length, [targets] each.
     """
     if len(contexts) == 0:
         raise UserError("no contexts were given; expected one or more lengths")
@@ -166,11 +169,11 @@ def sliding_losses(
     batch_size: int = 16,
     max_tokens: int | None = None,
 ) -> dict[int, float]:
-    """Return the mean loss of `evaluate_sliding` in nats for several contexts; only the longest is read.
+    """Return the mean loss of `evaluate_sliding` in nats for several contexts, at the cost of the longest one.
 
     Args:
         model, tokens, batch_size, max_tokens: as for `evaluate_sliding`.
-        contexts: tokens L of the windows, one or more.
+        contexts: window lengths L in tokens, one or more.
     """
     ids = _checked_ids(model, tokens, max_tokens, min(contexts), batch_size, "float32")
     losses = _losses_behind(model, ids, np.arange(1, len(ids)), contexts, batch_size)
@@ -188,7 +191,7 @@ def _exact_losses(
     dtype: str,
     progress: Progress | None,
 ) -> Float64[Tensor, "targets C"]:
-    """Return the losses of `losses_at_context` at C lengths in increasing order that the model can read, on the CPU."""
+    """Return `losses_at_context` for C increasing context lengths that the model can read at once, on the CPU."""
     ids = _checked_ids(model, tokens, None, contexts[0], batch_size, dtype)
     chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
     if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
@@ -210,9 +213,9 @@ def _losses_behind(
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Float64[Tensor, "targets C"]:
-    """Return the loss of each target behind each of C contexts, as far as they reach into the stream, on the CPU.
+    """Return the loss of each target after each of C contexts, cut off at the beginning of the stream, on the CPU.
 
-    Contexts that begin at the same token are read as one window, the longest of them.
+    Contexts that begin at the same token are read as one window, as long as the longest of these contexts.
     """
     seen = np.minimum(contexts, targets[:, None])
     begins, read_in = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
@@ -254,8 +257,8 @@ def _checked_ids(
 
 
 def without_memory(model: LanguageModel, clamp_len: Limit, window: Limit = "none") -> State:
-    """Return an empty state of one lane, for texts that are read in one segment and then forgotten."""
-    # A window has to fit into memory, although this one stays empty.
+    """Return an empty state of one lane, for texts that are read in a single segment."""
+    # A state needs enough memory for its window, although this memory stays empty.
     mem_len = window - 1 if isinstance(window, int) else 0 if window == "none" else None
     return model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
 
@@ -270,17 +273,17 @@ def window_losses(
     progress: Progress | None = None,
     temperature: float = 1.0,
 ) -> Iterator[Float64[Tensor, " windows"]]:
-    """Yield the losses of the targets, at most B at a time, each from the `context` tokens before it.
+    """Yield the losses of at most B targets at a time, each predicted from the `context` tokens before it.
 
     Args:
-        model: in evaluation mode.
-        ids: the stream, int64.
-        context: tokens L of a window.
-        targets: indices among `ids`.
-        batch_size: windows B computed at once.
-        empty: the state before each window, of one lane (`without_memory`).
-        progress: called with the targets scored so far and their number.
-        temperature: as for `evaluate`.
+        model: model in evaluation mode.
+        ids: token ids of the stream, int64.
+        context: window length L in tokens.
+        targets: indices of the targets in `ids`.
+        batch_size: number of windows B computed at once.
+        empty: state of one lane before each window (`without_memory`).
+        progress: called with the number of targets scored so far and their total number.
+        temperature: softmax temperature, as for `evaluate`.
     """
     device = next(model.parameters()).device
     for start in range(0, len(targets), batch_size):

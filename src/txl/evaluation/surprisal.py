@@ -1,7 +1,8 @@
 """Surprisal of every token of a text: -log2 of its probability given the tokens before it.
 
-The text is one lane that is read as `txl.evaluate` reads it, segment by segment with memory, so the surprisals add up
-to its loss. One block of the text and one segment are held at a time, so a text may be of any length.
+The text is one lane, read segment by segment with memory as in `txl.evaluate`; the surprisals therefore add up to the
+total loss of that evaluation in bits. Only one block of the text and one segment are held at a time, so a text can have
+any length.
 
 Shapes: T tokens of a segment.
 """
@@ -40,7 +41,7 @@ COLUMNS = (
 """Columns of the table that `txl score` writes."""
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _WINDOWS = 16
-"""Windows of a sliding evaluation that are computed at once."""
+"""Number of windows that a sliding evaluation computes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +51,23 @@ class TokenSurprisal:
     index: int
     """Number of the token, from 0."""
     start: int
-    """Byte of the text at which it begins."""
+    """Byte offset in the text at which the token begins."""
     end: int
-    """Byte after its last one; `start` for a mark that the text does not hold."""
+    """Byte offset after the token's last byte; equal to `start` for a mark that is not part of the text."""
     word: int | None
-    """Number of its word (see `txl.data.located`); None: it belongs to no word."""
+    """Number of the token's word (see `txl.data.located`); None: the token belongs to no word."""
     text: bytes
-    """Its part of the text."""
+    """Bytes of the text that the token covers."""
     unknown: bool
-    """True: the vocabulary lacks it, and the surprisal is that of `<unk>`."""
+    """True: the vocabulary lacks the token, and the surprisal is that of `<unk>`."""
     surprisal: float | None
-    """Bits; None for the text's first token, which has nothing before it."""
+    """Surprisal in bits; None for a token with nothing before it (the first one, if there is no prompt)."""
     word_surprisal: float | None
-    """Bits of all tokens of its word, at the word's last token; None elsewhere, and where one of them has none."""
+    """Surprisal of the whole word in bits, at its last token; None elsewhere, and if any of its tokens has none."""
     memory: int
-    """Positions of memory, carried over from earlier segments, that the prediction sees directly."""
+    """Number of memory positions, carried over from earlier segments, that the prediction sees directly."""
     context: int
-    """Tokens that the prediction sees directly, those in memory and those of its own segment."""
+    """Number of tokens that the prediction sees directly, in memory and in the token's own segment."""
 
 
 def surprisals(
@@ -86,26 +87,26 @@ def surprisals(
 ) -> Iterator[TokenSurprisal]:
     """Yield the surprisal of each token of a text, in order.
 
-    Lengths that are unset are those of the model's configuration, as in `txl.evaluate`.
+    Unset lengths default to the model's configuration, as in `txl.evaluate`.
 
     Args:
-        model: any language model; it is read without dropout, and may train at the same time.
-        vocabulary: the model's.
-        text: the text itself; or the path of a file (.gz, .xz and .zst are unpacked); or a binary file opened for
-            reading. It is encoded as a corpus is; characters and words that the vocabulary lacks become `<unk>`.
-        segment: tokens T of one step; None: 128, or the model's longest segment if that is less. A model without
-            memory reads each segment from nothing.
-        mem_len: positions of memory; None: the model's configuration.
-        window: keys a query sees. None: `mem_len` if that is given and above 0, else the model's configuration.
-            "none": everything in memory and segment.
-        clamp_len: largest distance told apart; None: the model's configuration; "none": no clamp.
-        sliding: predict each token from this many tokens before it, read anew, without memory, as
-            `txl.evaluate_sliding`; `segment`, `mem_len` and `window` are then not used.
-        prompt: read before the text and not scored, so that the text's first token has something before it.
-        temperature: X for probabilities in proportion to p^(1/X).
+        model: any language model; it is evaluated without dropout, and may be trained at the same time.
+        vocabulary: vocabulary of the model.
+        text: text as a string; or path of a file (.gz, .xz and .zst are unpacked); or binary file opened for reading.
+            The text is encoded like a corpus; characters and words that the vocabulary lacks become `<unk>`.
+        segment: number of tokens T in one step; None: 128, or the model's longest segment if that is shorter. A model
+            without memory sees only the segment.
+        mem_len: number of memory positions; None: the model's configuration.
+        window: number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), otherwise the
+            model's configuration. "none": all keys in memory and segment.
+        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
+        sliding: number of tokens from which each token is predicted, recomputed for each token without memory, as in
+            `txl.evaluate_sliding`; `segment`, `mem_len` and `window` are then ignored.
+        prompt: text that is read before `text` and not scored, so that the first token of `text` has a context.
+        temperature: softmax temperature X: probabilities are proportional to p^(1/X).
         dtype: "float32", or "bfloat16" for autocast.
-        normalise: read the text without a byte order mark, and \\r\\n as one line's end; never done to bytes. None: as
-            the vocabulary's training text was read.
+        normalise: True: skip a byte order mark and read \\r\\n as one line end (never applied to byte vocabularies).
+            None: as the vocabulary's training text was read.
     """
     if segment is None:
         segment = min(128, model.context or 128)
@@ -151,7 +152,7 @@ def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A token with its loss in nats, and the positions of memory and tokens that its prediction saw."""
+    """A token, its loss in nats, and the numbers of memory positions and of all tokens that its prediction saw."""
 
     token: LocatedToken
     nll: float | None
@@ -168,7 +169,7 @@ class _Reader:
     temperature: float
 
     def read(self, tokens: Iterable[LocatedToken], state: State, segment: int) -> Iterator[_Scored]:
-        """Score tokens as `txl.evaluate` with one lane."""
+        """Score tokens as `txl.evaluate` does with one lane."""
         tokens = iter(tokens)
         last = next(tokens)
         yield _Scored(last, None, 0, 0)
@@ -181,7 +182,7 @@ class _Reader:
             last, n_read = targets[-1], n_read + len(targets)
 
     def slide(self, tokens: Iterable[LocatedToken], context: int, empty: State) -> Iterator[_Scored]:
-        """Score tokens as `txl.evaluate_sliding`: the first `context` targets have fewer tokens before them."""
+        """Score tokens as `txl.evaluate_sliding` does: the first `context` targets have fewer tokens before them."""
         tokens = iter(tokens)
         first = list(islice(tokens, context + 1))
         yield _Scored(first[0], None, 0, 0)
@@ -218,7 +219,7 @@ class _Reader:
         return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def _seen(self, state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
-        """Return the positions of memory, and the tokens in all, that each prediction of the next segment sees."""
+        """Return the numbers of memory positions and of all tokens that each prediction of the next segment sees."""
         if state.length is None:
             return [(0, n_read + place + 1) for place in range(n_token)]
         window = math.inf if state.lengths.window is None else state.lengths.window
@@ -227,12 +228,12 @@ class _Reader:
 
 
 def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[TokenSurprisal, bool]]:
-    """Yield rows without the sums of words, and true for each token that holds more than white space."""
+    """Yield rows without word sums, each with True if the token holds more than white space."""
     index = 0
     for each in scored:
         token = each.token
         if token.start < 0:
-            continue  # the prompt's
+            continue  # a token of the prompt
         if each.nll is not None and not math.isfinite(each.nll):
             raise UserError(
                 f"the loss of token {index} is {each.nll}, not a finite number; the model's weights are damaged: use "
@@ -248,7 +249,7 @@ def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[T
 
 
 def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSurprisal]:
-    """Yield rows with the sum of each word at its last token."""
+    """Yield rows, with the surprisal of each word added at the word's last token."""
     held: TokenSurprisal | None = None
     total: float | None = 0.0
     has_text = False
@@ -268,18 +269,18 @@ def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSu
 
 @dataclass
 class TextTotals:
-    """Counts over the tokens of a text that is scored."""
+    """Counts over the tokens of a scored text."""
 
     tokens: int = 0
     scored: int = 0
-    """Tokens that have a surprisal."""
+    """Number of tokens that have a surprisal."""
     bits: float = 0.0
-    """Sum of their surprisals."""
+    """Sum of the surprisals in bits."""
     unknown: int = 0
     line_ends: int = 0
-    """\\r\\n within a token: those that were read as one."""
+    """Number of \\r\\n inside a token, which were each read as one line end."""
     returns: int = 0
-    """\\r that are tokens and unknown."""
+    """Number of \\r that are tokens of their own and unknown."""
     first_unknown: bool = False
     """True if the first token is unknown."""
 
@@ -295,13 +296,13 @@ class TextTotals:
 
 
 def line_end_note(total: TextTotals, has_mark: bool, normalise: bool, kind: str) -> str | None:
-    """Return what was made of a text's byte order mark and \\r\\n; None where it makes no difference.
+    """Return a note on the treatment of a text's byte order mark and \\r\\n; None if it makes no difference.
 
     Args:
-        total: of the whole text.
-        has_mark: whether the text begins with a byte order mark.
-        normalise: whether it was read without it, and \\r\\n as one line's end.
-        kind: of the vocabulary.
+        total: counts over the whole text.
+        has_mark: True if the text begins with a byte order mark.
+        normalise: True if the byte order mark was skipped and \\r\\n was read as one line end.
+        kind: kind of the vocabulary.
     """
     if normalise:
         told = normalised_note("the text", int(has_mark), total.line_ends)
@@ -328,7 +329,7 @@ def _number(value: float | None) -> str:
 
 
 def json_line(row: TokenSurprisal) -> str:
-    """Return a row of the table as a JSON object on a line of its own, with `COLUMNS` as keys."""
+    """Return a row of the table as one line of JSON, an object with `COLUMNS` as keys."""
     values: JsonObject = {name: getattr(row, name) for name in COLUMNS if name != "token"}
     for name in ("surprisal", "word_surprisal"):
         values[name] = None if values[name] is None else float(_number(values[name]))
@@ -337,10 +338,10 @@ def json_line(row: TokenSurprisal) -> str:
 
 
 def escaped(text: bytes) -> str:
-    """Return a token as text in one line, from which its bytes can be recovered.
+    """Return the bytes of a token as text without line breaks, from which the bytes can be recovered.
 
-    Backslash, tab, line feed and carriage return are \\\\, \\t, \\n, \\r; bytes that are no whole character \\xNN;
-    other control, format and private characters and line separators \\uNNNN or \\UNNNNNNNN.
+    Backslash, tab, line feed and carriage return become \\\\, \\t, \\n, \\r. Bytes that form no whole character become
+    \\xNN. Other control, format and private characters, and line separators, become \\uNNNN or \\UNNNNNNNN.
     """
     if text.isalnum():
         return text.decode()  # ASCII, the usual case

@@ -1,25 +1,25 @@
-"""Configurations by name: the paper's, each with its source and published number, and small ones for a CPU.
+"""Presets: the paper's configurations, each with its source and published result, and small ones for a CPU.
 
-`import txl` takes its functions from here, so the configurations themselves (`named`) are loaded when asked for.
+`import txl` imports this module, so the configurations (`txl.presets.named`) are only loaded on first use.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing's, whose import would take longer than all of this
+TYPE_CHECKING = False  # instead of `typing.TYPE_CHECKING`, because that import takes longer than this module
 if TYPE_CHECKING:
     from txl.config import RunConfig
     from txl.presets.named import Preset
 
 
 def presets() -> dict[str, Preset]:
-    """Return all presets by name, the paper's first."""
+    """Return all presets by name, the paper's models first."""
     from txl.presets.named import named_presets
 
     return {each.name: each for group in named_presets().values() for each in group}
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset of a name."""
+    """Return the preset with the name `name`."""
     by_name = presets()
     if name not in by_name:
         from txl.errors import UserError, did_you_mean
@@ -30,5 +30,5 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str) -> RunConfig:
-    """Return a new copy of a preset's configuration, yours to change."""
+    """Return a new copy of a preset's configuration; the caller may change it."""
     return find_preset(name).make()

@@ -1,8 +1,8 @@
-"""The rows of the paper's ablations (Tables 6, 7 and 10), each as changes of one base configuration.
+"""Rows of the paper's ablations (Tables 6, 7 and 10), each as changes to one base configuration.
 
-"Recurrence" is memory: without it `mem_len` is 0, and every segment is read on its own. Models without recurrence are
-tested here in segments as long as in training; what a longer attention gives them (the paper's "Attn Len") is measured
-with a window that slides, `txl eval RUN --sliding L`.
+"Recurrence" means memory: without recurrence `mem_len` is 0, and every segment is read on its own. Presets without
+recurrence are tested in segments as long as in training. Their loss at longer attention lengths (the paper's "Attn
+Len") is measured with a sliding window: `txl eval RUN --sliding L`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
 
 @dataclass(frozen=True)
 class Ablation:
-    """A row of an ablation, as it differs from Transformer-XL: relative encoding, recurrence, full loss."""
+    """A row of an ablation; the defaults are those of Transformer-XL: relative encoding, recurrence, full loss."""
 
     encoding: Encoding = "relative"
     recurrence: bool = True
     loss: LossName = "full"
     initial: float | None = None
-    """Published perplexity with the attention length of training ("PPL init"), where it is given."""
+    """Published perplexity with the attention length of training ("PPL init"); None: not published."""
     best: float | None = None
-    """Published perplexity with the best attention length."""
+    """Published perplexity with the best attention length; None: not published."""
     attention_length: int | None = None
-    """The shortest attention length that gives it."""
+    """Published shortest attention length with the best perplexity."""
     segment: int | None = None
-    """Backpropagation length, if not that of the base (Table 10)."""
+    """Backpropagation length (Table 10); None: that of the base configuration."""
 
     @property
     def suffix(self) -> str:
-        """Ending of the preset's name behind that of its base: "-shaw-no-memory-half"."""
+        """Ending of the preset's name after the name of its base, such as "-shaw-no-memory-half"."""
         parts = [] if self.encoding == "relative" else [self.encoding]
-        # Absolute positions never have memory, so their names need not say it.
+        # Models with absolute positions never have memory, so their names do not mention it.
         if not self.recurrence and self.encoding in ("relative", "shaw"):
             parts.append("no-memory")
         parts += [self.loss] if self.loss != "full" else []
@@ -41,7 +41,7 @@ class Ablation:
 
     @property
     def description(self) -> str:
-        """The row in words."""
+        """Description of the row in words."""
         encoding = {
             "relative": "relative encoding",
             "shaw": "Shaw et al.'s encoding",
@@ -54,7 +54,7 @@ class Ablation:
 
     @property
     def published(self) -> str:
-        """The published result as presets give it."""
+        """Published result in the form of `Preset.published`."""
         return "none" if self.best is None else f"{self.best} ppl"
 
 
@@ -71,24 +71,24 @@ TABLE_6 = {
     ),
     "al-rfou-half": Ablation("learned", recurrence=False, loss="half", initial=31.16, best=31.16, attention_length=120),
 }
-"""WikiText-103, 128M parameters, by short names; the table's last model is the one of 151M parameters."""
+"""Rows of Table 6 (WikiText-103, 128M parameters), by short name; the model with 151M is a separate preset."""
 UNPUBLISHED = [replace(row, initial=None, best=None, attention_length=None) for row in TABLE_6.values()]
-"""The rows of Table 6 for other corpora and sizes, of which the paper says nothing."""
+"""Rows of Table 6 without published results, for corpora and sizes that are not in the paper."""
 TABLE_7 = {
     "xl": Ablation(best=25.2),
     "xl-shaw": Ablation("shaw", best=25.7),
     "no-recurrence": Ablation(recurrence=False, best=27.1),
 }
-"""One Billion Word."""
+"""Rows of Table 7 (One Billion Word), by short name."""
 TABLE_10 = {
     "no-recurrence": Ablation(recurrence=False, initial=28.43, best=27.98, attention_length=400, segment=176),
     "no-recurrence-half": Ablation(
         recurrence=False, loss="half", initial=28.83, best=28.83, attention_length=120, segment=172
     ),
 }
-"""WikiText-103 with the memory of the first row of Table 6; its rows with recurrence are those of Table 6.
+"""Rows of Table 10 without recurrence: segments that train in the same GPU memory as the first row of Table 6.
 
-`txl bench budget` finds such segments by measurement.
+The rows with recurrence are those of Table 6. `txl bench budget` finds such segment lengths by measurement.
 """
 
 
@@ -96,8 +96,8 @@ def apply(row: Ablation, base: RunConfig) -> RunConfig:
     """Return the configuration of a row.
 
     Args:
-        row: the row.
-        base: the first row of its table, with memory; stays as it is.
+        row: row of an ablation.
+        base: configuration of the first row of the same table, with memory; it is not changed.
     """
     run = RunConfig.from_dict(base.to_dict())
     run.name += row.suffix
@@ -114,5 +114,5 @@ def apply(row: Ablation, base: RunConfig) -> RunConfig:
     reach = {"max_distance": base.model.mem_len + train.segment} if row.encoding == "shaw" else {}
     run.model = model_with(run.model, {"encoding": row.encoding, **reach}).for_segment(train.segment)
     if row.encoding == "shaw":
-        run.eval.clamp_len = None  # distances are clipped already
+        run.eval.clamp_len = None  # this encoding already clips distances
     return run

@@ -1,8 +1,8 @@
-"""The other models of the paper's tables, at their published sizes, and small ones for a CPU.
+"""Models that the paper's tables compare with, at their published sizes, and small ones for a CPU.
 
 Sources: awd-lstm-lm (Merity, Keskar and Socher) for AWD-LSTM and QRNN, mos (Yang and Dai) for the mixture of
-softmaxes, fairseq (Baevski and Auli) for adaptive input. Optimisers, schedules and the averaging's trigger are theirs;
-weight decay spares biases.
+softmaxes, fairseq (Baevski and Auli) for adaptive input. Optimisers, schedules and the trigger of averaging are those
+of the sources, but weight decay does not apply to biases.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from txl.config import DataConfig, EvalConfig, RecurrentConfig, RunConfig, Train
 from txl.presets.small import CUTOFFS, words
 
 WT103_SPLITS = (2800, 20_000, 76_000)
-"""Cuts of WikiText-103's vocabulary in awd-lstm-lm."""
+"""Cutoffs of the adaptive softmax for WikiText-103 in awd-lstm-lm."""
 
 
 def ptb_awd_lstm() -> RunConfig:
-    """Return the AWD-LSTM of Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs."""
+    """Return the AWD-LSTM for Penn Treebank, 24M parameters: 3 layers of 1,150, embeddings of 400; 500 epochs."""
     return RunConfig(
         name="ptb-awd-lstm",
         model=RecurrentConfig(
@@ -34,7 +34,7 @@ def ptb_awd_lstm() -> RunConfig:
             locked_dropout=True,
             activation_reg=2.0,
             temporal_reg=1.0,
-            init_std=0.0577,  # as wide as theirs, which is uniform from -0.1 to 0.1
+            init_std=0.0577,  # that of awd-lstm-lm, which draws uniformly from -0.1 to 0.1
         ),
         data=DataConfig(corpus="ptb", unit="word"),
         train=TrainConfig(
@@ -55,7 +55,7 @@ def ptb_awd_lstm() -> RunConfig:
 
 
 def wikitext_2_awd_lstm() -> RunConfig:
-    """Return the AWD-LSTM of WikiText-2, 33M parameters: the shape of `ptb_awd_lstm`; 750 epochs of 383 steps."""
+    """Return the AWD-LSTM for WikiText-2, 33M parameters: the shape of `ptb_awd_lstm`; 750 epochs of 383 steps."""
     run = ptb_awd_lstm()
     run.name, run.data.corpus = "wikitext-2-awd-lstm", "wikitext-2"
     run.model.dropout, run.model.dropout_embed = 0.2, 0.65
@@ -76,7 +76,7 @@ def ptb_awd_lstm_mos() -> RunConfig:
 
 
 def ptb_qrnn() -> RunConfig:
-    """Return the QRNN of Penn Treebank, 24M parameters: 4 layers of 1,550, the first reads two tokens; 550 epochs."""
+    """Return the QRNN for Penn Treebank, 24M parameters: 4 layers of 1,550, the first reads two tokens; 550 epochs."""
     run = ptb_awd_lstm()
     run.name = "ptb-qrnn"
     run.model = replace(
@@ -87,10 +87,10 @@ def ptb_qrnn() -> RunConfig:
 
 
 def wt103_qrnn() -> RunConfig:
-    """Return the QRNN of WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
+    """Return the QRNN for WikiText-103: 4 layers of 2,500, 14 epochs of 12,604 steps with Adam.
 
-    By their code 153.9M parameters; the paper says 151M, which is what a first layer that reads one token would have.
-    The learning rate is divided by ten after 12 epochs, as they do.
+    It has 153.9M parameters, as in awd-lstm-lm. The paper says 151M, the number for a first layer that reads one token
+    instead of two. As in awd-lstm-lm, the learning rate is divided by ten after 12 epochs.
     """
     epoch = 12_604
     return RunConfig(
@@ -121,9 +121,10 @@ def wt103_qrnn() -> RunConfig:
 
 
 def wt103_lstm() -> RunConfig:
-    """Return the LSTM of Table 8. The paper says only that it has the others' budget: the shape is ours, to 151M.
+    """Return the LSTM of Table 8, with a shape of ours that gives 151M parameters.
 
-    Three layers as AWD-LSTM's, trained as the QRNN.
+    The paper only says that all models of its group have the same parameter budget. The LSTM has three layers like
+    AWD-LSTM and trains like the QRNN.
     """
     run = wt103_qrnn()
     run.name = "wt103-lstm"
@@ -132,12 +133,13 @@ def wt103_lstm() -> RunConfig:
 
 
 def wt103_adaptive() -> RunConfig:
-    """Return the model of WikiText-103 by Baevski and Auli's published training command, 247M parameters.
+    """Return the WikiText-103 model of Baevski and Auli's published training command, 247M parameters.
 
-    16 pre-norm layers, sinusoids at the input, embeddings of 1024, 256 and 64 features tied with the softmax's tails;
-    no LayerNorm at the end. Their attention has biases, ours none (0.07M); our softmax has biases, 267,737 with those
-    of its two tails, theirs none. They trained on eight GPUs with 3 x 3,072 tokens each, Nesterov's momentum 0.99, and
-    test with a context window; here `txl eval --sliding` is its limit.
+    It has 16 pre-norm layers, sinusoids at the input, embeddings of 1024, 256 and 64 features tied with the softmax's
+    tail clusters, and no LayerNorm at the end. Differences: their attention has biases (0.07M), ours has none; our
+    softmax has 267,737 biases, including those of the two tail clusters, theirs has none. They trained on eight GPUs
+    with 3 x 3,072 tokens each and Nesterov momentum 0.99. They test with a context window; its limit, a window that
+    slides by one token, is `txl eval --sliding`.
     """
     return RunConfig(
         name="wt103-adaptive",
@@ -183,15 +185,15 @@ SMALL_AWD: dict[str, float] = {
     "activation_reg": 1.0,
     "temporal_reg": 0.5,
 }
-"""AWD-LSTM's regularisation, its rates scaled down with the model."""
+"""Regularisation of AWD-LSTM, with lower rates for a smaller model."""
 
 
 def small_recurrent(corpus: str, model: Literal["lstm", "awd-lstm", "qrnn"]) -> RunConfig:
-    """Return a recurrent network with about as many parameters, the training and the dropout of `small.words`.
+    """Return a recurrent network with training and dropout as in `small.words`, and about as many parameters.
 
     Args:
-        corpus: ptb or wikitext-2.
-        model: "awd-lstm" is an LSTM with `SMALL_AWD`.
+        corpus: "ptb" or "wikitext-2".
+        model: kind of network; "awd-lstm" is an LSTM with the regularisation `SMALL_AWD`.
     """
     cutoffs, lstm = CUTOFFS[corpus], model != "qrnn"
     run = words(f"{corpus}-{model}-small", corpus, cutoffs)

@@ -1,10 +1,10 @@
 """Configurations for a text and a number of minutes: the rule of `txl train --minutes`.
 
-The rule expects a loss of every shape, batch and number of steps, and takes the least that the minutes allow. Its
-constants come from whole runs (`results/dial.json`), those that are called fitted by `python -m benchmarks.dial fit`.
+The rule computes an expected loss from shape, batch and steps, and chooses the lowest loss that the minutes allow.
+Its constants come from complete runs (`results/dial.json`); `python -m benchmarks.dial fit` computes the fitted ones.
 
-Letters: N parameters of the layers, D tokens trained on, U tokens of the text that are its own, B lanes, T tokens of a
-segment.
+Letters: N parameters in layers; D training tokens, where repeated passes count less; U own tokens of the text: its
+tokens, but fewer if the text repeats itself.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from txl.presets.small import stdlib_bpe
 from txl.units import duration, duration_text
 
 SHAPES = ((3, 96), (4, 128), (6, 192), (6, 256), (8, 384), (12, 512), (16, 768), (24, 1024))
-"""Layers and width; heads are of width 32, the feed-forward is three times as wide as the model."""
+"""Number of layers and width of the model; heads have width 32, the feed-forward layer is three times as wide."""
 BATCHES = (16, 32, 64, 128, 256)
 SMALLEST = 50_000
-"""Bytes of training text; the rule was measured from 180,000 on."""
+"""Least size of the training text in bytes; the rule was measured on texts of 180,000 bytes and more."""
 FEWEST_STEPS = 20
 
 A, ALPHA, B, PASSES = 17.0, 0.26, 930.0, 5.0
-"""Fitted. The loss to expect is A / N**ALPHA + B / D**BETA, in nats a token above what no model can predict. After
-PASSES over the text another one counts 1/e of the first."""
+"""Fitted. The expected loss is A / N**ALPHA + B / D**BETA, in nats per token above the part that no model can predict.
+After PASSES passes over the text, one more pass counts 1/e of the first."""
 BETA = 0.5
-"""Assumed: the curves have two lengths, which do not tell it."""
+"""Assumed: the runs have only two lengths, which any exponent fits equally well."""
 LANES = 64.0
-"""A token counts LANES + 16 over LANES + B as much in B lanes as in 16. Assumed, not measured."""
+"""In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed, not measured."""
 MOST_WEIGHTS = 8.0
-"""N counts up to so many parameters for each of the text's own tokens; the small text was measured with no more."""
+"""Largest N that counts, in parameters per own token of the text; the small text was not measured with more."""
 MOST_PASSES = 60
-"""Passes over the text after which training ends, whatever the time. With dropout 0.2 the validation loss of the small
-text was still falling after 41; nobody has measured more."""
+"""Most passes over the text's own tokens; training ends then even if time is left. With dropout 0.2 the validation loss
+of the small text was still falling after 41 passes; longer runs were not measured."""
 DROPOUT = ((10, 0.0), (20, 0.1), (math.inf, 0.2))
-"""Passes over the text up to which a rate of dropout is the best: after 9 passes 0.1 cost 1.5% of the loss, after 27
-without any the loss had been rising since the seventh."""
+"""Most passes for which a dropout rate is the best, and the rate. In a run of 9 passes a rate of 0.1 raised the loss by
+1.5%; in a run of 27 passes without dropout, the loss rose from the seventh pass on."""
 RATE, RATE_STEPS, RATE_FALLS = 4.5e-3, (300, 1200, 3600), 1 / 3
-"""Learning rate at 1,200 steps, and the power of the steps by which it falls, from 300 to 3,600: after 400 steps 8e-3
-cost 2.4% less than 4e-3, after 1,200 2.8% more."""
+"""Learning rate for 1,200 steps, and the power of the number of steps by which the rate falls from 300 to 3,600 steps.
+A rate of 8e-3 gave a loss 2.4% lower after 400 steps, and 2.8% higher after 1,200, than a rate of 4e-3."""
 ORDINARY = 3.0
-"""Compression of ordinary text; what compresses better repeats itself, and counts as a shorter text."""
+"""Compression factor of ordinary text; a text with a larger factor repeats itself and counts as a shorter text."""
 PREPARED_PER_SECOND = 2e6
-"""Bytes of text that are cut into byte pairs in a second; two cores of an AMD EPYC cut 2.6 million."""
+"""Bytes of text that are cut into byte pairs per second; two cores of an AMD EPYC cut 2.6 million."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
-"""Evaluations of a run, and the share of its time that they take at most."""
+"""Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97
-"""Share of the minutes that is planned; the rest is for saving, and for what single steps do not show."""
+"""Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps."""
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A text as a model reads it."""
+    """Size of a text in tokens, with its facts and the size of its vocabulary."""
 
     facts: TextFacts
     train_tokens: int
@@ -65,45 +65,46 @@ class TokenizedText:
 
     @property
     def own_tokens(self) -> float:
-        """U: a text that repeats itself counts as a shorter one."""
+        """Number U of training tokens, reduced if the text repeats itself."""
         return self.train_tokens * min(1.0, ORDINARY * self.facts.compressed_bytes / self.facts.bytes)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds that a configuration takes on a machine."""
+    """Times of a configuration on a machine, in seconds."""
 
     step: float
-    """Infinite where the machine's memory is too small."""
+    """Time of a training step; infinite if the machine's memory is too small."""
     evaluated_token: float
+    """Time of an evaluation, divided by its tokens."""
 
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A configuration, and what is expected of it."""
+    """A configuration with its expected loss and time."""
 
     run: RunConfig
     expected: float
-    """Nats a token above what no model can predict."""
+    """Expected loss, in nats per token above the part that no model can predict."""
     passes: float
     """Passes over the text."""
     own_passes: float
     """Passes over the text's own tokens."""
     seconds: float
-    """Time of training and evaluations."""
+    """Planned time of training and evaluations in seconds."""
     speed: StepTimes
     ends_early: bool
-    """True if more passes would not help."""
+    """True if the run ends before the time is over, because more passes would not help."""
     tried: int = 1
-    """Configurations that were timed."""
+    """Number of configurations that were timed."""
 
 
 def base_run(minutes: float, bfloat16: bool) -> RunConfig:
-    """Return what all choices have in common: the recipe of stdlib-bpe, named after the minutes.
+    """Return the configuration that all choices are based on: the recipe of stdlib-bpe, named after the minutes.
 
     Args:
-        minutes: asked for.
-        bfloat16: whether the machine multiplies it faster than float32.
+        minutes: number of minutes that the user gave.
+        bfloat16: True if the machine multiplies bfloat16 faster than float32.
     """
     run = stdlib_bpe()
     run.name = run_name(minutes)
@@ -112,12 +113,12 @@ def base_run(minutes: float, bfloat16: bool) -> RunConfig:
 
 
 def run_name(minutes: float) -> str:
-    """Return the name of a run that was chosen for a number of minutes."""
+    """Return the name of the run for a number of minutes."""
     return f"{minutes:g}-minutes"
 
 
 def units(text: TextFacts, seconds: float) -> DataConfig:
-    """Return the units for a text: byte pairs, unless it is no text or cutting it takes too much of the time."""
+    """Return the unit for a text: byte pairs; bytes if the file is not UTF-8 or byte pairs take too long to prepare."""
     if not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4:
         return DataConfig(unit="byte")
     return DataConfig(unit="bpe", vocab_size=1024 if text.bytes < 500_000 else 2048)
@@ -130,30 +131,31 @@ def choose(
     measure: Callable[[RunConfig], StepTimes],
     given: dict[str, str],
 ) -> ChosenRun:
-    """Return the configuration of the least expected loss.
+    """Return the configuration with the lowest expected loss.
 
-    From the smallest on, the next larger shape and the next larger batch are tried for as long as one is better.
+    The search starts with the smallest shape and batch. It tries the next larger shape and the next larger batch, goes
+    on from the better of the two, and ends when neither lowers the expected loss.
 
     Args:
-        base: name, units and arithmetic.
-        text: what is trained on.
-        seconds: for training and evaluations.
-        measure: takes the speed of a configuration on this machine.
-        given: options of the user, which are kept.
+        base: configuration with the name, the unit and the arithmetic.
+        text: training text.
+        seconds: time for training and evaluations.
+        measure: function that measures the speed of a configuration on this machine.
+        given: options of the user by dotted name; the choice keeps their values.
 
     Raises:
-        UserError: if there is no time for a few steps, or the options break a rule.
+        UserError: if time or memory are too small for the smallest model, or the options break a rule.
     """
     seen: list[tuple[RunConfig, ChosenRun]] = []
 
     def tried(shape: int, batch: int) -> ChosenRun:
         run = configured(base, *SHAPES[shape], BATCHES[batch], given)
         for before, choice in seen:
-            if run == before:  # what differs was given
+            if run == before:  # the user's options fix the part that differs
                 return choice
         choice = planned(run, text, seconds, measure(run), given)
         regularised = with_options(with_dropout(run, choice.own_passes), given)
-        if regularised != run:  # dropout takes time: fewer steps are left, and it stays
+        if regularised != run:  # dropout takes time; the rate is kept although fewer steps are left
             choice = planned(regularised, text, seconds, measure(regularised), given)
         seen.append((run, choice))
         return choice
@@ -177,7 +179,7 @@ def choose(
 
 
 def check_steps(choice: ChosenRun, seconds: float) -> None:
-    """Refuse a choice with too few steps; so many seconds were left for training and evaluations."""
+    """Refuse a choice with too few steps; `seconds` is the time left for training and evaluations."""
     if choice.run.train.steps < FEWEST_STEPS:
         raise UserError(
             f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the chosen model takes "
@@ -186,7 +188,7 @@ def check_steps(choice: ChosenRun, seconds: float) -> None:
 
 
 def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:
-    """Return a configuration of a shape and batch, with the user's options."""
+    """Return a copy of `base` with a shape, a number of lanes and the user's options."""
     layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
     run = RunConfig.from_dict(base.to_dict())
     run.model = replace(
@@ -197,13 +199,13 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
 
 
 def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
-    """Return a configuration with the dropout that is best for so many passes over the text's own tokens."""
+    """Return a copy with the dropout rate that is best for a number of passes over the text's own tokens."""
     rate = next(rate for most, rate in DROPOUT if own_passes <= most)
     return replace(run, model=replace(run.model, dropout=rate))
 
 
 def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, given: dict[str, str]) -> ChosenRun:
-    """Return a configuration with the steps and evaluations that fit into a time."""
+    """Return a configuration with the steps and evaluations that fit into `seconds`, and its expected loss."""
     if not math.isfinite(speed.step):
         return ChosenRun(run, math.inf, 0.0, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
@@ -231,7 +233,7 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
 
 
 def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
-    """Return the loss to expect, in nats a token above what no model can predict."""
+    """Return the expected loss, in nats per token above the part that no model can predict."""
     own = text.own_tokens
     size = min(run.model.parameter_count(0), MOST_WEIGHTS * own)
     tokens = steps * run.train.tokens_per_step
@@ -241,13 +243,13 @@ def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
 
 
 def reasons(choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float) -> tuple[str, str, str]:
-    """Return in three lines what was chosen and why.
+    """Return three lines that describe a choice and its reasons: text, model and training.
 
     Args:
-        choice: the configuration.
-        text: what it trains on.
-        minutes: asked for.
-        prepared: seconds that preparing the text took.
+        choice: chosen configuration.
+        text: training text.
+        minutes: number of minutes that the user gave.
+        prepared: time that preparing the text took, in seconds.
     """
     facts, run = text.facts, choice.run
     script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text"

@@ -1,4 +1,4 @@
-"""All configurations that have a name, with what is known of each."""
+"""All presets, each with its description, source and published result."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, UNPUBLISHED, Ablati
 
 @dataclass(frozen=True)
 class Preset:
-    """A named configuration and where it comes from."""
+    """A named configuration with its source and published result."""
 
     name: str
     description: str
     source: str
     published: str
-    """The published result on the corpus's test split, or "none"."""
+    """Published result on the test split of the corpus, or "none"."""
     vocab_size: int
-    """Size of the vocabulary that the published parameter count is for."""
+    """Vocabulary size to which the published number of parameters refers."""
     make: Callable[[], RunConfig]
 
 
 def named_presets() -> dict[str, list[Preset]]:
-    """Return all presets by what they are for, the paper's first."""
+    """Return all presets, grouped by purpose, with the paper's models first."""
     return {
         "the paper's models": _paper(),
         "models that the paper compares with": [*_vanilla(), *_baselines()],
@@ -116,7 +116,7 @@ def _own() -> list[Preset]:
 
 
 def _small_baselines() -> list[Preset]:
-    """Return the presets that ptb-small and wikitext-2-small are compared with, in the same budget."""
+    """Return the baselines for ptb-small and wikitext-2-small, with the same training budget."""
     b = baselines
     rows = [
         ("ptb-lstm-small", _PTB, partial(b.small_recurrent, "ptb", "lstm")),
@@ -132,7 +132,7 @@ def _small_baselines() -> list[Preset]:
 
 
 def _ablations() -> list[Preset]:
-    """Return the rows of the paper's ablations, and the same rows on small bases."""
+    """Return the rows of the paper's ablations, and the rows of Table 6 with two small base configurations."""
     wt103, lm1b = published.wt103_ablation, published.lm1b_ablation
     table_6, table_7, table_10 = TABLE_6.values(), TABLE_7.values(), TABLE_10.values()
     standard, wt103_151m = "WikiText-103, ablation, the standard size", published.wt103_ablation_151m

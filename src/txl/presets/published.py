@@ -1,8 +1,9 @@
-"""The configurations of the paper's tables.
+"""Configurations of the models in the paper's tables.
 
-Where the paper and the authors' published PyTorch scripts disagree, the scripts' settings are used. Common to all of
-them (and the defaults of `txl.config`): Adam without weight decay, gradients clipped at 0.25, a cosine to 0, initial
-weights N(0, 0.02), shared biases u and v, post-norm. The authors test with `same_length`, which is `window = mem_len`.
+Where the paper and the authors' published PyTorch scripts disagree, the scripts' settings are used. Fields that are not
+set here have the defaults of `txl.config`: Adam without weight decay, gradients clipped at 0.25, a cosine schedule to
+0, initial weights N(0, 0.02), shared biases u and v, post-norm. The authors test with `same_length`, which is
+`window = mem_len` here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LM1B_CUTOFFS = (60_000, 100_000, 640_000)
 
 
 def enwik8_12l() -> RunConfig:
-    """Return the model of enwik8 with 12 layers, 41M parameters."""
+    """Return the enwik8 model with 12 layers, 41M parameters."""
     return RunConfig(
         name="enwik8-12L",
         model=TransformerXLConfig(
@@ -29,9 +30,9 @@ def enwik8_12l() -> RunConfig:
 
 
 def enwik8_18l() -> RunConfig:
-    """Return the model of enwik8 with 18 layers: 88M parameters, attention lengths 784 and 3,800; the shape is ours.
+    """Return the enwik8 model with 18 layers: 88M parameters, attention lengths 784 and 3,800; the shape is ours.
 
-    It lies between the 12 and the 24 layers: 8 heads as both have, d_model 640, and the d_inner that gives 88.6M.
+    The shape is between those with 12 and 24 layers: 8 heads as in both, d_model 640, and the d_inner that gives 88.6M.
     """
     run = enwik8_24l()
     run.name = "enwik8-18L"
@@ -41,7 +42,7 @@ def enwik8_18l() -> RunConfig:
 
 
 def enwik8_24l() -> RunConfig:
-    """Return the model of enwik8 with 24 layers, 277M parameters."""
+    """Return the enwik8 model with 24 layers, 277M parameters."""
     return RunConfig(
         name="enwik8-24L",
         model=TransformerXLConfig(
@@ -54,14 +55,14 @@ def enwik8_24l() -> RunConfig:
 
 
 def text8_12l() -> RunConfig:
-    """Return the model of enwik8 with 12 layers, for the characters of text8."""
+    """Return the enwik8 model with 12 layers, for the characters of text8."""
     run = enwik8_12l()
     run.name, run.data = "text8-12L", DataConfig(corpus="text8", unit="char")
     return run
 
 
 def text8_24l() -> RunConfig:
-    """Return the model of enwik8 with 24 layers, for the characters of text8."""
+    """Return the enwik8 model with 24 layers, for the characters of text8."""
     run = enwik8_24l()
     run.name, run.data = "text8-24L", DataConfig(corpus="text8", unit="char")
     return run
@@ -70,14 +71,14 @@ def text8_24l() -> RunConfig:
 def vanilla(corpus: str, n_layer: int) -> RunConfig:
     """Return the Transformer of Al-Rfou et al. (2018), whose results Tables 2 and 3 quote, with auxiliary losses.
 
-    From their Experimental Setup: hidden 512, filter 2048, two heads, segments of 512, dropout in the attention and
-    after the ReLU alone (0.2 for 12 layers, 0.55 for 64), momentum 0.99 at a fixed rate of 0.003, 4M steps of 16
-    sequences. Every layer predicts the next byte and the one after it, 256 of them (for text8 too), which gives their
-    44M and 235M parameters. They test with a window that slides by one: `txl eval --sliding 512`.
+    From their Experimental Setup: hidden 512, filter 2048, two heads, segments of 512, dropout only in the attention
+    and after the ReLU (0.2 for 12 layers, 0.55 for 64), momentum 0.99 at a fixed learning rate of 0.003, 4M steps of 16
+    sequences. Every layer predicts the next two bytes, with a vocabulary of 256 bytes also for text8; this gives their
+    44M and 235M parameters. They test with a window that slides by one token: `txl eval --sliding 512`.
 
-    What differs: their sequences begin at random places, ours are lanes whose segments begin 197 tokens later in each
-    pass (which spreads 512 beginnings evenly); the momentum is Nesterov's; they name no clipping of the gradient and no
-    initialisation, ours are the authors' of Transformer-XL.
+    Differences: their sequences begin at random places; ours are lanes whose segments begin 197 tokens later in each
+    pass, which spreads the beginnings evenly over the 512 places. Our momentum is Nesterov's. They mention neither
+    gradient clipping nor initialisation; ours are those of the Transformer-XL authors.
     """
     dropout = 0.2 if n_layer <= 12 else 0.55
     return RunConfig(
@@ -111,7 +112,7 @@ def vanilla(corpus: str, n_layer: int) -> RunConfig:
 
 
 def wt103_base() -> RunConfig:
-    """Return the base model of WikiText-103, 151M parameters."""
+    """Return the base model for WikiText-103, 151M parameters."""
     return RunConfig(
         name="wt103-base",
         model=TransformerXLConfig(
@@ -134,7 +135,7 @@ def wt103_base() -> RunConfig:
 
 
 def wt103_large() -> RunConfig:
-    """Return the large model of WikiText-103, 285M parameters (the paper says 257M)."""
+    """Return the large model for WikiText-103, 285M parameters (257M according to the paper)."""
     return RunConfig(
         name="wt103-large",
         model=TransformerXLConfig(
@@ -161,8 +162,8 @@ def wt103_large() -> RunConfig:
 def wt103_ablation() -> RunConfig:
     """Return the slightly smaller model of Table 6: 128M parameters, segments of 128; the shape is ours.
 
-    It has the layers, heads and widths of the paper's Penn Treebank model, with the d_inner that gives 128M. Tested
-    with the attention length of 500 that gave Table 6's 26.77.
+    Layers, heads and widths are those of the paper's Penn Treebank model, with the d_inner that gives 128M. The test
+    uses the attention length of 500, for which Table 6 has 26.77.
     """
     run = wt103_base()
     run.name = "wt103-ablation"
@@ -173,14 +174,14 @@ def wt103_ablation() -> RunConfig:
 
 
 def wt103_ablation_151m() -> RunConfig:
-    """Return the last model of Table 6, which is wt103-base with the attention length of 640 in its test."""
+    """Return the last model of Table 6, which is wt103-base tested with an attention length of 640."""
     run = wt103_base()
     run.name = "wt103-ablation-151M"
     return run
 
 
 def lm1b_base() -> RunConfig:
-    """Return the base model of One Billion Word, 358M parameters by the authors' script (the paper says 0.46B)."""
+    """Return the base model for One Billion Word, 358M parameters by the authors' script (0.46B in the paper)."""
     return RunConfig(
         name="lm1b-base",
         model=TransformerXLConfig(
@@ -203,7 +204,7 @@ def lm1b_base() -> RunConfig:
 
 
 def lm1b_large() -> RunConfig:
-    """Return the large model of One Billion Word, 0.8B parameters."""
+    """Return the large model for One Billion Word, 0.8B parameters."""
     run = lm1b_base()
     run.name = "lm1b-large"
     run.model = replace(
@@ -216,7 +217,7 @@ def lm1b_large() -> RunConfig:
 def lm1b_ablation() -> RunConfig:
     """Return the model of Table 7: 20 layers, about 0.3B parameters, 400K steps; the shape is ours.
 
-    lm1b-base with two more layers and half the d_inner.
+    It is lm1b-base with two more layers and half the d_inner.
     """
     run = lm1b_base()
     run.name = "lm1b-ablation"
@@ -226,13 +227,15 @@ def lm1b_ablation() -> RunConfig:
 
 
 def ptb() -> RunConfig:
-    """Return the model of Penn Treebank, by the authors' later-published recipe, 24M parameters.
+    """Return the Penn Treebank model by the recipe that the authors published later, 24M parameters.
 
-    Their code has a smaller attention than the paper's equations (R goes through the layer's own key projection, and
-    u = v = W_q R_0) and d_inner 900. With the paper's attention those sizes come to 26.35M: d_inner 710 keeps the 24M.
-    They trained without memory but with 70 tokens of context recomputed before each segment; here memory gives them.
+    The attention in their code has fewer parameters than that in the paper's equations (R goes through the layer's key
+    projection, and u = v = W_q R_0), and d_inner is 900. The paper's attention with the same d_inner would give 26.35M
+    parameters, so d_inner is 710 here to keep 24M. They trained without memory, and recomputed 70 tokens of context
+    before each segment; here memory holds these 70 tokens.
 
-    125 epochs of 1,362 steps (lanes of 92,958 tokens, segments of 68.25 on average), then 50 with averaged weights.
+    Training takes 125 epochs of 1,362 steps (lanes of 92,958 tokens, segments of 68.25 on average), then 50 epochs with
+    averaged weights.
     """
     epoch = 1362
     return RunConfig(
@@ -276,7 +279,7 @@ def ptb() -> RunConfig:
 
 
 def wikitext_2() -> RunConfig:
-    """Return the Penn Treebank model and recipe for WikiText-2: 33M parameters, the size usual on it."""
+    """Return the Penn Treebank model and recipe for WikiText-2: 33M parameters, the usual size for this corpus."""
     epoch = 3060
     run = ptb()
     run.name = "wikitext-2"

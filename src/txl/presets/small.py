@@ -1,4 +1,4 @@
-"""Small configurations that train on a CPU: the demo's in minutes, the others in about an hour on two cores."""
+"""Small configurations for two CPU cores: stdlib-bpe and stdlib-tiny take minutes, most others about an hour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, both norms, Muon, a learning rate that falls linearly."""
+    """Return the configuration of the demo: byte pairs, `pre_norm`, `qk_norm`, Muon, and a linear schedule."""
     run = stdlib_tiny()
     run.name = "stdlib-bpe"
     run.model = replace(run.model, attention="fastest", pre_norm=True, qk_norm=True)
@@ -34,7 +34,7 @@ def stdlib_bpe() -> RunConfig:
 
 
 def stdlib_tiny() -> RunConfig:
-    """Return the smallest configuration, in bytes."""
+    """Return the smallest configuration, for bytes of the standard library."""
     return RunConfig(
         name="stdlib-tiny",
         model=TransformerXLConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=384, mem_len=128, dropout=0.0),
@@ -90,7 +90,7 @@ def text8_small() -> RunConfig:
 
 
 def enwik8_vanilla_small() -> RunConfig:
-    """Return Al-Rfou et al.'s Transformer with its auxiliary losses, in the shape and training of enwik8-small."""
+    """Return the Transformer of Al-Rfou et al. with auxiliary losses, with the shape and training of enwik8-small."""
     run = enwik8_small()
     run.name = "enwik8-vanilla-small"
     run.model = replace(as_family(run.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2)
@@ -100,7 +100,7 @@ def enwik8_vanilla_small() -> RunConfig:
 
 
 CUTOFFS = {"ptb": (1000, 4000), "wikitext-2": (2000, 10_000)}
-"""Clusters of the adaptive softmax of the small models of words, by corpus."""
+"""Cutoffs of the adaptive softmax in small models of words, by corpus."""
 
 
 def ptb_small() -> RunConfig:
@@ -114,7 +114,7 @@ def wikitext_2_small() -> RunConfig:
 
 
 def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
-    """Return the paper's Penn Treebank recipe for another corpus, its rates scaled down with the model."""
+    """Return the paper's Penn Treebank recipe for a corpus of words, with a smaller model and lower dropout rates."""
     return RunConfig(
         name=name,
         model=TransformerXLConfig(
@@ -153,21 +153,21 @@ def words(name: str, corpus: str, cutoffs: tuple[int, ...]) -> RunConfig:
 
 
 def wikitext_2_ablation() -> RunConfig:
-    """Return wikitext-2-small for the rows of Table 6: in segments of one length, which absolute positions need."""
+    """Return wikitext-2-small for the rows of Table 6, with segments of equal length, as absolute positions need."""
     run = words("wikitext-2-ablation", "wikitext-2", CUTOFFS["wikitext-2"])
     run.train.random_segments = False
     return run
 
 
 def stdlib_ablation() -> RunConfig:
-    """Return the configuration for the rows of Table 6: shape and steps of stdlib-tiny, minutes each."""
+    """Return stdlib-tiny as the base configuration for the rows of Table 6, which train in minutes each."""
     run = stdlib_tiny()
     run.name = "stdlib-ablation"
     return run
 
 
 def wt103_small() -> RunConfig:
-    """Return the configuration for WikiText-103, with adaptive embeddings and softmax; trained as stdlib-small."""
+    """Return the configuration for WikiText-103: adaptive embeddings and softmax, trained like stdlib-small."""
     run = stdlib_small()
     run.name, run.data = "wt103-small", DataConfig(corpus="wikitext-103", unit="word")
     run.model = replace(

@@ -1,1 +1,1 @@
-"""The paper's tables and figures, run again: definitions, scales, measurements, and the judgement of its claims."""
+"""Reproduction of the paper's tables and figures: definitions, scales, measurements, and judgement of its claims."""

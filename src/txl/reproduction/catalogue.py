@@ -1,4 +1,4 @@
-"""Catalogue of all definitions by name: tables, figures, open questions. Defines Figures 5 to 7 and the samples."""
+"""Catalogue of all tables, figures and open questions, and the definitions of Figures 5 to 7 and the samples."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ SAMPLES = _figure(
     "samples",
 )
 _APPENDIX = (FIGURE5, FIGURE6, FIGURE7, SAMPLES)
-"""Figures 5 to 7 and the samples of Appendix E: files made of one trained Transformer-XL."""
+"""Figures 5 to 7 and the samples of Appendix E: files made with one trained Transformer-XL."""
 
 
 def definitions() -> dict[str, Definition]:
-    """Return all tables and figures by name, in the paper's order, and the questions that it left open."""
+    """Return all definitions by name: tables, figures, samples and open questions, in this order."""
     tables = (*tables_1_to_5.TABLES, *tables_6_to_10.TABLES, *_APPENDIX, *open_questions.QUESTIONS)
     every = {each.name: each for each in tables}
     return {name: every[name] for name in _NAMES}
 
 
 def find_definition(name: str) -> Definition:
-    """Return the table or figure of a name; refuse an unknown one, naming the nearest."""
+    """Return the definition with the name `name`; for an unknown name, suggest the nearest one."""
     every = definitions()
     if name not in every:
         hint = did_you_mean(name, every) or f"expected one of {', '.join(every)}"

@@ -1,9 +1,9 @@
 """Judge the paper's claims by results over seeds.
 
-A difference of two means counts where it is larger than its margin, half the width of a 95% confidence interval over
-the seeds (Student's t with the two rows' pooled variance). With one seed there is no spread, so nothing is decided. Of
-a length that is one of a few, neighbours do not count as different: all seeds may agree on one by chance, with no
-spread at all.
+A difference of two means counts if it is larger than its margin, half the width of a 95% confidence interval over the
+seeds (Student's t with the pooled variance of both rows). With one seed there is no spread, so nothing is decided. If a
+measure is one of a few lengths, neighbouring lengths do not count as different: all seeds may agree on one length by
+chance, without any spread.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Literal, Protocol
 
 Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
 Results = Mapping[str, Mapping[str, Sequence[float]]]
-"""Values by row key and measure, one a seed."""
+"""Values by row key and measure, one per seed."""
 Grids = Mapping[str, Sequence[float]]
-"""Possible values of a measure, where these are few."""
+"""Possible values by measure, for measures with few possible values."""
 
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; more are taken as the last."""
+"""Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; the last value serves for more degrees."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of a claim, and the reason."""
+    """Judgement of a claim, with the reason."""
 
     outcome: Judgement
     reason: str
 
 
 class Judge(Protocol):
-    """A claim as a function of results, and of the grids that lengths among them lie on."""
+    """A function that judges a claim by results, and by the grids of those measures that are lengths."""
 
     def __call__(self, results: Results, grids: Grids) -> Verdict:
         """Return the verdict."""
@@ -43,29 +43,29 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, as far as a table bears on it."""
+    """A claim of the paper, or the part of a claim that a table can test."""
 
     key: str
-    """C1 to C7, or the table's own."""
+    """C1 to C7, or a name for a claim of the table itself."""
     text: str
-    """The claim as it is judged here."""
+    """Claim as it is judged here."""
     paper: str
-    """The paper's numbers for it."""
+    """The paper's numbers for the claim."""
     judge: Judge
     at_full_size: bool = False
-    """True if it is about the published model on the paper's corpus, and says nothing about a smaller one."""
+    """True if the claim is about the published model on the paper's corpus, and not about smaller models."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the second row less mean of the first, and the margin that it must exceed to count."""
+    """Mean of the second row minus mean of the first, and the margin that the difference must exceed to count."""
 
     value: float
     margin: float
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
-    """Return how much larger the second row's values are than the first's; None without a spread to judge by."""
+    """Return the mean of the second row minus that of the first; None if a row has fewer than two values."""
     degrees = len(first) + len(second) - 2
     if min(len(first), len(second)) < 2:
         return None
@@ -76,7 +76,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
 
 def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
-    """Judge whether our row's measure is below that of each of the others."""
+    """Return a judge of the claim that the measure of row `ours` is below that of every other row."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=1)
@@ -85,7 +85,7 @@ def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
 
 
 def higher(ours: str, *others: str, measure: str) -> Judge:
-    """Judge whether our row's measure is above that of each of the others."""
+    """Return a judge of the claim that the measure of row `ours` is above that of every other row."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         return _each(results, grids.get(measure), ours, others, measure, sign=-1)
@@ -94,7 +94,7 @@ def higher(ours: str, *others: str, measure: str) -> Judge:
 
 
 def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
-    """Judge whether our row's measure exceeds the other's by at most a fraction `tolerance` of it."""
+    """Return a judge of the claim that the measure of `ours` is at most 1 + `tolerance` times that of `other`."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         missing = _missing(results, (ours, other), measure)
@@ -114,9 +114,9 @@ def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") 
 
 
 def lower_at_equal_time(ours: str, *others: str) -> Judge:
-    """Judge whether our row's quality is below that of a row of the others' kind which takes as much time.
+    """Return a judge of the claim that the quality of `ours` is below that of the others at equal time.
 
-    That row is thought to lie on the line, over time, between the two of the others that take less and more time.
+    The quality of the others at that time is interpolated linearly between the two rows that take less and more time.
     """
 
     def judge(results: Results, grids: Grids) -> Verdict:
@@ -146,12 +146,12 @@ def lower_at_equal_time(ours: str, *others: str) -> Judge:
 
 
 def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
-    """Judge whether a row's measure is above a number."""
+    """Return a judge of the claim that a row's measure is above a number, which may depend on the results."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=1)
 
 
 def below(row: str, threshold: float, measure: str = "quality") -> Judge:
-    """Judge whether a row's measure is below a number."""
+    """Return a judge of the claim that a row's measure is below a number."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=-1)
 
 
@@ -181,13 +181,13 @@ def _beyond(
 
 
 def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
-    """Return whether two means lie so near that no value that the measure can have is between them."""
+    """Return True if no possible value of the measure lies between two means."""
     low, high = sorted((first, second))
     return grid is not None and not any(low < value < high for value in grid)
 
 
 def all_of(*judges: Judge) -> Judge:
-    """Judge whether every part holds."""
+    """Return a judge of the claim that every part holds."""
 
     def judge(results: Results, grids: Grids) -> Verdict:
         verdicts = [each(results, grids) for each in judges]
@@ -202,7 +202,7 @@ _ONE_SEED = Verdict("undecided", "one seed has no spread to judge by")
 def _each(
     results: Results, grid: Sequence[float] | None, ours: str, others: Sequence[str], measure: str, sign: int
 ) -> Verdict:
-    """Compare with every other row; those that are missing leave the claim undecided unless another refutes it."""
+    """Compare with every other row; a missing row leaves the claim undecided unless another row refutes the claim."""
     absent = _missing(results, (ours,), measure)
     if absent is not None:
         return absent
@@ -228,7 +228,7 @@ def _each(
 
 
 def _shown(value: float, digits: int = 2, sign: str = "") -> str:
-    """Return a number with so many significant digits, whole from 10 to that power on: 0.043, 2.5, 215."""
+    """Return a number with `digits` significant digits, or as an integer if that has more digits: 0.043, 2.5, 215."""
     return f"{value:{sign},.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:{sign}.{digits}g}"
 
 

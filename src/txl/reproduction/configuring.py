@@ -1,4 +1,4 @@
-"""The configuration of a row at a scale, or the reason why there is none."""
+"""Configuration of a row at a scale, or the reason why the row is not trained."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from txl.training.estimate import estimate
 
 _LARGEST_WIDTH = 1 << 14
 _CLOSE = 0.1
-"""Rows with as many parameters differ by no more than this fraction."""
+"""Largest relative difference in parameters between rows whose numbers of parameters are to match."""
 
 FitSegment = Callable[[RunConfig, RunConfig, int], int]
-"""The longest segment with which the first configuration trains in no more memory than the second one takes, for a
-vocabulary of so many tokens."""
+"""Function from two configurations and a vocabulary size to the longest segment with which the first configuration
+trains in no more memory than the second one."""
 
 
 class NotTrained(Exception):
-    """A row that is listed and not trained; the message says why.
+    """Exception for a row that is listed but not trained; its message is the reason.
 
     Args:
         status: "published only" or "not at this scale".
-        reason: in words.
+        reason: reason in words.
     """
 
     def __init__(self, status: str, reason: str):
@@ -42,15 +42,15 @@ def configure(
     """Return the configuration of a row, with seed 1.
 
     Args:
-        definition: the table.
-        row: one of its rows.
-        scale: model and budget.
-        data: the corpus.
-        vocab_size: tokens of its vocabulary.
-        fit_segment: how the segment of a row is found that may take another row's memory.
+        definition: definition of the table.
+        row: row of the table.
+        scale: scale with the model and the budget.
+        data: configuration of the corpus.
+        vocab_size: number of tokens in the vocabulary.
+        fit_segment: function that finds the segment of a row with `equal_memory_with`.
 
     Raises:
-        NotTrained: if the row has none here.
+        NotTrained: if the row has no configuration at this scale.
         UserError: if the configuration breaks a rule.
     """
     if not row.trained:
@@ -102,7 +102,7 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
 
 
 def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
-    """Set the softmax's clusters in proportion to the vocabulary, where it is large or the row is about them."""
+    """Set the cutoffs of the softmax in proportion to the vocabulary, if it is large or the row is `adaptive`."""
     if row.adaptive:
         model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
     elif vocab_size >= 8000:
@@ -110,20 +110,20 @@ def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
 
 
 def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
-    """Return the lengths that Tables 6 and 10 try: multiples of the training segment, and the segment itself."""
+    """Return the attention lengths to try: multiples of the training segment, and the segment itself."""
     lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
     return sorted(lengths | {run.train.segment})
 
 
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
-    """Return the configuration with one width set, in steps of 2, to come nearest to a number of parameters."""
+    """Return the configuration whose width `field` is even and gives the number of parameters nearest to `target`."""
 
     def at(width: int) -> tuple[RunConfig, int]:
         candidate = with_options(run, {field: str(width)})
         return candidate, candidate.model.parameter_count(vocab_size)
 
     low, high = 1, _LARGEST_WIDTH // 2
-    while low < high:  # the narrowest with `target` parameters or more
+    while low < high:  # find the narrowest with `target` parameters or more
         middle = (low + high) // 2
         low, high = (low, middle) if at(2 * middle)[1] >= target else (middle + 1, high)
     candidates = [at(2 * width) for width in (low - 1, low) if width > 0]
@@ -134,7 +134,7 @@ def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfi
 
 
 def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
-    """Return the configuration with another segment, and as many tokens as before as far as whole steps allow."""
+    """Return the configuration with another segment, and the number of steps that keeps the tokens nearly equal."""
     changed = with_segment(run, segment)
     before, train = run.train, changed.train
     train.steps = max(1, round(before.steps * before.segment / segment))
@@ -144,7 +144,7 @@ def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
 
 
 def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
-    """Return the longest segment of equal memory by the estimate of `txl.training.estimate`, without measuring."""
+    """Return the longest segment of equal memory by `txl.training.estimate`, without a measurement."""
     budget = estimate(other, vocab_size).total_bytes
     low, high = run.train.segment, 8 * run.train.segment
     while low < high:

@@ -1,9 +1,9 @@
-"""Training until validation no longer improves, at the best of a few learning rates.
+"""Training until validation stops improving, at the best of a few learning rates.
 
-Rows of one recipe share their choice of a rate: the same family of models, first weights, optimiser and learning rate,
-and of recurrent networks the same kind. The row of a recipe that comes first is trained for a part of the steps at each
-rate, with seed 1, and the rate with the lowest validation loss is the recipe's. `rates/RECIPE.json` keeps it;
-`rates/RECIPE/RATE` holds the runs, which go on after a stop.
+A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, initial
+weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a recipe is trained
+with seed 1 at each rate, for a part of the steps, and the rate with the lowest validation loss is chosen.
+`rates/RECIPE.json` stores the choice; `rates/RECIPE/RATE` holds the runs, which resume after a stop.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from txl.reproduction.folder import stored_json
 
 @dataclass(frozen=True)
 class UntilConverged:
-    """Rules of such a training."""
+    """Rules of training until convergence. The cap is the largest number of steps."""
 
     patience: int = 4
-    """A row ends when so many evaluations in a row were no better than the best before them. One whose weights are
-    averaged when validation stops improving (AWD-LSTM) waits for as many more as that takes."""
+    """Number of evaluations in a row without a new best after which training ends. If weights are averaged once
+    validation stops improving (AWD-LSTM), training waits for `average_patience` more evaluations."""
     evaluations: int = 25
-    """Evaluations, at equal distances, up to the cap."""
+    """Number of evaluations up to the cap, at equal distances."""
     factors: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Rates that are tried, relative to the recipe's own; one step further where the best lies at an end."""
+    """Learning rates to try, relative to the recipe's. If the best is at an end, the next one beyond is tried too."""
     furthest: float = 4.0
-    """The largest factor, and one over the smallest."""
+    """Largest factor that may be tried; the smallest is its reciprocal."""
     decay_share: float = 0.25
-    """Part of the cap, at its end, over which the rate of a row that comes so far falls to zero. At its full rate it
-    would be judged by its noise: lowering the rate is worth 0.1 nats and more."""
+    """Share of the cap, at its end, over which the learning rate of a row that gets so far falls to zero. At the full
+    rate, noise would hide how good the model is: lowering the rate is worth 0.1 nats and more."""
     tuning_share: float = 0.2
-    """Steps of a run that tries a rate, relative to the cap."""
+    """Number of steps of a run that tries a learning rate, as a share of the cap."""
 
 
 class Tried(TypedDict):
@@ -48,7 +48,7 @@ class Tried(TypedDict):
     factor: float
     learning_rate: float
     nll: float | None
-    """Lowest validation loss, in nats a token; None: training diverged."""
+    """Lowest validation loss, in nats per token; None: training diverged."""
     tokens: int
     seconds: float
 
@@ -62,12 +62,12 @@ class Tuned(TypedDict):
     tried: list[Tried]
     factor: float
     at_edge: bool
-    """True if no rate beyond the chosen one was tried."""
+    """True if the chosen rate is the lowest or the highest that was tried."""
 
 
 def recipe_of(run: RunConfig) -> str:
-    """Return the name of what rows have to share to share a learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing. First weights move the best rate too.
+    """Return the name of a run's recipe; rows of one recipe share a tuned learning rate."""
+    # A QRNN learns best at rates at which an LSTM learns nothing. The best rate also depends on the initial weights.
     model = run.model
     names = [getattr(model, model.choice) if model.constant_state else model.family]
     if model.first_weights != "normal":
@@ -76,11 +76,11 @@ def recipe_of(run: RunConfig) -> str:
 
 
 def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
-    """Return a configuration that trains until it has converged; its number of steps is the cap.
+    """Return a copy of a configuration that trains until convergence; its number of steps is the cap.
 
-    The rate is divided by four whenever an evaluation is no better than the best before it, and falls to zero at the
-    cap. A recipe that averages its weights when validation stops improving keeps its own schedule. A Transformer-XL
-    trains with the machine's fastest attention.
+    The learning rate is divided by four after each evaluation without a new best, and falls to zero at the cap. A
+    recipe that averages weights when validation stops improving keeps its own schedule. A Transformer-XL trains with
+    the machine's fastest attention.
     """
     train = dataclasses.replace(run.train, eval_every=max(1, run.train.steps // rules.evaluations))
     if train.average_patience is None:
@@ -97,17 +97,17 @@ def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
 
 
 def at_rate(run: RunConfig, factor: float) -> RunConfig:
-    """Return a configuration with another learning rate, relative to its own."""
+    """Return a copy of a configuration with its learning rates multiplied by a factor."""
     train = run.train
     changed = {name: getattr(train, name) * factor for name in ("learning_rate", "min_learning_rate")}
     return dataclasses.replace(run, train=dataclasses.replace(train, **changed))
 
 
 def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfig:
-    """Return the shorter run that tries a rate for a configuration of `with_convergence`.
+    """Return the shorter run that tries a learning rate for a configuration from `with_convergence`.
 
-    It makes all of its steps, and the rate falls in a line to zero, so that every rate is judged at its end; a recipe
-    with a schedule of its own keeps it.
+    The run makes all of its steps. The rate falls linearly to zero, so that all rates are compared after their decay. A
+    recipe that has its own schedule keeps it.
     """
     run = at_rate(run, factor)
     steps = max(1, round(run.train.steps * rules.tuning_share))
@@ -122,14 +122,14 @@ def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfi
 def tune(
     row: str, run: RunConfig, rules: UntilConverged, folder: Path, fit: Callable[[RunConfig, Path], Tried]
 ) -> Tuned:
-    """Return the learning rate of a row's recipe, tried now or found in the folder.
+    """Return the tuned learning rate of a row's recipe: stored in the folder, or else tuned now and stored.
 
     Args:
-        row: its key.
-        run: of `with_convergence`, at the recipe's own rate, with seed 1.
-        rules: which rates are tried, and for how long.
-        folder: of all recipes' rates.
-        fit: trains a run of `tuning_run` in a directory; its `factor` is set here.
+        row: key of the row.
+        run: configuration from `with_convergence`, with the recipe's learning rate and seed 1.
+        rules: rules with the rates to try and the share of steps.
+        folder: folder with the rates of all recipes.
+        fit: function that trains a run from `tuning_run` in a directory; `factor` of its result is set here.
 
     Raises:
         UserError: if training diverges at every rate.
@@ -170,7 +170,7 @@ def tune(
 
 
 def _best(tried: dict[float, Tried]) -> float:
-    """Return the factor with the lowest loss; of equal ones the smallest."""
+    """Return the factor with the lowest loss; if several have this loss, the smallest."""
 
     def loss(factor: float) -> float:
         found = tried[factor]["nll"]

@@ -1,16 +1,16 @@
-"""Run a table again: train every model and seed into a run directory of its own, measure it, put all together.
+"""Run the experiment of a table: train every model with every seed in its own run directory, and measure it.
 
-    experiment.json              what this folder holds; another scale or corpus is refused
-    memory/ROW.json              the longest segment of equal memory, measured once (Table 10)
+    experiment.json              experiment, scale and corpus of this folder; others are refused
+    memory/ROW.json              longest segment of equal memory, measured once (Table 10)
     rates/                       learning rates that were tried (`--until-converged`)
     runs/ROW-seedN/              run directories, as `txl train` writes them
-    results/ROW-seedN.json       what was measured of each
-    made/                        files made of them (Figures 5 to 7, samples)
-    locks/                       what a process is at work on
-    NAME.html  NAME.json         the page, and everything on it
+    results/ROW-seedN.json       measurements of each run; results/PRODUCT/ROW-seedN.json for a product
+    made/                        files made with the models (Figures 5 to 7, samples)
+    locks/                       locks on the parts that processes work on
+    NAME.html  NAME.json         the page, and its contents as JSON
 
-What is finished is not done again, and a run that was stopped goes on from its last checkpoint. Processes of the same
-command share the work: each takes the next part that no other is at work on.
+Finished parts are not repeated, and an interrupted run resumes from its latest checkpoint. Several processes of the
+same command share the work: each takes the next part that no other process works on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from txl.training.validation import check_validation_split
 from txl.units import quality
 
 _WAIT = 2.0
-"""Seconds between two looks at what other processes work on."""
+"""Seconds to wait before trying again to take parts that other processes work on."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class RowResult:
 
     row: Row
     status: str
-    """done, failed, published only, not at this scale."""
+    """One of "done", "failed", "published only", "not at this scale"."""
     reason: str = ""
     config: JsonObject | None = None
     parameters: int | None = None
@@ -79,15 +79,15 @@ class Experiment:
     """A table or figure at a scale, in a folder.
 
     Args:
-        definition: the table.
-        scale: model, budget, and how much is evaluated.
-        data: the corpus.
-        out: the folder; made if it is missing, continued if it holds the same experiment.
-        seeds: runs of each model, with seeds 1, 2, ...
-        device: where models run.
-        data_dir: where prepared corpora live.
-        quiet: nothing on standard error.
-        reuse: another table's folder, whose models are taken where they are the same.
+        definition: definition of the table.
+        scale: model, budget and amount of evaluation.
+        data: configuration of the corpus.
+        out: folder of the experiment; created if missing, continued if it holds the same experiment.
+        seeds: number of runs of each model, with seeds 1, 2, ...
+        device: device that trains and measures.
+        data_dir: directory of prepared corpora.
+        quiet: True to print no progress on standard error.
+        reuse: folder of another table; equal models and learning rates are copied from there instead of trained.
     """
 
     definition: Definition
@@ -101,11 +101,11 @@ class Experiment:
     reuse: Path | None = None
 
     def run(self) -> list[RowResult]:
-        """Train and measure everything that is left; rows that fail are reported and the others still run.
+        """Train and measure all rows that have no results yet; a failed row is reported, and the other rows still run.
 
         Raises:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
-            RunInterrupted: after Ctrl-C or SIGTERM, once the run at hand is saved.
+            RunInterrupted: after Ctrl-C or SIGTERM, once the current run is saved.
         """
         if self.scale.is_published and not any(row.preset for row in self.definition.rows):
             raise UserError(
@@ -124,7 +124,7 @@ class Experiment:
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         if self.reuse is not None:
             check_source(self.reuse, self.scale, corpus.info()["identity"])
-        # Only now: a corpus that cannot be opened leaves nothing behind.
+        # After opening the corpus: if that fails, no folder has been created.
         with self._in_turn("begin"):
             self._folder.claim({"text": corpus.info()["identity"]})
             data, corpus = self._trained_on(corpus)
@@ -134,7 +134,7 @@ class Experiment:
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer))
 
     def _refuse_what_cannot_be(self, rows: list[RowResult], corpus: Corpus) -> None:
-        """Refuse before hours of training what would be found out after them."""
+        """Refuse an experiment whose measurements would fail, before it has trained for hours."""
         failed = [result for result in rows if result.status == "failed"]
         if failed and not any(result.status == "done" for result in rows):
             raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
@@ -170,14 +170,14 @@ class Experiment:
         configured = RunConfig.from_dict(result.config)
         configured.train.seed = seed
         before = RunConfig.from_dict(of_today(stored["config"]))
-        if "rates" in stored:  # the configuration has the recipe's own rate, the run the one that was chosen
+        if "rates" in stored:  # the row has the rate of its recipe, the stored run the tuned rate
             if stored["rates"]["recipe"] != recipe_of(configured):
                 raise UserError(
                     f"{path} has the learning rate of {stored['rates']['recipe']}, but {recipe_of(configured)} is "
                     f"tuned apart now; give another --out, or delete it and its run to train anew"
                 )
             configured = at_rate(configured, stored["rates"]["factor"])
-        before.data.corpus = configured.data.corpus  # a folder that was moved: the text is compared by its identity
+        before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
             raise UserError(
@@ -186,14 +186,15 @@ class Experiment:
             )
 
     def _result_path(self, row: Row, seed: int) -> Path:
-        # A product has results of its own; tables of one experiment share theirs.
+        # Each product has its own results; tables of one experiment share results.
         own = self.definition.product or "."
         return self.out / "results" / own / f"{row.key}-seed{seed}.json"
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
-        """Run every model with the first seed, then every model with the next: each seed's table is completed first.
+        """Run every model with the first seed, then every model with the next: each seed's table is complete in turn.
 
-        What another process works on comes last: its result is taken, or, if it came to none, it is done here.
+        Parts that another process works on are tried again at the end. If that process has stored a result, the result
+        is loaded; otherwise the part is done here.
         """
         by_key = {result.row.key: result for result in results if result.status == "done"}
         waiting = [(result, seed) for seed in range(1, self.seeds + 1) for result in by_key.values()]
@@ -204,8 +205,8 @@ class Experiment:
                 base = by_key.get(result.row.cache_over or "")
                 try:
                     if base is not None and base.status == "done" and seed not in base.by_seed:
-                        raise Busy  # the model of a cache is not there yet
-                    if result.status == "done":  # it may have failed with another seed
+                        raise Busy  # the model for the cache is not trained yet
+                    if result.status == "done":  # the row may have failed with another seed
                         self._once(result, seed, one)
                 except Busy:
                     busy.append((result, seed))
@@ -222,7 +223,7 @@ class Experiment:
         return results
 
     def _take_over(self, result: RowResult) -> None:
-        """Take all results of a row that failed here, if another process has come to them."""
+        """Load all results of a row that failed here, if another process has stored them."""
         for seed in range(1, self.seeds + 1):
             with self._in_turn(self._part(result, seed)):
                 stored = stored_json(self._result_path(result.row, seed))
@@ -235,7 +236,7 @@ class Experiment:
         path = self._result_path(result.row, seed)
         if not path.exists():
             with self._folder.working_on(self._part(result, seed)):
-                if not path.exists():  # another process may have come to its end just now
+                if not path.exists():  # another process may have finished just now
                     self._do(result, seed, path, one)
         if result.status == "done":
             self._take(result, seed, stored_json(path))
@@ -245,12 +246,12 @@ class Experiment:
         result.parameters = stored.get("parameters")
 
     def _part(self, result: RowResult, seed: int) -> str:
-        """Return the name of what one process does at a time: a row with a seed; of what is timed, all rows."""
+        """Return the name of the part that one process does at a time: a row with a seed, or the timing of all rows."""
         return "timing" if self.definition.kind == "speed" else f"{result.row.key}-seed{seed}"
 
     @contextmanager
     def _in_turn(self, part: str) -> Iterator[None]:
-        """Work on a part within the block, after any other process that does."""
+        """Lock a part within the block, after waiting for any other process that works on the part."""
         told = False
         with contextlib.ExitStack() as held:
             while True:
@@ -265,7 +266,7 @@ class Experiment:
             yield
 
     def _do(self, result: RowResult, seed: int, path: Path, one: Callable[[RowResult, int], JsonObject]) -> None:
-        """Measure a row with a seed and keep what was measured, or give the row the reason why it failed."""
+        """Measure a row with a seed and store the result; if this fails, set the reason in the row."""
         try:
             measured = one(result, seed)
             if not is_finite(measured):
@@ -304,13 +305,13 @@ class Experiment:
             taken = take_run(self.reuse, run, corpus.info()["identity"], directory)
             if taken is not None:
                 self._say(f"{result.row.key}: the same model is in {taken}")
-        outcome = self._fit(run, directory)  # of a finished run: what it came to
+        outcome = self._fit(run, directory)  # a finished run is not trained again
         found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
         found["steps"] = outcome["step"]
         model, vocabulary = RunDirectory(directory).load(device=self.device)
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         if self.definition.product is not None:
-            assert vocabulary is not None  # a run that was trained here has one
+            assert vocabulary is not None  # every run that is trained here has a vocabulary
             self._say(f"making {self.definition.product}")
             paths = make_product(
                 self.definition.product,
@@ -336,7 +337,7 @@ class Experiment:
         return Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
 
     def _try_rate(self, run: RunConfig, directory: Path) -> Tried:
-        """Train a run that tries a learning rate."""
+        """Train a run that tries a learning rate, and return its loss (None if training diverged) and cost."""
         self._say(f"{run.name}: {run.train.steps:,} steps at learning rate {run.train.learning_rate:g}")
         tried = Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=None, tokens=0, seconds=0.0)
         try:
@@ -351,7 +352,7 @@ class Experiment:
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
-        if not self._result_path(base, seed).exists():  # a run that failed has left checkpoints too
+        if not self._result_path(base, seed).exists():  # a failed run has checkpoints but no result
             raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
         self._begin(row, seed)
         model, _ = RunDirectory(directory).load(device=self.device)
@@ -364,10 +365,10 @@ class Experiment:
             segment=run.eval.segment,
             temperature=run.eval.temperature,
             **run.eval.lengths.options(),
-            batch_size=1,  # a lane remembers nothing of the others
+            batch_size=1,  # the cache of a lane holds no tokens of other lanes
             max_tokens=self.scale.eval_tokens,
         )
-        run.name = f"{self.definition.experiment_name}-{row.key}"  # as this row is configured
+        run.name = f"{self.definition.experiment_name}-{row.key}"  # the name in this row's own configuration
         trained = stored_json(self._result_path(base, seed))
         return {name: trained[name] for name in ("rates", "steps") if name in trained} | {
             "quality": quality(found.with_cache.nll, corpus.unit),
@@ -381,7 +382,7 @@ class Experiment:
         }
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
-        """Return a row with its configuration, or the reason why it has none."""
+        """Return a row with its configuration, or with the reason why it is not trained."""
         try:
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
             _check_training(run, corpus)
@@ -392,9 +393,10 @@ class Experiment:
         return RowResult(row, "done", config=run.to_dict())
 
     def _measured_segment(self, run: RunConfig, other: RunConfig, vocab_size: int) -> int:
-        """Return the longest segment that trains in another configuration's memory; measured once, kept in the folder.
+        """Return the longest segment that trains in another configuration's memory, measured once and then stored.
 
-        All seeds have the same, also where the folder goes on with another device, which would measure another.
+        All seeds use the stored length. A folder that is continued on another device also does, although a measurement
+        there would give another length.
         """
         path = self.out / "memory" / f"{run.name}.json"
         stored = stored_json(path)
@@ -407,7 +409,7 @@ class Experiment:
         return int(stored["segment"])
 
     def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
-        """Return the corpus, or its sentences in random order where the table is about such a corpus."""
+        """Return the corpus to train on: the given one, or its sentences in random order if the table needs this."""
         if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
             return self.data, corpus
         folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
@@ -415,7 +417,7 @@ class Experiment:
         return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
     def _as_stored(self) -> DataConfig:
-        """Return the corpus, its text read as the folder's was where nothing else is asked for."""
+        """Return the corpus; fields for the preparation of text that the user left unset have the folder's values."""
         stored = stored_json(self.out / "experiment.json")
         if not isinstance(stored, dict) or not isinstance(stored.get("data"), dict):
             return self.data
@@ -429,7 +431,7 @@ class Experiment:
         return Folder(self.out, about)
 
     def _begin(self, row: Row, seed: int) -> None:
-        """Say what begins; later than anything that may be another process's."""
+        """Print which row and seed begin; called after all locks are taken."""
         self._say(f"{row.key}, seed {seed} of {self.seeds}")
 
     def _say(self, text: str) -> None:
@@ -438,18 +440,18 @@ class Experiment:
 
 
 def _check_training(run: RunConfig, corpus: Corpus) -> None:
-    """Refuse splits that a configuration cannot be trained on."""
+    """Refuse training and validation splits that are too short for a configuration."""
     training_stream(corpus.tokens("train"), run.train.batch_size, run.train.segment)
     check_validation_split(run, corpus)
 
 
 def _comparable_hardware(device: str) -> JsonObject:
-    """Return the hardware that times depend on."""
+    """Return the description of the hardware without its memory size, on which times do not depend."""
     return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
 
 
 def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Path:
-    """Return the folder of an experiment where none is named: runs/reproduce/EXPERIMENT-SCALE-CORPUS."""
+    """Return the default folder: runs/reproduce/EXPERIMENT-SCALE-CORPUS, with changes of the scale before CORPUS."""
     name = short_name(data.corpus)
     corpus = "".join(each if each.isalnum() or each in "-_." else "_" for each in name) or "text"
     changed = [str(each) for each in (scale.steps, scale.dtype) if each is not None]
@@ -458,5 +460,5 @@ def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Pa
 
 
 def circumstances(device: str) -> JsonObject:
-    """Return the hardware and software that an experiment is run with."""
+    """Return descriptions of the hardware and software of an experiment."""
     return {"hardware": describe_hardware(device), "software": describe_software()}

@@ -1,4 +1,4 @@
-"""A reproduction's folder: the experiment that it holds, and JSON files that are read again."""
+"""Folder of a reproduction: the record of its experiment, locks on parts of the work, and stored JSON files."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from txl.runs.directory import of_today
 
 
 class Busy(Exception):
-    """Another process of the same reproduction works on this part."""
+    """Exception for a part that another process of the same reproduction works on."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A reproduction's folder, with its experiment.json.
+    """Folder of a reproduction, with the record experiment.json.
 
     Args:
-        path: the folder; it need not be there.
-        about: what it must be about, as far as that is known before the corpus is opened.
+        path: path of the folder, which may be missing.
+        about: required entries of the record, as far as they are known before the corpus is opened.
     """
 
     path: Path
     about: JsonObject
 
     def check(self) -> None:
-        """Refuse a folder that is known to be something else's."""
-        # Listed before the record is read: another process may be writing it.
+        """Refuse a folder with other files or the results of another experiment."""
+        # Listed before the record is read, because another process may write the record at any time.
         is_other = self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir())))
         there = stored_json(self._record)
         if there is not None:
@@ -46,27 +46,27 @@ class Folder:
             raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
 
     def claim(self, found: JsonObject) -> None:
-        """Make the folder this experiment's.
+        """Create the folder and its record, unless the record agrees already.
 
         Args:
-            found: what it must be about too: the identity of its text, or the machine whose times it holds.
+            found: further entries of the record: the identity of the text, or the hardware whose times are stored.
         """
         there, about = stored_json(self._record), self.about | found
         if there is not None and self._agrees(there, about):
             return
-        for leftover in ("corpus", "memory"):  # of an experiment that came to nothing
+        for leftover in ("corpus", "memory"):  # left by an experiment without results
             shutil.rmtree(self.path / leftover, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self._record, json.dumps(about, indent=1) + "\n")
 
     @contextmanager
     def working_on(self, part: str) -> Iterator[None]:
-        """Keep other processes from a part of the experiment within the block.
+        """Lock a part of the experiment within the block, against other processes.
 
-        On a file system without locks it keeps nobody from it, and a note says so.
+        On a file system without locks the part stays unlocked, and a note is printed.
 
         Raises:
-            Busy: if another process works on it.
+            Busy: if another process works on the part.
         """
         path = self.path / "locks" / f"{part}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Folder:
         return self.path / "experiment.json"
 
     def _agrees(self, there: JsonObject, asked: JsonObject) -> bool:
-        """Return whether the folder holds what is asked for; refuse another experiment that has results."""
+        """Return True if the record has the entries `asked`; refuse a folder that has results of another experiment."""
         there = of_today(there)
         changed = changes({name: there.get(name) for name in asked}, asked)
         if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
@@ -93,12 +93,12 @@ class Folder:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether a file or folder is none that a reproduction begins with."""
+    """Return True if a file or folder is not one that a reproduction writes first."""
     return path.name != "locks" and not path.name.startswith("experiment.json")
 
 
 def stored_json(path: Path) -> Any:
-    """Return a JSON file's content; None if there is no such file."""
+    """Return the content of a JSON file; None if the file is missing."""
     try:
         return read_json(path, "delete it to measure anew")
     except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ def stored_json(path: Path) -> Any:
 
 
 def changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:
-    """Return the entries in which two records differ, as "data.corpus stdlib -> ptb"."""
+    """Return the differences between two records, each as in "data.corpus stdlib -> ptb"."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)

@@ -1,4 +1,4 @@
-"""Measurements of a trained model, by the kind of table, and of Table 9, as `txl bench table9` makes them."""
+"""Measurements of a trained model for each kind of table, and those of Table 9 as in `txl bench table9`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from txl.units import is_character_unit, quality
 Say = Callable[[str], None]
 Measurement = JsonObject
 WINDOWS = 64
-"""Windows of a sliding evaluation that are computed at once."""
+"""Number of windows that a sliding evaluation computes at once."""
 
 
 def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
-    """Return the figures of one trained model, ready for JSON."""
+    """Return the measurements of one trained model for a kind of table, ready for JSON."""
     if kind == "attention":
         return measure_attention(model, run, corpus, scale, say)
     if kind == "context":
@@ -41,7 +41,7 @@ def measure(kind: Kind, model: FamilyModel, run: RunConfig, corpus: Corpus, scal
 
 
 def least_tokens(kind: Kind, scale: Scale) -> dict[str, int]:
-    """Return by split how many tokens it must have to be measured."""
+    """Return the least number of tokens of each split that a measurement needs."""
     if kind == "context":
         return {"test": scale.longest_context + 1}
     if kind == "attention":
@@ -62,11 +62,11 @@ def measure_quality(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
 
 
 def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: Scale, say: Say) -> Measurement:
-    """Return perplexity at the training's attention length and at the best one (Table 6).
+    """Return perplexity at the training segment's length and at the best attention length (Table 6).
 
-    Every length is tried on the validation split. The best is the shortest whose perplexity is the lowest to the two
-    decimals of the paper's table (bits per character: three). The test split is read at the training's length and at
-    the best one.
+    Every length is tried on the validation split. The best is the shortest length with the lowest perplexity, rounded
+    to two decimals as in the paper's table (bits per character: to three). The test split is read at the training
+    segment's length and at the best length.
     """
     longest = model.context
     lengths = [length for length in attention_lengths(run, scale) if longest is None or length <= longest]
@@ -97,13 +97,17 @@ def measure_attention(model: FamilyModel, run: RunConfig, corpus: Corpus, scale:
 
 
 def context_lengths(scale: Scale) -> range:
-    """Return the context lengths that `measure_context` tries: half steps, so that lengths a step apart differ."""
+    """Return the context lengths for `measure_context`, half a step apart (an odd step stays whole).
+
+    Claims only count two lengths as different if a tried length lies between them. With half steps, this is true of two
+    lengths a whole step apart.
+    """
     step = scale.context_step // 2 if scale.context_step % 2 == 0 else scale.context_step
     return range(step, scale.longest_context + 1, step)
 
 
 def context_targets(corpus: Corpus, scale: Scale) -> range:
-    """Return the test targets whose losses `measure_context` finds."""
+    """Return the test targets whose losses `measure_context` computes."""
     lengths = context_lengths(scale)
     return spread_targets(len(corpus.tokens("test")), lengths[-1], scale.targets, lengths.step)
 
@@ -113,7 +117,7 @@ def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
     tokens, lengths = corpus.tokens("test"), context_lengths(scale)
     targets = context_targets(corpus, scale)
     say(f"test split, {len(targets):,} targets behind {lengths[0]} to {lengths[-1]} tokens of context")
-    # At distances that no training taught, losses are noise, and the metric counts of it what looks like gains.
+    # At distances beyond those of training, losses are noise, and the metric would count some of that noise as gains.
     trained = run.train.segment + run.model.mem_len if isinstance(run.model, TransformerXLConfig) else None
     losses = losses_at_contexts(
         model,
@@ -135,13 +139,14 @@ def measure_context(model: FamilyModel, run: RunConfig, corpus: Corpus, scale: S
 def loss_at(
     model: FamilyModel, run: RunConfig, tokens: Tokens, length: int, max_tokens: int | None
 ) -> EvaluationResult:
-    """Return the loss of every token but the first, at an attention length.
+    """Return the mean loss of all tokens except the first, at an attention length.
 
-    A model that was trained with memory has a memory and a window of that length; one that was trained without is
-    given a window of it that slides by one token; a recurrent network carries its state and has no length.
+    A model that was trained with memory gets a memory and a window of this length. A model that was trained without
+    memory reads windows of this length that slide by one token. A recurrent network carries its state and needs no
+    length.
 
-    A part of a split is read as one stream. Each of several lanes begins with an empty memory, and where they are short
-    a long one never fills, while a sliding window sees all of its length.
+    If only part of the split is read, it is read in one lane. Several lanes would each begin with an empty memory, and
+    in short lanes a long memory would never fill, whereas a sliding window always has its full length.
     """
     if not run.model.carries_state:
         return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
@@ -154,7 +159,7 @@ def loss_at(
 def _loss_with(
     model: FamilyModel, run: RunConfig, tokens: Tokens, lengths: Settings, max_tokens: int | None
 ) -> EvaluationResult:
-    """Return the loss of every token but the first under the run's test settings, but for the lengths."""
+    """Return the mean loss of all tokens except the first, with the given lengths and the run's other test settings."""
     return evaluate(
         model,
         tokens,
@@ -174,7 +179,7 @@ def _described(run: RunConfig, length: int) -> str:
 
 
 def is_finite(measured: Measurement) -> bool:
-    """Return whether all numbers of a measurement are finite."""
+    """Return True if all numbers of a measurement are finite."""
     if isinstance(measured, dict):
         return all(is_finite(each) for each in measured.values())
     if isinstance(measured, list):
@@ -183,19 +188,20 @@ def is_finite(measured: Measurement) -> bool:
 
 
 SEGMENT = 128
-"""Tokens that Transformer-XL reads at once."""
+"""Number of tokens that Transformer-XL reads at once in Table 9."""
 
 
 def speed_length(row: Row, scale: Scale) -> int:
-    """Return the attention length that stands for a row's at a scale."""
+    """Return the attention length at which a row of Table 9 is measured at a scale."""
     assert row.length is not None
     return max(1, round(row.length * scale.speed_lengths))
 
 
 def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, pairs: int, device: str) -> JsonObject:
-    """Return time a token and peak memory of training, and time a token of reading, over another configuration's.
+    """Return training time per token, training memory and reading time per token, relative to another configuration.
 
-    Steps of both are timed in turns, so many pairs of them. The caller's random numbers stay as they were.
+    Steps of both configurations are timed alternately, in `pairs` pairs. The states of the caller's random generators
+    are preserved.
     """
     both = run, peer
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
@@ -225,7 +231,7 @@ def measure_speed(row: Row, scale: Scale, device: str) -> JsonObject:
     """Measure a row of Table 9 once."""
     assert row.preset is not None
     published = find_preset(row.preset)
-    # The full attention lengths ask for the full model: only then are the paper's numbers beside ours.
+    # Full attention lengths need the full model, because only their results are compared with the paper's.
     whole = scale.speed_lengths == 1
     shape = transformer_xl_of(published.make() if whole else scale.base("character"))
     length, dtype = speed_length(row, scale), scale.dtype or "float32"

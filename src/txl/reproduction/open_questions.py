@@ -1,7 +1,7 @@
 """Two questions that the paper left open: memory against depth for the same time, and gradients into memory.
 
-Each row is trained, measured and judged as those of the paper's tables. Its time a token and its memory are measured
-beside those of the first row, in turns.
+Each row is trained, measured and judged like the rows of the paper's tables. Its time per token and its memory are also
+measured relative to the first row; the steps of both are timed alternately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _of_grid(depth: int, memory: int) -> Row:
         _key(depth, memory),
         f"depth × {depth}, memory × {memory}",
         {},
-        # Each row is read at the attention length that it was trained at; so its time counts there too.
+        # Each row is tested at its attention length of training, so its reading time is measured there too.
         {"eval.mem_len": Length.REACH, "eval.window": Length.REACH},
         shape=Shape(depth=depth, memory=memory),
         group=f"depth × {depth}",

@@ -1,4 +1,4 @@
-"""Outcome of a table: figures over seeds beside the paper's, and the claims judged by them; as Markdown too."""
+"""Outcome of a table: our numbers over seeds beside the paper's, and the judged claims; also as Markdown."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
 _SCALARS = {"quality": ("quality",), "attention": ("quality", "init", "attention", "training length")}
 COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
-"""Measures of a row's cost beside another row's, and their headings."""
+"""Headings of the measures of a row's cost relative to another row."""
 _SCALARS |= {"speed": ("slower",), "context": (), "product": ()}
 
 
 @dataclass(frozen=True)
 class GroupGains:
-    """Figure 3 for one model group and seed: exp f(c,c) - exp f(c,c') of each model."""
+    """Data of Figure 3 for one model group and seed: exp f(c,c) - exp f(c,c') of each model."""
 
     group: str
     seed: int
     gains: dict[str, dict[tuple[int, int], float]]
+    """Gains by row and pair of context lengths (c, c')."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +44,29 @@ class Outcome:
     scale: Scale
     seeds: int
     corpus: str
-    """Name or path of the corpus here."""
+    """Name or path of our corpus."""
     unit: str
     rows: list[RowResult]
     values: dict[str, dict[str, list[float]]]
-    """Values by row and measure, one a seed."""
+    """Values by row and measure, one per seed."""
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    """Mean loss in nats by row and attention length or context, one value a seed."""
+    """Mean loss in nats by row and attention or context length, one value per seed."""
     gains: list[GroupGains] = field(default_factory=list)
     grids: dict[str, list[float]] = field(default_factory=dict)
-    """Possible values of those measures that are lengths."""
+    """Possible values by measure, for measures that are lengths."""
 
     @property
     def failed(self) -> list[RowResult]:
-        """The rows that did not come to an end."""
+        """Rows that failed."""
         return [row for row in self.rows if row.status == "failed"]
 
     @property
     def compares_with_paper(self) -> bool:
-        """True if published models were trained on the paper's corpus, so that its numbers compare."""
+        """True if published models were trained on the paper's corpus, so that our numbers compare with the paper's."""
         return self.scale.is_published and self.corpus == self.definition.corpus
 
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
-        """Return every claim of the table, judged if the scale is one to judge by."""
+        """Return every claim of the table with its verdict; some scales judge no claims."""
         if not self.scale.judged:
             verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
             return [(claim, verdict) for claim in self.definition.claims]
@@ -80,7 +81,7 @@ class Outcome:
 
 
 def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: str, rows: list[RowResult]) -> Outcome:
-    """Put a table's measurements together."""
+    """Return the outcome of a table from the measurements of its rows."""
     values: dict[str, dict[str, list[float]]] = {}
     curves: dict[str, dict[int, list[float]]] = {}
     for result in rows:
@@ -113,11 +114,12 @@ def _effective_contexts(
     curves: dict[str, dict[int, list[float]]],
     step: int,
 ) -> list[GroupGains]:
-    """Compute the RECL of each model group, seed by seed: the models of one seed share a baseline.
+    """Add the RECL, quality and loss by context length of each model to `values` and `curves`; return the gains.
 
-    Each model's quality is that of the same targets at the longest context.
+    The models of a group with the same seed share a baseline. A seed counts only if every model of the group has
+    results for the seed, because a missing model would change the baseline and so the values of the other models.
 
-    A group that lacks a model has none: with another baseline the others' values would be other ones.
+    The quality of each model is that on the same targets at the longest context.
     """
     found = []
     for group in dict.fromkeys(row.group for row in definition.rows):
@@ -161,7 +163,7 @@ def headings(outcome: Outcome) -> tuple[str, ...]:
 
 
 def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
-    """Return our figures of a row, mean and spread over seeds, and its status."""
+    """Return our numbers for a row, as means with the spread over seeds, and its status."""
     kind, values = outcome.definition.kind, outcome.values[result.row.key]
     digits = 3 if is_character_unit(outcome.unit) else 2
     parameters = "-" if result.parameters is None else f"{result.parameters:,}"
@@ -173,7 +175,7 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
     if hit_cap(result):
         status = "hit the cap"
     if kind == "attention":
-        backprop = spread_text(values.get("training length", ())[:1], 0)  # every seed's is the same
+        backprop = spread_text(values.get("training length", ())[:1], 0)  # equal for all seeds
         return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
     if kind == "context":
         return (parameters, shown("quality"), *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
@@ -189,9 +191,9 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
 
 
 def group_distances(outcome: Outcome) -> dict[str, float]:
-    """Return by how much the worst model of each group is worse than its best, as a fraction of perplexity or bits.
+    """Return the relative difference in perplexity or bits between the worst and the best model of each group.
 
-    Means over seeds, of the same targets at the longest context.
+    The quality of a model is its mean over seeds, on the same targets at the longest context.
     """
     found = {}
     for group in dict.fromkeys(gains.group for gains in outcome.gains):
@@ -202,9 +204,10 @@ def group_distances(outcome: Outcome) -> dict[str, float]:
 
 
 def distances_text(outcome: Outcome) -> list[str]:
-    """Return a line for each model group: how far its models are apart.
+    """Return a line for each model group with the difference in quality between its models.
 
-    The metric compares a group's models with one baseline, their best losses; a model far behind beats it by luck.
+    The metric compares all models of a group with one baseline, the best of their losses. A model that is far worse
+    than the others beats this baseline only by chance.
     """
     name = "bits" if is_character_unit(outcome.unit) else "perplexity"
     return [
@@ -215,14 +218,14 @@ def distances_text(outcome: Outcome) -> list[str]:
 
 
 def hit_cap(result: RowResult) -> bool:
-    """Return whether a row that was to train until it has converged made all of its steps, with any seed."""
+    """Return True if a row that trains until convergence made all of its steps with some seed."""
     if result.config is None or result.config["train"].get("patience") is None:
         return False
     return any(each.get("steps") == result.config["train"]["steps"] for each in result.by_seed.values())
 
 
 def rates_text(tuned: Tuned) -> str:
-    """Return the learning rates that were tried and the one that was chosen."""
+    """Return a line with the learning rates that were tried and the chosen one."""
     losses = ", ".join(
         f"{each['learning_rate']:g} ({'diverged' if each['nll'] is None else format(each['nll'], '.3f')})"
         for each in tuned["tried"]
@@ -237,13 +240,13 @@ def rates_text(tuned: Tuned) -> str:
 
 
 def tuned_rates(outcome: Outcome) -> list[str]:
-    """Return a line for each recipe whose learning rate was chosen."""
+    """Return a line for each recipe whose learning rate was tuned."""
     found = [each["rates"] for result in outcome.rows for each in result.by_seed.values() if "rates" in each]
     return list(dict.fromkeys(rates_text(each) for each in found))
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
-    """Return mean ± sample standard deviation; the mean alone of one value, a dash for none."""
+    """Return mean ± sample standard deviation; for one value the mean alone, without values a dash."""
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):,.{digits}f}"
@@ -253,7 +256,7 @@ def spread_text(values: Sequence[float], digits: int) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """Return the paper's numbers beside ours, and the claims."""
+    """Return the outcome in Markdown: the paper's numbers beside ours, the claims, and failures."""
     definition = outcome.definition
     head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
     lines = [f"{definition.title}, scale {outcome.scale.name}, {repeats_text(outcome)}", ""]

@@ -1,4 +1,4 @@
-"""Page of a table and its figures: the paper's numbers, ours, the scale, and the claims; and the same as JSON."""
+"""Page of a table with its figures: the paper's numbers, ours, the scale and the claims, in HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from txl.reproduction.schema import Row
 from txl.units import duration_text, quality, quality_label
 
 _COLUMNS = 6
-"""Most columns of a table with the paper's numbers beside ours; with more, they come one below the other."""
+"""Most columns of one table with the paper's numbers and ours; with more columns there is a table for each."""
 
 
 def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: JsonObject) -> JsonObject:
     """Write NAME.json and NAME.html into a folder.
 
     Returns:
-        What the JSON holds.
+        Contents of the JSON file.
     """
     record = outcome_record(outcome, command, circumstances)
     name = outcome.definition.name
@@ -109,7 +109,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
 
 
 def _without_losses(measured: JsonObject) -> JsonObject:
-    """Return a measurement without the loss of every target, which stays in results/."""
+    """Return a measurement without configuration and losses of single targets, with None for NaN and infinity."""
     kept = {name: value for name, value in measured.items() if name not in ("losses", "config")}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()
@@ -120,9 +120,9 @@ def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstan
     """Return the page as HTML.
 
     Args:
-        outcome: what came of the table.
-        out: the folder of the page, which holds the figures that are shown on it.
-        command: the words of the command that made it.
+        outcome: outcome of the table.
+        out: folder of the page; holds the files of figures to show.
+        command: words of the command that made the page.
         circumstances: hardware and software.
     """
     definition = outcome.definition
@@ -266,7 +266,7 @@ def _figure(heading: str, drawn: Drawing, caption: str) -> str:
 
 
 def _pictures(outcome: Outcome, out: Path) -> list[str]:
-    """Return the figures made of each seed's model, for the page."""
+    """Return the section with the figures that were made with the model of each seed."""
     definition = outcome.definition
     parts = []
     for result in outcome.rows:
@@ -282,7 +282,7 @@ def _pictures(outcome: Outcome, out: Path) -> list[str]:
 
 
 def _made(outcome: Outcome) -> str:
-    """Return links to the files that were made, beside the page."""
+    """Return the section with links to the files that were made with the models."""
     links = [
         f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
         for result in outcome.rows
@@ -293,7 +293,7 @@ def _made(outcome: Outcome) -> str:
 
 
 def _convergence(outcome: Outcome) -> list[str]:
-    """Return the rules of training until convergence, and the learning rates that were tried."""
+    """Return notes on the rules of training until convergence and on the learning rates that were tried."""
     rules = outcome.scale.until_converged
     if rules is None:
         return []
@@ -342,7 +342,7 @@ def _budget(outcome: Outcome) -> str:
 
 
 def _changed(result: RowResult, published: bool) -> str:
-    """Return in words how a row's model differs from the scale's, or from its published preset."""
+    """Return in words the differences between a row's model and the scale's, or the published preset."""
     row = result.row
     if row.cache_over is not None:
         return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
@@ -355,7 +355,7 @@ def _changed(result: RowResult, published: bool) -> str:
         names += ["model.cutoffs", "model.div_val"] if row.adaptive else []
     for name in names:
         part, _, field = name.partition(".")
-        section = result.config[part]  # a model without memory has no mem_len to be named there
+        section = result.config[part]  # a model without memory stores no mem_len
         words.append(f"{name} {section[field] if field in section else getattr(model_from_dict(section), field)}")
     return "; ".join(words) or "the scale’s model"
 
@@ -376,7 +376,7 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: Json
 
 
 def quality_figure(outcome: Outcome) -> Drawing | None:
-    """Draw every trained row's results, a dot a seed and a bar at their mean; the lower the better."""
+    """Draw the results of every trained row: a dot for each seed and a bar at the mean; lower is better."""
     rows = [row for row in outcome.rows if outcome.values[row.row.key].get("quality")]
     if not rows:
         return None
@@ -409,7 +409,7 @@ def quality_figure(outcome: Outcome) -> Drawing | None:
 
 
 def cost_figure(outcome: Outcome) -> Drawing | None:
-    """Draw quality against training time a token, means over seeds, one line a group of rows."""
+    """Draw quality against training time per token, as means over seeds with one line per group of rows."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     for row in outcome.definition.rows:
         found = outcome.values[row.key]
@@ -426,7 +426,7 @@ def cost_figure(outcome: Outcome) -> Drawing | None:
             color, line = (ACCENT, SECOND)[number % 2], "-" if group else "none"
             axes.plot(times, values, color=color, marker="o", markersize=4.5, linestyle=line, label=group or None)
             for index, (place, name) in enumerate(zip(zip(times, values, strict=True), names, strict=True)):
-                # In turns above and below: neighbours may lie close together.
+                # Alternately above and below, because neighbouring points may be close together.
                 axes.annotate(
                     name, place, textcoords="offset points", xytext=(0, -13 if index % 2 else 7), ha="center",
                     color=INK, fontsize="small",
@@ -443,7 +443,7 @@ def cost_figure(outcome: Outcome) -> Drawing | None:
 
 
 def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:
-    """Draw quality against attention or context length, means over seeds, one line a row."""
+    """Draw quality against attention or context length, as means over seeds with one line per row."""
     shown = [key for key in keys if outcome.curves.get(key)]
     if not shown:
         return None
@@ -456,7 +456,7 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
 
 
 def speed_figure(outcome: Outcome) -> Drawing | None:
-    """Draw how much slower the vanilla Transformer is, measured and in the paper."""
+    """Draw the slowdown of the vanilla Transformer by attention length, as measured and as published."""
     measured = sorted(
         (next(iter(row.by_seed.values()))["attention_length"], statistics.fmean(outcome.values[row.row.key]["slower"]))
         for row in outcome.rows
@@ -484,7 +484,7 @@ def speed_figure(outcome: Outcome) -> Drawing | None:
 
 
 def gains_figure(gains: GroupGains, names: Sequence[str]) -> Drawing:
-    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
+    """Draw Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
     shown = {name: gains.gains[name] for name in names if name in gains.gains}
     title = f"Relative perplexity gains, group {gains.group}"
     return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title).drawing()

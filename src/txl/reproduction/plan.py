@@ -22,13 +22,13 @@ class PlannedRow:
     key: str
     name: str
     status: str
-    """to train, to measure, or why not."""
+    """One of "to train", "to measure", "published only", "not at this scale", "failed"."""
     reason: str = ""
     preset: str | None = None
     parameters: int | None = None
     steps: int | None = None
     tokens: int | None = None
-    """Tokens of one seed."""
+    """Training tokens of one seed."""
 
     def to_dict(self) -> JsonObject:
         """Return all fields, ready for JSON."""
@@ -36,7 +36,7 @@ class PlannedRow:
 
 
 def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
-    """Return every row of a table at a scale; nothing is downloaded where the vocabulary's size is known without it."""
+    """Return the plan of every row at a scale; open the corpus only if the size of its vocabulary is not known."""
     if definition.kind == "speed":
         return [
             PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
@@ -72,7 +72,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
 
 
 def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
-    """Return the plan as a table in Markdown, with the sum below it."""
+    """Return the lines of the plan as a table in Markdown, with totals below the table."""
     lines = [
         "| row | model | preset | parameters | steps | tokens a seed | |",
         "|---|---|---|---:|---:|---:|---|",

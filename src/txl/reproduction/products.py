@@ -31,17 +31,17 @@ def make_product(
     checkpoint: str,
     out: Path,
 ) -> list[Path]:
-    """Make the figures of attention, or samples, of a trained model; return the files that were written.
+    """Make the figures of attention or the samples of a trained model, and return the files that were written.
 
     Args:
-        product: which of them.
-        model, vocabulary: of the run.
-        run: its configuration, whose test settings are used.
-        corpus: the text that it was trained on.
-        scale: how much of a split is read.
-        directory: of the run.
-        checkpoint: name of the checkpoint.
-        out: the folder for the files; made if it is missing.
+        product: product to make.
+        model, vocabulary: model and vocabulary of the run.
+        run: configuration of the run; its test settings are used.
+        corpus: corpus that the model was trained on.
+        scale: scale with the number of tokens to read for figures of attention.
+        directory: run directory.
+        checkpoint: name of the model's checkpoint.
+        out: folder for the files; created if missing.
     """
     lengths = run.eval.lengths
     if product == "attention":
@@ -77,10 +77,10 @@ def make_product(
 
 
 def least_tokens_of(product: Product, run: RunConfig, scale: Scale) -> dict[str, int]:
-    """Return by split how many tokens it must have for a product to be made."""
+    """Return the least number of tokens of each split that a product needs."""
     if product == "samples":
         return {_SAMPLES_SPLIT: Plan.context + Plan.max_tokens + Plan.count - 1}
-    # A token that sees all of the memory, and the one that it predicts.
+    # Tokens up to the first one that sees all of the memory, and its target.
     least = (run.eval.window or run.eval.mem_len + 1) + 1
     if scale.eval_tokens is not None and scale.eval_tokens < least:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Models of another table's folder, taken instead of training the same ones again.
+"""Reuse of models and learning rates from another table's folder, instead of training equal models again.
 
-Tables share models: Transformer-XL itself is a row of Tables 6, 8 and 10. A model is the same if nothing but its name
-differs in the configuration, and it read the same text.
+Tables share models: Transformer-XL itself is a row of Tables 6, 8 and 10. Two models are equal if their configurations
+differ only in the name and the path of the text, and they were trained on the same text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from txl.reproduction.scales import Scale
 from txl.runs.directory import RunDirectory, of_today
 
 _TRAINING = ("name", "steps", "dtype", "until_converged")
-"""Entries of a scale's record that training depends on; the others are about measuring."""
+"""Entries of a scale's record on which training depends; the others only affect measurements."""
 
 
 def check_source(source: Path, scale: Scale, text: str) -> None:
-    """Refuse a folder whose models cannot be those that are wanted.
+    """Refuse a folder whose models were trained at another scale or on another text.
 
     Args:
-        source: a reproduction's folder.
-        scale: the one to be trained at.
-        text: identity of the corpus.
+        source: folder of a reproduction.
+        scale: scale of the models to train.
+        text: identity of the training corpus.
     """
     stored = stored_json(source / "experiment.json")
     if not isinstance(stored, dict):
@@ -44,25 +44,25 @@ def take_run(source: Path, run: RunConfig, text: str, directory: Path) -> Path |
     """Copy the finished run of a configuration, if the folder has one and `directory` does not exist yet.
 
     Args:
-        source: a reproduction's folder that `check_source` accepts.
-        run: the configuration, seed and learning rate included.
-        text: identity of the corpus that it reads.
-        directory: where the copy goes.
+        source: folder of a reproduction that `check_source` accepts.
+        run: configuration of the run, including seed and learning rate.
+        text: identity of the training corpus.
+        directory: run directory for the copy.
 
     Returns:
-        The run that was copied; None if there is none.
+        Directory of the run that was copied; None if no run was copied.
     """
     if directory.exists():
         return None
     wanted = _comparable(run)
-    for result in sorted((source / "results").rglob("*.json")):  # a model that was measured is finished
+    for result in sorted((source / "results").rglob("*.json")):  # a run with a result is finished
         there = RunDirectory(source / "runs" / result.stem)
         if not there.config_path.exists() or _comparable(there.config()) != wanted:
             continue
         if there.trained_on().get("identity") != text:
             continue
         copy = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(copy, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(copy, ignore_errors=True)  # left by a process that was killed
         shutil.copytree(there.path, copy, ignore=shutil.ignore_patterns(".lock", "report.html"))
         RunDirectory(copy).write_config(run)
         os.replace(copy, directory)
@@ -71,7 +71,7 @@ def take_run(source: Path, run: RunConfig, text: str, directory: Path) -> Path |
 
 
 def take_rate(source: Path, recipe: str, rates: Path) -> None:
-    """Copy the choice of a recipe's learning rate, if the folder has one and `rates` has none."""
+    """Copy the tuned learning rate of a recipe, if the folder `source` has one and the folder `rates` has none."""
     there, here = (folder / f"{recipe}.json" for folder in (source / "rates", rates))
     if there.exists() and not here.exists():
         rates.mkdir(parents=True, exist_ok=True)
@@ -81,6 +81,6 @@ def take_rate(source: Path, recipe: str, rates: Path) -> None:
 
 
 def _comparable(run: RunConfig) -> JsonObject:
-    """Return a configuration without its name and the path of its text, which is known by its identity."""
+    """Return a configuration without its name and the path of its text, which is compared by identity."""
     values = run.to_dict()
     return values | {"name": "", "data": values["data"] | {"corpus": "", "source": None}}

@@ -1,6 +1,6 @@
-"""Scales of a reproduction: model, budget, seeds, and how much is evaluated.
+"""Scales of a reproduction: model, budget, seeds, and amount of evaluation.
 
-All models of a table have the scale's budget: the same steps, lanes and segment, so the same tokens.
+All models of a table have the scale's budget: the same steps, lanes and segment, and therefore the same tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from txl.presets import small
 from txl.reproduction.converging import UntilConverged
 
 Dtype = Literal["float32", "bfloat16"]
-"""bfloat16 is that of matrix products alone (autocast)."""
+"""Arithmetic; bfloat16 applies to matrix products only (autocast)."""
 
 
 _CAP = 4
-"""Most steps of a model that trains until it has converged, relative to the scale's."""
+"""Largest number of steps of a model that trains until convergence, relative to the scale's."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,36 @@ class Scale:
     name: str
     about: str
     seeds: int
-    """Runs of each model, if the command does not say otherwise."""
+    """Number of runs of each model, unless the command sets another."""
     judged: bool
-    """True if claims are judged; a scale that only tests the machinery judges none."""
+    """True if claims are judged; False for a scale that only tests the machinery."""
     corpora: dict[str, str]
-    """The corpus that stands for each of the paper's; one that is not named stands for itself."""
+    """Corpus to use instead of each corpus of the paper; "*" stands for the others. Without an entry: the paper's."""
     words: Callable[[], RunConfig] | None
-    """The configuration that the rows of a table of words vary; None: each row has a published preset."""
+    """Base configuration of the rows of a table of words; None: each row uses its published preset."""
     characters: Callable[[], RunConfig] | None
+    """Base configuration of the rows of a table of characters; None: as for `words`."""
     attention_lengths: tuple[float, ...]
-    """Multiples of the training segment at which attention lengths are tried (Tables 6 and 10)."""
+    """Attention lengths to try, as multiples of the training segment (Tables 6 and 10)."""
     eval_tokens: int | None
-    """Tokens of the validation and of the test split that are read; None: all."""
+    """Number of tokens to read of the validation and of the test split; None: all."""
     context_step: int
-    """Distance of two context lengths (Table 8, Figure 4), and the longest."""
+    """Step between context lengths that RECL compares (Table 8)."""
     longest_context: int
+    """Longest context length (Table 8, Figure 4)."""
     targets: int
-    """Least number of targets of Table 8 (`spread_targets`)."""
+    """Least number of targets in Table 8 (`spread_targets`)."""
     speed_lengths: float
     """Factor of the attention lengths of Table 9."""
     speed_steps: int = 5
     max_words: int | None = None
-    """Largest vocabulary of words of a corpus that is no benchmark."""
+    """Largest vocabulary of words for a corpus that is not a benchmark."""
     steps: int | None = None
-    """Steps of every model, if they were asked for; None: the scale's."""
+    """Steps of every model as the user set them; None: the steps of the base configuration."""
     until_converged: UntilConverged | None = None
-    """Rules by which each model ends when its validation no longer improves; None: all steps are made."""
+    """Rules of training until convergence; None: every model makes all steps."""
     dtype: Dtype | None = None
-    """Arithmetic of training, and of what Table 9 times, if it was asked for; None: float32, or the preset's."""
+    """Arithmetic of training and of Table 9 as the user set it; None: float32, or that of the preset."""
 
     def with_steps(self, steps: int | None) -> Scale:
         """Return the scale with another number of steps."""
@@ -71,14 +73,13 @@ class Scale:
         return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
 
     def with_until_converged(self, rules: UntilConverged) -> Scale:
-        """Return the scale whose models train until they have converged, for at most so many steps as it has, or, if
-        no number was asked for, four times as many."""
+        """Return the scale with training until convergence, for at most `steps`, or four times the base's steps."""
         if self.is_published:
             raise UserError(f"--until-converged: scale {self.name} trains the published presets as they are")
         return replace(self, until_converged=rules, about=f"{self.about}; until validation no longer improves")
 
     def with_eval_tokens(self, tokens: int | None) -> Scale:
-        """Return the scale with so many tokens of each split evaluated, and no more asked for in Table 8."""
+        """Return the scale with another number of tokens to read, and at most as many targets in Table 8."""
         if tokens is None:
             return self
         if tokens < 2:
@@ -87,16 +88,16 @@ class Scale:
         return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
 
     def with_dtype(self, dtype: Dtype | None) -> Scale:
-        """Return the scale with another arithmetic; it serves speed, so the published presets may have it too."""
+        """Return the scale with another arithmetic; published presets may use it too, because it only serves speed."""
         return self if dtype is None else replace(self, dtype=dtype, about=f"{self.about}; in {dtype}")
 
     @property
     def is_published(self) -> bool:
-        """True if rows are the published presets."""
+        """True if the rows train the published presets."""
         return self.words is None
 
     def base(self, unit: str) -> RunConfig:
-        """Return the configuration that rows vary, for corpora of words or of characters."""
+        """Return the base configuration of rows, for tables of words or of characters."""
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
         run = make()
@@ -119,17 +120,17 @@ class Scale:
         return values | {"attention_lengths": list(self.attention_lengths)}
 
     def data(self, corpus: str, unit: str) -> DataConfig:
-        """Return the data of a table: its corpus, or what stands for it at this scale."""
+        """Return the data of a table: its corpus, or the corpus that this scale uses instead."""
         chosen = self.corpora.get(corpus, self.corpora.get("*", corpus))
         return named_data(chosen, unit, self.max_words)
 
 
 def _cut(train: TrainConfig, steps: int) -> None:
-    """Set the number of steps; averaging begins in proportion.
+    """Set the number of steps, and scale the beginning of averaging in proportion.
 
-    Intervals stay as they are while four of them fit: the splits that are evaluated do not become shorter. Nor does
-    warm-up, while it is at most half of the steps: a post-norm model that is warmed up in a few dozen of them stays for
-    long at what frequencies of words tell.
+    Intervals are kept while four of them fit into the steps, because each evaluation is as long as before. The warm-up
+    is kept while it is at most half of the steps: after a warm-up of only a few dozen steps, a post-norm model predicts
+    little more than word frequencies for a long time.
     """
     if train.average_from is not None:
         train.average_from = min(round(train.average_from * steps / train.steps), steps - 1)
@@ -139,7 +140,7 @@ def _cut(train: TrainConfig, steps: int) -> None:
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
-    """Return a corpus in its own unit if it is a benchmark, else in words or bytes as the table asks."""
+    """Return the configuration of a corpus: a benchmark has its own unit, other texts are read in words or in bytes."""
     if corpus in BENCHMARKS:
         return DataConfig(corpus=corpus, unit=BENCHMARKS[corpus].unit)  # pyright: ignore[reportArgumentType]
     if unit == "word":
@@ -169,7 +170,7 @@ def _tiny(unit: str) -> RunConfig:
 
 def _small_words() -> RunConfig:
     run = small.words("small-word", "wikitext-2", ())
-    run.train.random_segments = False  # absolute positions end where a segment does
+    run.train.random_segments = False  # absolute positions need segments of equal length
     run.train.keep_checkpoints = 1
     return run
 
@@ -233,7 +234,7 @@ SCALES = {scale.name: scale for scale in (TINY, SMALL, PAPER)}
 
 
 def find_scale(name: str) -> Scale:
-    """Return the scale of a name."""
+    """Return the scale with the name `name`."""
     if name not in SCALES:
         raise UserError(f"unknown scale {name!r}; expected one of {', '.join(SCALES)}")
     return SCALES[name]

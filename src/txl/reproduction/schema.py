@@ -1,4 +1,4 @@
-"""Form of a table or figure: `Definition` with its rows, the paper's numbers and the claims that rest on them.
+"""Classes that define a table or figure: `Definition` with its rows, the paper's numbers and the claims.
 
 A definition is data; `txl.reproduction.experiment` runs it at a scale of `txl.reproduction.scales`.
 """
@@ -15,27 +15,27 @@ from txl.reproduction.claims import Claim
 Kind = Literal["quality", "attention", "context", "speed", "product"]
 """Measurement of each model.
 
-quality: loss on the test split. attention: the same at many attention lengths, of which the validation split chooses
-one. context: loss at exact context lengths (Appendix C). speed: Table 9. product: nothing; files are
-made of one trained model.
+quality: loss on the test split. attention: loss on the test split at the length of the training segment, and at the
+attention length that is best on the validation split. context: loss at exact context lengths (Appendix C). speed:
+slowdown of Table 9. product: no measurement; files are made with one trained model.
 """
 
 
 Product = Literal["attention", "samples"]
-"""Files made of one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
+"""Files made with one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
 
 
 class Length(Enum):
     """A length that depends on the scale, as the value of an override."""
 
     SEGMENT = "segment"
-    """Tokens of a training segment."""
+    """Number of tokens in a training segment."""
     REACH = "reach"
-    """The largest distance that training sees: memory and segment, less one."""
+    """The largest distance that occurs in training: memory length plus segment length, less one."""
     LONGEST = "longest"
     """The longest context that is evaluated."""
     TWO_SEGMENTS = "two segments"
-    """Tokens of two training segments."""
+    """Number of tokens in two training segments."""
 
 
 Overrides = Mapping[str, "str | Length"]
@@ -44,7 +44,7 @@ Overrides = Mapping[str, "str | Length"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A row's model beside the scale's: factors of its layers, of the width of everything in them, of its memory."""
+    """Size of a row's model relative to the scale's: factors of the number of layers, of all widths, and of memory."""
 
     depth: float = 1.0
     width: float = 1.0
@@ -53,34 +53,34 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """A model of a table, or a length of Table 9."""
+    """A row of a table: a model, or an attention length in Table 9."""
 
     key: str
-    """Unique in the table; names files."""
+    """Name that is unique in the table, used in file names."""
     name: str
-    """The name in the paper's table."""
+    """Name in the paper's table."""
     paper: dict[str, str]
-    """The paper's figures by column, as printed."""
+    """The paper's numbers by column, as printed."""
     overrides: Overrides | None = None
-    """Fields that make the scale's model this one. None: a published result that this project does not train."""
+    """Fields to change in the scale's model; None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
-    """The published configuration, for the scale "paper"; None: there is none."""
+    """Preset with the published configuration, for the scale "paper"; None: there is no such preset."""
     as_published: bool = False
-    """True if that configuration is this very model; else the overrides make it so."""
+    """True if the preset is the row's model; False if the preset also needs the overrides."""
     cache_over: str | None = None
-    """The row whose trained model this one is, with a continuous cache tuned around it."""
+    """Key of the row whose trained model this row uses, with a continuous cache tuned around the model."""
     fit: tuple[str, str] | None = None
-    """A field, and the row whose number of parameters it is chosen to come nearest to."""
+    """Width to choose, and key of the row with the number of parameters to match."""
     adaptive: bool = False
-    """True if the model has an adaptive softmax with narrower clusters, whatever the scale's has."""
+    """True if the model has an adaptive softmax with narrower tail clusters, whatever the scale's model has."""
     group: str = ""
-    """Rows that are compared as one model group (Table 8), or drawn as one line."""
+    """Name of the model group in which rows are compared (Table 8), or of the line that joins them in a figure."""
     lanes_over: int = 1
-    """Number that the scale's lanes are divided by: a step of as many segments, or of a longer one, has as many
-    tokens."""
+    """Divisor of the scale's number of lanes. A step of more segments, or of a longer segment, then has as many tokens
+    as before."""
     equal_memory_with: str | None = None
-    """The row whose training memory this one may take: its segment is as long as fits (Table 10)."""
+    """Key of the row whose training memory limits this row's, which takes the longest segment that fits (Table 10)."""
     length: int | None = None
     """Attention length of a row of Table 9."""
 
@@ -90,12 +90,12 @@ class Row:
         return self.overrides is not None
 
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
-        """Return the overrides as options, with their lengths in numbers.
+        """Return the overrides as options, with a number for every `Length`.
 
         Args:
-            segment: tokens of a training segment.
-            mem_len: of the scale's model; a row's own counts before it.
-            longest: the longest context that is evaluated.
+            segment: number of tokens in a training segment.
+            mem_len: memory length of the scale's model, used unless the overrides set another.
+            longest: longest context that is evaluated.
         """
         values = self.overrides or {}
         own = values.get("model.mem_len", mem_len)
@@ -114,38 +114,38 @@ class Definition:
     """A table or figure."""
 
     name: str
-    """The name on the command line: table6."""
+    """Name on the command line, such as "table6"."""
     title: str
     caption: str
     corpus: str
-    """The paper's."""
+    """Corpus in the paper."""
     metric: str
-    """The paper's, with its unit: test perplexity, bits per character ..."""
+    """Metric in the paper and its split, such as "perplexity, test split"."""
     unit: Literal["word", "character"]
     kind: Kind
     columns: tuple[str, ...]
-    """Columns of the paper's figures."""
+    """Columns of the paper's numbers."""
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...] = ()
     experiment: str = ""
-    """Definitions of the same experiment share their runs and results; empty: the name."""
+    """Name of the experiment, whose definitions share runs and results; empty: `name`."""
     cost_beside: str = ""
-    """The row beside which each row's time and memory are measured; empty: they are not. Kind "quality" alone."""
+    """Key of the row to which every row's time and memory are compared, for kind "quality"; empty: not measured."""
     separate_sentences: bool = False
-    """True if the corpus is to be one of sentences in random order, as One Billion Word is."""
+    """True if the table needs a corpus of sentences in random order, like One Billion Word."""
     product: Product | None = None
-    """Kind "product": what is made; definitions of one product share its files."""
+    """Product to make, for kind "product"; definitions with the same product share its files."""
     pictures: str = ""
-    """Pattern of the names of those files that the page shows as figures."""
+    """Pattern for the names of product files that the page shows as figures."""
     notes: tuple[str, ...] = ()
     is_open_question: bool = False
-    """True if the paper has no such table: it asks what the paper left open."""
+    """True for a question that the paper left open, so that the paper has no such table."""
 
     @property
     def experiment_name(self) -> str:
-        """The name under which runs and results are kept."""
+        """Name of the experiment, to which runs and results belong."""
         return self.experiment or self.name
 
     def row(self, key: str) -> Row:
-        """Return the row of a key."""
+        """Return the row with a key."""
         return next(row for row in self.rows if row.key == key)

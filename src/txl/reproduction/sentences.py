@@ -1,6 +1,6 @@
-"""Make a corpus without long-term dependency of another: its sentences, one a line, in random order.
+"""Make a corpus without long-term dependency from another corpus: its sentences in random order, one per line.
 
-One Billion Word is such a corpus. Tables 4 and 7 are about it; in this form others can stand for it.
+One Billion Word, the corpus of Tables 4 and 7, is of this form. Another corpus in this form can replace it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from txl.errors import UserError
 from txl.files import write_whole
 
 _TOKEN_ENDS = re.compile(r"(?<=\s[.!?])[^\S\n]+(?![\"')])|\n")
-"""Lines, and what follows a full stop that is a token of its own; a quotation's closing mark stays with it."""
+"""Line ends, and white space after a full stop that is a token; a closing quotation mark stays with its sentence."""
 _WORD_ENDS = re.compile(r"(?<=[.!?])\s+|\n")
 _LINES = re.compile(r"\n")
 _SENTENCE_LINES = ("ptb",)
-"""Corpora of one sentence a line, whose full stops are those of abbreviations."""
+"""Corpora with one sentence per line, in which full stops only belong to abbreviations."""
 SEED = 1
 
 
 def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
-    """Write a corpus's splits as text files of sentences in random order, each split in itself.
+    """Write each split of a corpus as a text file with the sentences of the split in random order.
 
     Args:
-        corpus: of any unit; words that its vocabulary lacks are written as <unk>.
-        folder: gets train.txt, valid.txt and test.txt; files that are there are kept.
+        corpus: corpus of any unit; words that its vocabulary lacks are written as <unk>.
+        folder: folder for train.txt, valid.txt and test.txt; existing files are kept.
 
     Returns:
         The folder.

@@ -1,7 +1,7 @@
-"""Tables 1 to 5: every row that the paper prints, those this project can train marked by their overrides.
+"""Tables 1 to 5 with every row that the paper prints; the rows that this project trains have overrides.
 
-The paper's numbers are as printed, "-" where it gives none. Where a table holds a model at two sizes, the smaller one
-is the scale's size; of characters the larger is as much deeper and wider as in the paper, of words less.
+The paper's numbers are as printed, "-" if the paper gives none. If a table holds a model in several sizes, the smallest
+has the scale's size. Larger models of characters are deeper and wider by the paper's factors, models of words by less.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from txl.reproduction.schema import Definition, Length, Row, Shape
 
 _WITHOUT_MEMORY = {"model.mem_len": "0"}
 VANILLA = _WITHOUT_MEMORY | {"model.encoding": "learned", "model.max_segment": Length.SEGMENT}
-"""Al-Rfou et al. (2018), all positions of a segment predicted, without their other auxiliary losses: the paper's own
-baseline (Table 6)."""
+"""Transformer of Al-Rfou et al. (2018) with a loss at all positions of a segment, but without their other auxiliary
+losses: the paper's own baseline (Table 6)."""
 _AL_RFOU = VANILLA | {"model.layer_losses": "true", "model.n_target": "2"}
-"""The model they published: with losses of intermediate layers and of two targets, for the sake of depth."""
+"""Transformer as Al-Rfou et al. published it: losses of intermediate layers and of two targets help deep models."""
 SINUSOID = _WITHOUT_MEMORY | {"model.encoding": "sinusoid", "model.max_segment": Length.LONGEST}
-"""Vaswani et al. (2017)."""
+"""Transformer without memory, with the sinusoids of Vaswani et al. (2017)."""
 _ADAPTIVE_INPUT = SINUSOID | {"model.pre_norm": "true", "model.init": "xavier", "model.tie_projections": "tails"}
-"""Baevski and Auli (2018); with a Transformer-XL's initial embeddings, words would be drowned by positions."""
-# Initial embeddings of the small recurrent presets, and two layers: with a Transformer's they would hardly train.
+"""Model of Baevski and Auli (2018). With a Transformer-XL's initial embeddings, sinusoids would outweigh words."""
+# Two layers and initial embeddings as in the small recurrent presets; with a Transformer's they would hardly train.
 _RECURRENT = _WITHOUT_MEMORY | {"model.init_std": "0.0577", "model.n_layer": "2"}
 LSTM = _RECURRENT | {"model.kind": "lstm"}
 QRNN = _RECURRENT | {"model.kind": "qrnn", "model.kernel_sizes": "2,1"}
 _AWD_LSTM = LSTM | {f"model.{name}": str(rate) for name, rate in SMALL_AWD.items()} | {"model.locked_dropout": "true"}
 _AUXILIARY = "The vanilla Transformers are trained with the auxiliary losses of Al-Rfou et al., Transformer-XL without."
 _LARGER = Shape(depth=1.0, width=1.5)
-"""The paper's large model of words has 18 layers for 16, and 2.5 times the width."""
+"""Size of large models of words here. In the paper they have 18 layers instead of 16, and 2.5 times the width."""
 _ADAPTIVE = {"model.tie_projections": "tails"}
-"""A Transformer-XL with an adaptive softmax, as its authors' scripts for WikiText-103 and One Billion Word have it."""
+"""Transformer-XL with an adaptive softmax, as in the authors' scripts for WikiText-103 and One Billion Word."""
 
 
 def width_of(key: str) -> tuple[str, str]:
-    """Choose the width of a recurrent model so that it has as many parameters as another row's."""
+    """Return the `Row.fit` of a recurrent model whose width is chosen to match the parameters of another row."""
     return ("model.d_hidden", key)
 
 
 def _published(name: str, parameters: str, figure: str, metric: str) -> Row:
-    """Return a result that is not reproduced."""
+    """Return a row with a published result that this project does not reproduce."""
     key = "".join(each if each.isalnum() else "-" for each in name.lower().replace("(", "").replace(")", ""))
     return Row("-".join(filter(None, key.split("-"))), name, {"#Param": parameters, metric: figure})
 
 
 def _al_rfou(corpus: str, n_layer: int, parameters: str, bpc: str) -> Row:
-    """Return a model of Al-Rfou et al., as deep beside the scale's as theirs beside 12 layers."""
+    """Return a row with a model of Al-Rfou et al., n_layer / 12 times as deep as the scale's model."""
     return Row(
         f"vanilla-{n_layer}L",
         f"Al-Rfou et al. (2018) - {n_layer}L Transformer",
@@ -57,7 +57,7 @@ def _al_rfou(corpus: str, n_layer: int, parameters: str, bpc: str) -> Row:
 
 
 def _best(table: str, ours: str, others: tuple[str, ...], paper: str) -> Claim:
-    """Return the claim that every table of results makes."""
+    """Return the claim that Transformer-XL has the lowest loss in a table."""
     return Claim(
         table,
         "Transformer-XL has the lowest loss of the models of this table that were trained",
@@ -268,7 +268,7 @@ TABLE4 = Definition(
             {"#Param": "1.8B", "PPL": "30.6"},
             LSTM | {"model.tie_projections": "tails"},
             fit=width_of("xl-base"),
-            adaptive=True,  # with one width of embeddings they alone would have more parameters than that row
+            adaptive=True,  # embeddings of one width would have more parameters than all of xl-base
         ),
         _published("Jozefowicz et al. (2016) - LSTM + CNN Input", "1.04B", "30.0", "PPL"),
         _published("Shazeer et al. (2017) - Low-Budget MoE", "~5B", "34.1", "PPL"),

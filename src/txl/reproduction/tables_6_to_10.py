@@ -1,6 +1,6 @@
-"""Tables 6 to 10, Figures 3 and 4: what recurrence and the encoding of positions each contribute, and to what.
+"""Tables 6 to 10, Figures 3 and 4: the contributions of recurrence and of the position encoding, and speed.
 
-Transformer-XL without recurrence is trained without memory. Half losses are those of the later half of a segment.
+Transformer-XL without recurrence is trained without memory. A half loss counts only the later half of a segment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ENCODINGS: dict[str, tuple[str, Overrides]] = {
     "sinusoid": ("Vaswani et al. (2017)", SINUSOID),
     "learned": ("Al-Rfou et al. (2018)", VANILLA),
 }
-"""Names in the paper, and the overrides that give them to a Transformer-XL."""
+"""Name of each encoding in the paper, and the overrides that give a Transformer-XL this encoding."""
 _COLUMNS = ("Recurrence", "Encoding", "Loss", "PPL init", "PPL best", "Attn Len")
 _STANDARD = Shape(depth=1.0, width=1.1)
-"""The paper's standard model is wider than that of its ablations, 410 against some 380."""
+"""Size of the standard model, which in the paper is wider than that of the ablations: 410 against about 380."""
 _ATTENTION_CAPTION = (
     "“PPL init” refers to using the same length as training. “PPL best” is the perplexity at the optimal length, which "
     "the validation split chooses. “Attn Len” is the shortest attention length during evaluation to achieve it."
@@ -38,12 +38,12 @@ def _overrides(ablation: Ablation) -> Overrides:
 
 
 def _kept(ablation: Ablation) -> tuple[str, str]:
-    """Return recurrence and encoding as the paper prints them."""
+    """Return the cells for recurrence and encoding as the paper prints them."""
     return "✓" if ablation.recurrence else "✗", _ENCODINGS[ablation.encoding][0]
 
 
 def _ablation(key: str, name: str, ablation: Ablation) -> Row:
-    """Return a row of Table 6; at the scale "paper" it is the preset of that ablation."""
+    """Return a row of Table 6, with the preset of the ablation for the scale "paper"."""
     figures = (f"{ablation.initial:.2f}", f"{ablation.best:.2f}", str(ablation.attention_length))
     printed = (*_kept(ablation), ablation.loss.capitalize(), *figures)
     return Row(
@@ -57,7 +57,7 @@ def _ablation(key: str, name: str, ablation: Ablation) -> Row:
 
 
 _NAMES = {"xl": "Transformer-XL (128M)", "al-rfou-half": "Transformer (128M) †"}
-"""Names of Table 6's rows that have one."""
+"""Names of the rows of Table 6 that have a name in the paper."""
 
 TABLE6 = Definition(
     name="table6",
@@ -277,7 +277,7 @@ _MEMORY_COLUMNS = ("Backprop Len", "Recurrence", "Encoding", "Loss", "pplx best"
 
 
 def _budget(key: str, ablation: Ablation, longer: bool = False) -> Row:
-    """Return a row of Table 10; one with `longer` is the preset of its ablation before its segment is found."""
+    """Return a row of Table 10; with `longer`, its segment is to be lengthened to the memory of the first row."""
     figures = (f"{ablation.best:.2f}", f"{ablation.initial:.2f}", str(ablation.attention_length))
     loss = {"full": "Full", "half": "Partial"}[ablation.loss]
     printed = (str(ablation.segment or 128), *_kept(ablation), loss, *figures)

@@ -1,11 +1,11 @@
-"""Checkpoints: written beside the old ones, whole or not at all, and verified when they are read.
+"""Checkpoints: written beside the older ones, completely or not at all, and verified when read.
 
-A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that training needs to
-go on (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder `training_state` of
-shards where each process writes its own part), and `manifest.json` with the size and sha256 of each file, and the
-configuration, vocabulary and run that the weights belong to. Nothing in it needs pickle.
+A checkpoint is a directory step-NNNNNNNN with the weights (`model.safetensors`), everything else that is needed to
+continue training (`training_state.json` for numbers; for tensors `training_state.safetensors`, or a folder
+`training_state` of shards where each process writes its own part), and `manifest.json` with the size and sha256 of each
+file, and the configuration, vocabulary and run that the weights belong to. No file requires pickle.
 
-The libraries that write and read tensors notice a truncated file, but none notices a flipped bit: hence the manifest.
+The libraries that write and read tensors detect a truncated file, but not a flipped bit; the manifest detects both.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Contents:
     belongs: JsonObject = field(default_factory=dict)
     """Configuration and vocabulary hash that the weights belong to (`weights_identity`)."""
     write_shards: Callable[[Path], None] | None = None
-    """Writes the tensors that all processes hold together into a folder, and returns when all have."""
+    """Function that writes the tensors of all processes into a folder, and returns when all are written."""
     give_up: Callable[[], None] | None = None
-    """Lets the other processes know that there is nothing to write, if `write_shards` has not been called."""
+    """Function that tells waiting processes, if `write_shards` was not called, that no shards will be written."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -61,7 +61,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Return the checkpoints in a folder, damaged ones too, oldest first."""
+    """Return the names of the checkpoints in a folder, including damaged ones, oldest first."""
     found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
     return sorted((name for name in found if (folder / name).is_dir()), key=checkpoint_step)
 
@@ -83,11 +83,11 @@ def weights_identity(model: JsonObject, vocabulary: Path, run_id: str | None = N
 def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
     """Write a checkpoint into `folder` and return its directory.
 
-    The files are written under another name, read back, synced, and renamed together; after a crash or on a full disk
-    there is either a whole checkpoint or none. One of the same step is replaced.
+    The files are written into a temporary directory, read back and synced, and the directory is then renamed. After a
+    crash or on a full disk there is either a complete checkpoint or none. A checkpoint of the same step is replaced.
 
     Raises:
-        UserError: if it cannot be written; what was written of it is removed.
+        UserError: if the checkpoint cannot be written; an incomplete checkpoint is removed.
     """
     final = folder / checkpoint_name(step)
     temporary = folder / f".{final.name}{_PARTIAL}"
@@ -97,7 +97,7 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         temporary.mkdir()
         if contents.write_shards is not None:
             (temporary / STATE_SHARDS).mkdir()
-            contents.write_shards(temporary / STATE_SHARDS)  # where the other processes wait for this one
+            contents.write_shards(temporary / STATE_SHARDS)  # the other processes wait for this call
         for name, tensors in ((MODEL_FILE, contents.weights), (STATE_TENSORS_FILE, contents.tensors)):
             _write_tensors(temporary / name, tensors)
         (temporary / STATE_FILE).write_text(json.dumps(contents.numbers, indent=1), encoding="utf-8")
@@ -126,14 +126,14 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file of tensors, and read back that it holds them."""
+    """Write a file of tensors, and compare the content of the file with the tensors."""
     import safetensors.torch
     import torch
 
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, path)
     follow_umask(path)
-    # Not by the library: it maps the file into memory, which would count as ours.
+    # Not read by the library, which maps the file into memory: it would count as memory of this process.
     with open(path, "rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
@@ -147,7 +147,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _swap(new: Path, final: Path, old: Path) -> None:
-    """Let `new` take the name `final`; what had it becomes `old`."""
+    """Rename `new` to `final`, after renaming an existing `final` to `old`; on failure, rename it back."""
     try:
         if final.exists():
             os.rename(final, old)
@@ -159,10 +159,9 @@ def _swap(new: Path, final: Path, old: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what an interrupted write has left.
+    """Remove the remains of an interrupted write.
 
-    A replacement that was cut off between its two renames is finished backwards: what was replaced takes its place
-    again.
+    If a replacement was interrupted between its two renames, the replaced checkpoint gets its name back.
     """
     for each in folder.glob(f".step-*{_PARTIAL}"):
         replaced = re.fullmatch(rf"\.(step-\d+)\.replaced{re.escape(_PARTIAL)}", each.name)
@@ -173,10 +172,10 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """Read the tensors of one file of a checkpoint, after comparing it with the manifest.
+    """Read the tensors of one file of a checkpoint, after comparing the file with the manifest.
 
     Raises:
-        UserError: if something is missing, truncated or altered, or weights are not finite.
+        UserError: if the file is missing, truncated or altered, or weights are not finite.
     """
     import safetensors.torch
 
@@ -202,7 +201,7 @@ def read_state(checkpoint: Path) -> JsonObject:
 
 
 def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
-    """Compare what the weights belong to with what is there now."""
+    """Check that the run still has the model configuration and vocabulary that the weights belong to."""
     manifest, now = read_manifest(checkpoint), weights_identity(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
     if known is not None and known != now["vocabulary_sha256"]:
@@ -212,7 +211,7 @@ def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> Non
         )
     written = manifest.get("model") or {}
     for name, value in now["model"].items():
-        # Weights are the same for every backend, which differ by rounding alone.
+        # The weights do not depend on the backend: backends differ only in rounding.
         if name != "attention" and name in written and written[name] != value:
             raise UserError(
                 f"{checkpoint.parent.parent / 'config.json'}: model.{name} is {value}, but {checkpoint.name} was "
@@ -224,11 +223,11 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     """Compare every file with the manifest.
 
     Args:
-        checkpoint: its directory.
-        run_id: of the run that wants to go on from it, if it is known.
+        checkpoint: directory of the checkpoint.
+        run_id: identifier of the run that is to continue from the checkpoint; None: unknown.
 
     Raises:
-        UserError: naming the first that differs, another run, or a version that this one cannot go on from.
+        UserError: if a file differs (the message names the first one), or the run or format is not the expected one.
     """
     manifest = read_manifest(checkpoint)
     if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
@@ -239,7 +238,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
 
 
 def read_manifest(checkpoint: Path) -> JsonObject:
-    """Read a checkpoint's manifest."""
+    """Read a checkpoint's manifest, and check its format, sha256 and step."""
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
         raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
@@ -259,13 +258,13 @@ def read_manifest(checkpoint: Path) -> JsonObject:
 
 
 def _own_sha256(manifest: JsonObject) -> str:
-    """Return the sha256 of a manifest without this line of it."""
+    """Return the sha256 of a manifest without its own entry `sha256`."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(checkpoint: Path, name: str) -> None:
-    """Compare a file with the manifest."""
+    """Compare the size and sha256 of a file with the manifest."""
     files = read_manifest(checkpoint)["files"]
     path = checkpoint / name
     try:
@@ -295,7 +294,7 @@ def _json_object(path: Path) -> JsonObject:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint that cannot be used a name that none has, so that it stands in nobody's way; returns it."""
+    """Rename a checkpoint that cannot be used to an unused name, under which it is ignored; return the new path."""
     number = 0
     while (target := checkpoint.with_name(f"refused-{checkpoint.name}{f'-{number}' if number else ''}")).exists():
         number += 1
@@ -307,13 +306,13 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> list[str]:
-    """Delete all but the newest `keep` checkpoints and the protected ones; returns those that could not be deleted."""
+    """Delete all but the newest `keep` checkpoints and the protected ones; return the names whose deletion failed."""
     return [name for name in checkpoint_names(folder)[:-keep] if name not in protected and not _deleted(folder / name)]
 
 
 def _deleted(checkpoint: Path) -> bool:
     """Delete a checkpoint and return whether that succeeded."""
-    # Under another name first: what is left of a deletion that was cut off must not look like a damaged checkpoint.
+    # Renamed first: the remains of an interrupted deletion must not look like a damaged checkpoint.
     doomed = checkpoint.with_name(f".{checkpoint.name}.deleted{_PARTIAL}")
     try:
         os.rename(checkpoint, doomed)
@@ -324,7 +323,7 @@ def _deleted(checkpoint: Path) -> bool:
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """Delete the checkpoints of later steps."""
+    """Delete the checkpoints of all steps after `step`."""
     for name in checkpoint_names(folder):
         if checkpoint_step(name) > step:
             _deleted(folder / name)

@@ -1,4 +1,4 @@
-"""The text of a run: the corpus that it was trained on, or another one, read in the run's vocabulary."""
+"""Corpora in the vocabulary of a run: the corpus that the run was trained on, or another one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def open_run_corpus(
     whole: bool = False,
     quiet: bool = False,
 ) -> Corpus:
-    """Open the corpus that a run was trained on, or the one that options name, in the run's own vocabulary.
+    """Open the corpus that a run was trained on, or the corpus that `options` name, in the run's vocabulary.
 
     Args:
-        run: the run.
-        vocabulary: the run's.
-        options: fields of `data` to change, by their full names: {"data.corpus": "my.txt"}.
-        data_dir: where prepared corpora live.
-        whole: read a text of the user's as one split, "all".
-        quiet: no progress on standard error.
+        run: directory of the run.
+        vocabulary: vocabulary of the run.
+        options: data settings to change, by their full names: {"data.corpus": "my.txt"}.
+        data_dir: directory of prepared corpora; None: the default directory.
+        whole: True to read the user's own text as one split, "all".
+        quiet: True to write no progress to standard error.
     """
     if vocabulary is None:
         raise UserError(f"{run.path} has no vocabulary, so no text can be read; import it again with --vocabulary FILE")
@@ -38,11 +38,11 @@ def open_run_corpus(
     own, started = with_absolute_paths(run.config().data), run.started()
     data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)
     if data.corpus != own.corpus and "data.source" not in options:
-        data.source = None  # the run's is that of its own corpus
+        data.source = None  # the run's source belongs to the run's own corpus
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
     refuse_unused(dataclasses.replace(data, unit=vocabulary.kind), options)  # pyright: ignore[reportArgumentType]
-    # Where preparing the text by itself gives the run's vocabulary, that was done when the run was trained.
+    # If the run's vocabulary was made from this text, training has prepared the text without a given vocabulary.
     prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
     made_of_it = data.corpus == own.corpus and prepared_it
     if (made_of_it and not whole) or vocabulary == ByteVocabulary():
@@ -55,8 +55,8 @@ def open_run_corpus(
 def is_trained_on(run: RunDirectory, corpus: Corpus) -> bool:
     """Return whether a corpus is the text that a run was trained on.
 
-    An imported model is taken to be trained on the public corpus that its configuration names. A text that was
-    opened as a whole has other tokens than in training, and is recognised by its path.
+    An imported model is assumed to be trained on the named corpus of its configuration. A text that was opened as a
+    whole has other tokens than in training, and is recognised by its path.
     """
     identity, own = run.trained_on().get("identity"), run.config().data.corpus
     if run.started() is None and not is_named(own):
@@ -77,12 +77,12 @@ def training_tokens(
     """Return the training split of the corpus that a run was trained on.
 
     Args:
-        run: the run.
-        vocabulary: the run's.
-        corpus: an opened corpus. Its training split is returned if the run was trained on it, or if the log does not
-            say what the run was trained on (an imported model).
-        data_dir: where prepared corpora live.
-        quiet: no progress on standard error.
+        run: directory of the run.
+        vocabulary: vocabulary of the run.
+        corpus: an opened corpus. Its training split is returned if the run was trained on this corpus, or if the log
+            does not name the training corpus (imported model).
+        data_dir: directory of prepared corpora; None: the default directory.
+        quiet: True to write no progress to standard error.
     """
     identity = run.trained_on().get("identity")
     if identity is not None and identity != corpus.info()["identity"]:
@@ -91,13 +91,13 @@ def training_tokens(
 
 
 def trained_unknown(run: RunDirectory) -> float | None:
-    """Return the share of a run's training text that is `<unk>`; None where its log does not say."""
+    """Return the share of `<unk>` in a run's training text; None if the log does not record it."""
     train = run.trained_on().get("splits", {}).get("train")
     return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
 
 
 def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
-    """Return the vocabulary of all runs; refuse runs with different ones."""
+    """Return the common vocabulary of all runs; refuse runs with different vocabularies."""
     first, *others = runs
     shared = first.vocabulary()
     for run in others:
@@ -113,7 +113,7 @@ def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
 
 
 def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
-    """Refuse runs that were trained on different corpora: none of them is the text to compare them on."""
+    """Refuse runs that were trained on different corpora, as there is then no default corpus to compare the runs on."""
     trained_on: dict[str, RunDirectory] = {}
     for run in runs:
         identity = run.trained_on().get("identity")

@@ -1,9 +1,9 @@
-"""A run on disk: configuration, vocabulary, log, checkpoints, and the weights that come out of them.
+"""A run on disk: its configuration, vocabulary, log and checkpoints, and the loading of its model.
 
     config.json  vocabulary.json  log.jsonl  best  latest  report.html
     checkpoints/step-NNNNNNNN/{model.safetensors, training_state.safetensors, training_state.json, manifest.json}
 
-`log.jsonl` is append-only, one object a line. `best` and `latest` are text files that name a checkpoint.
+`log.jsonl` is append-only, with one JSON object per line. `best` and `latest` are text files that name a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from txl.files import JsonObject, read_json, with_null, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
 from txl.runs.events import EventName, StartEvent, fields_of, select
 
-if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seconds to import
+if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to import
     import torch
 
     from txl.data.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what a run is can be told without PyTorch, which takes seco
 
 _LOCK_ATTEMPTS = 10
 _FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
-"""Numbers of logged events; null stands for one that is infinite or not a number."""
+"""Numeric fields of logged events in which null stands for infinity or NaN."""
 
 
 class RunDirectory:
@@ -49,7 +49,7 @@ class RunDirectory:
 
     @property
     def config_path(self) -> Path:
-        """The file that makes a directory a run."""
+        """Path of config.json, the file that makes a directory a run."""
         return self.path / "config.json"
 
     @property
@@ -79,14 +79,14 @@ class RunDirectory:
         write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
 
     def vocabulary(self) -> Vocabulary | None:
-        """Read the run's vocabulary; None for an imported model that came without one."""
+        """Read the run's vocabulary; None for an imported model without a vocabulary."""
         from txl.data.vocabulary import Vocabulary
 
         path = self.path / "vocabulary.json"
         return Vocabulary.load(path) if path.exists() else None
 
     def append(self, event: EventName, step: int, **fields: object) -> None:
-        """Add an event to the log, as one line; `fields` are those that `EVENTS` has for it."""
+        """Append an event to the log, as one line; `fields` must be declared for the event in `EVENTS`."""
         assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
         values = {"event": event, "step": step, "time": time.time(), **fields}
         line = json.dumps(with_null(values), ensure_ascii=False) + "\n"
@@ -106,11 +106,11 @@ class RunDirectory:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[JsonObject]:
-        """Read all events of the log in order; lines that a crash has torn are left out."""
+        """Return all events of the log in order; lines torn by a crash are left out."""
         return self.events_and_torn()[0]
 
     def events_and_torn(self) -> tuple[list[JsonObject], int]:
-        """Read all events of the log in order, and count the torn lines; figures that are null become NaN."""
+        """Return all events of the log in order, and the number of torn lines; null in `_FIGURES` becomes NaN."""
         path = self.path / "log.jsonl"
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -119,7 +119,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{path}: the log cannot be read ({error.strerror})") from None
         found, torn = [], 0
-        # Not splitlines: it would also cut at U+2028 and its like, which a logged text may hold.
+        # Not splitlines, which would also split at U+2028 and similar characters that a logged text may hold.
         for line in text.split("\n"):
             try:
                 event = json.loads(line) if line.strip() else None
@@ -132,17 +132,17 @@ class RunDirectory:
         return found, torn
 
     def run_id(self) -> str | None:
-        """Return the identity that tells this run from all others; None if its log does not say."""
+        """Return the unique identifier of the run; None if the log does not hold one."""
         runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
         return next((run for run in runs if isinstance(run, str)), None)
 
     def started(self) -> StartEvent | None:
-        """Return the newest event with which training began; None for an imported model."""
+        """Return the newest `start` event of the log; None for an imported model."""
         starts = select(self.events(), StartEvent, EventName.START)
         return starts[-1] if starts else None
 
     def trained_on(self) -> JsonObject:
-        """Return what the log says of the training text (`Corpus.info`); empty for an imported model."""
+        """Return the logged record of the training corpus (`Corpus.info`); empty for an imported model."""
         started = self.started()
         return {} if started is None else started.get("corpus", {})
 
@@ -157,11 +157,11 @@ class RunDirectory:
         return self.checkpoints / target
 
     def set_pointer(self, name: str, checkpoint: str) -> None:
-        """Let `best` or `latest` name a checkpoint."""
+        """Make `best` or `latest` name a checkpoint."""
         write_whole(self.path / name, checkpoint + "\n")
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint, named by `latest` or not: a crash may have come before that."""
+        """Return the newest checkpoint, even if a crash has prevented `latest` from naming it."""
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
@@ -190,9 +190,9 @@ class RunDirectory:
         """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
 
         Args:
-            checkpoint: its directory; None: best, else latest.
-            device: where the model goes.
-            attention: `model.attention` to compute gradients with; None: the run's.
+            checkpoint: directory of the checkpoint; None: best, else latest.
+            device: device of the model.
+            attention: value of `model.attention` for computing gradients; None: the run's.
 
         Raises:
             UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
@@ -213,17 +213,17 @@ class RunDirectory:
                 f"{self.path}: the vocabulary has {len(vocabulary)} tokens, the checkpoint {len(bias)}; "
                 f"they do not belong together"
             )
-        with torch.device("meta"):  # no time and no random numbers spent on weights that are replaced
+        with torch.device("meta"):  # spends no time and no random numbers on weights that are replaced
             shape = config.model
             if attention is not None:
                 shape = model_from_dict(dataclasses.asdict(shape) | {"attention": attention})
             model = build_model(shape, len(bias))
-        # Copies lie aligned in memory: a product's last bit must not depend on where in its file a tensor was.
+        # Copies are aligned in memory: the last bit of a product must not depend on a tensor's place in the file.
         load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
         return model.to(device).eval(), vocabulary
 
     def is_locked(self) -> bool:
-        """Return whether somebody trains here now, on this machine."""
+        """Return whether a process on this machine is training in this directory now."""
         try:
             with open(self.path / ".lock") as file:
                 portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
@@ -235,7 +235,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from training in this directory within the block."""
+        """Lock this directory during the `with` block, so that no other process trains in it."""
         path = self.path / ".lock"
         try:
             file = open(path, "w")  # noqa: SIM115 (closed below)
@@ -243,13 +243,13 @@ class RunDirectory:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         with file, _opened_directory(self.path) as directory:
             self._lock(file.fileno(), f"{path}: no lock")
-            if directory is not None:  # the file alone looks stale to somebody, who may delete it
+            if directory is not None:  # a user may take the file for stale and delete it
                 self._lock(directory, None)
             yield
 
     def _lock(self, descriptor: int, note: str | None) -> None:
-        """Lock an open file until it is closed; where the file system has no such locks, say `note`."""
-        for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds it for a moment to see whether it is free
+        """Lock an open file until it is closed; print `note` if the file system does not support locks."""
+        for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds the lock briefly to test it
             try:
                 portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
                 return
@@ -264,7 +264,7 @@ class RunDirectory:
 
 @contextmanager
 def _opened_directory(path: Path) -> Iterator[int | None]:
-    """Open a directory and give its descriptor; None where a system opens files alone (Windows)."""
+    """Yield the descriptor of an open directory; None if the system cannot open directories (Windows)."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -277,7 +277,7 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
 
 
 def of_today(config: JsonObject) -> JsonObject:
-    """Return a stored configuration; one without `data.word_rule` and `data.normalise` gets those it was made with."""
+    """Return a stored configuration; `data.word_rule` and `data.normalise`, if missing, are as in earlier versions."""
     data = config.get("data")
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config
@@ -295,15 +295,15 @@ def of_today(config: JsonObject) -> JsonObject:
 def load(
     path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> tuple[FamilyModel, Vocabulary | None]:
-    """Load the model of a run directory, in evaluation mode, and its vocabulary (None if it has none).
+    """Load the model of a run, in evaluation mode, and the run's vocabulary (None if the run has none).
 
     Args:
-        path: a run directory.
+        path: path of a run directory.
         checkpoint: "best", "latest" or the number of a step; None: best, else latest.
-        device: where the model goes.
+        device: device of the model.
 
     Raises:
-        UserError: if it is no run directory, or its checkpoint is missing or damaged.
+        UserError: if `path` is not a run directory, or the checkpoint is missing or damaged.
     """
     run_directory = RunDirectory(path)
     run_directory.config()
@@ -311,7 +311,7 @@ def load(
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], source: str, assign: bool = False) -> None:
-    """Copy weights into a model, or let it take them over (`assign`)."""
+    """Copy weights into a model, or make the model use the given tensors themselves (`assign`)."""
     wanted = model.state_dict()
     for name, tensor in wanted.items():
         if name not in tensors:

@@ -1,4 +1,4 @@
-"""Hardware and software that a run happened on, for its record."""
+"""Descriptions of the hardware and software of a run, for its log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txl.files import JsonObject
 
 
 def describe_hardware(device: str) -> JsonObject:
-    """Describe processor, cores, memory and the device that computes."""
+    """Return a description of processor, cores, threads, memory and compute device."""
     described: JsonObject = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -38,28 +38,28 @@ def describe_software() -> dict[str, str]:
 
 
 def memory_bytes(device: str) -> float:
-    """Return the memory of a device; infinite on a system that does not tell."""
+    """Return the memory of a device in bytes; infinity if the system does not report it."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     return _main_memory() or math.inf
 
 
 def _main_memory() -> int | None:
-    """Return the machine's memory; None on a system that does not tell (Windows)."""
+    """Return the machine's memory in bytes; None if the system does not report it (Windows)."""
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 by instructions of their own, faster than float32."""
+    """Return whether a device has special instructions for bfloat16 matrix products, faster than float32."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_fields().get("flags", "").split())
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, with its widest vector instructions where Linux tells them."""
+    """Return the processor's name; on Linux also its vector instructions from AVX2 on."""
     named = _cpu_fields()
     if not named:
         return platform.processor() or platform.machine()
@@ -69,7 +69,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_fields() -> dict[str, str]:
-    """Return what Linux says of a processor; nothing on another system."""
+    """Return the fields of /proc/cpuinfo (of the last core); empty on systems other than Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

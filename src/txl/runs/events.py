@@ -1,10 +1,10 @@
-"""The events of a run's log: their names, and the fields of each one's line in log.jsonl.
+"""Events of a run's log: their names, and the fields of each event's line in log.jsonl.
 
-Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of both:
-`RunDirectory.append` writes no other event and no other field, and readers get typed lines from `select`.
+Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of
+events and fields: `RunDirectory.append` accepts no others, and `select` returns typed lines to readers.
 
-Losses are in nats a token, times in seconds. A field that is `NotRequired` is left out where it has nothing to say, or
-was not written by an earlier version.
+Losses are in nats per token, times in seconds. A `NotRequired` field is missing if it does not apply, or if an earlier
+version wrote the line.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from txl.files import JsonObject
 
 
 class EventName(StrEnum):
-    """The value of `event` in a line of the log."""
+    """Value of `event` in a line of the log."""
 
     START = "start"
     RESUME = "resume"
@@ -45,87 +45,87 @@ class LogEvent(TypedDict):
 
     event: str
     step: int
-    """Steps of training made when it happened; of a measurement, those of its checkpoint."""
+    """Number of training steps made before the event; for a measurement, the step of its checkpoint."""
     time: float
     """Seconds since 1970."""
 
 
 class StartEvent(LogEvent):
-    """Training begins (`start`), or goes on from a checkpoint (`resume`)."""
+    """Training begins (`start`), or continues from a checkpoint (`resume`)."""
 
     config: JsonObject
-    """The run's configuration (`RunConfig.to_dict`)."""
+    """Configuration of the run (`RunConfig.to_dict`)."""
     corpus: JsonObject
     """Name, unit, identity and splits of the corpus (`Corpus.info`)."""
     parameters: dict[str, int]
-    """Number of parameters by part of the model."""
+    """Number of parameters of each part of the model."""
     total_parameters: int
     attention: str
-    """The attention backend in use."""
+    """Attention backend in use."""
     compiled: bool
     """True if `torch.compile` compiles the layers."""
     hardware: JsonObject
     software: dict[str, str]
     command: list[str]
-    """The words of the command line."""
+    """Words of the command line (`sys.argv`)."""
     init_from: str | None
-    """The directory that the first weights came from, as an absolute path; None: drawn at random."""
+    """Absolute path of the directory that the initial weights were read from; None: random weights."""
     init_note: str | None
-    """Classifiers of auxiliary losses that were left out or begun anew."""
+    """Note on classifiers of auxiliary losses that were left out or newly initialised; None: there are none."""
     processes: int
     run: str
-    """Identifies the run; the same in all of its lines."""
+    """Identifier of the run, the same in all of its `start` and `resume` lines."""
 
 
 class ExtendEvent(LogEvent):
-    """A run gets more steps than it began with."""
+    """The number of steps of a run is increased."""
 
     from_steps: int
     to_steps: int
     changes: list[str]
-    """Differences from a run that had all steps from the start."""
+    """Differences from a run that is configured with `to_steps` from the start."""
 
 
 class ReasonEvent(LogEvent):
-    """A checkpoint that cannot be used is set aside (`refused`), one cannot be written (`save failed`), or training
-    stops before its end (`stop`)."""
+    """A checkpoint cannot be used and is set aside (`refused`), a checkpoint cannot be written (`save failed`), or
+    training stops before its end (`stop`)."""
 
     reason: str
-    """In words; of a stop the signal's name, or "not finite"."""
+    """Reason in words; for `stop`, the name of the signal or "not finite"."""
 
 
 class TrainEvent(LogEvent):
-    """Figures of the steps since the last such line."""
+    """Measures of the training steps since the previous `train` line."""
 
     loss: float
-    """Mean over the targets of these steps."""
+    """Mean loss over the targets of these steps."""
     learning_rate: float
     grad_norm: float
-    """Norm of the last update's gradient, before clipping."""
+    """Norm of the gradient of the last update, before clipping."""
     tokens_per_second: float
     tokens: int
-    """Targets trained on since the run began."""
+    """Number of targets trained on since the run began."""
     tokens_read: int
-    """Tokens of all segments since the run began."""
+    """Number of tokens of all segments read since the run began."""
     elapsed: float
     """Seconds of training since the run began."""
 
 
 class EvaluationFigures(TypedDict):
-    """Figures of an evaluation and the settings that it was made under (`EvaluationResult.to_dict`)."""
+    """Results and settings of an evaluation (`EvaluationResult.to_dict`)."""
 
     nll: float
     ppl: float
     bpc: float
-    """Bits a token."""
+    """Bits per token."""
     bits_per_byte: float | None
     bytes_per_token: float | None
     tokens: int
-    """Targets scored."""
+    """Number of targets scored."""
     dropped: int
-    """Targets of the split that were not scored."""
+    """Number of targets of the split that were not scored."""
     unknown: NotRequired[int | None]
-    """Tokens read that are `<unk>`."""
+    """Number of tokens read that are `<unk>`."""
     seconds: float
     tokens_per_second: float
     segment: int
@@ -145,10 +145,10 @@ class EvaluationFigures(TypedDict):
 
 
 class ValidEvent(LogEvent, EvaluationFigures):
-    """An evaluation on the validation split while training."""
+    """An evaluation on the validation split during training."""
 
     averaged: int | None
-    """Steps whose weights are averaged in the evaluated model; None: no average."""
+    """Number of steps whose weights are averaged in the evaluated model; None: no average."""
 
 
 class Measured(TypedDict):
@@ -176,7 +176,7 @@ class SweepEvent(LogEvent, Measured):
     """Evaluations of a checkpoint at several memory lengths."""
 
     rows: list[Evaluation]
-    """One a memory length."""
+    """One evaluation per memory length."""
 
 
 class CheckpointEvent(LogEvent):
@@ -184,14 +184,14 @@ class CheckpointEvent(LogEvent):
 
     directory: str
     best: bool
-    """True if it is the best so far."""
+    """True if the checkpoint is the best so far."""
     copy_seconds: float
-    """Time that training waited for the copy of its state."""
+    """Time for which training waited while its state was copied."""
     write_seconds: float
 
 
 class AverageEvent(LogEvent):
-    """From here on the weights of every step are averaged."""
+    """From this step on, the weights of every step are averaged."""
 
 
 class SkippedEvent(LogEvent):
@@ -199,17 +199,17 @@ class SkippedEvent(LogEvent):
 
     in_a_row: int
     loss: str
-    """In words, as JSON has no numbers that are not finite."""
+    """Loss as a string, as JSON has no infinite numbers and no NaN."""
     grad_norm: str
     epoch: int
     offset: int
-    """Position of the segment in every lane."""
+    """Offset of the segment in every lane."""
     tokens: list[int]
-    """Lanes and length of the segment."""
+    """Number of lanes and length of the segment: [B, T]."""
 
 
 class SpikeEvent(LogEvent):
-    """The loss of an update leaps."""
+    """The loss of an update is far above the mean of the recent updates."""
 
     loss: float
     grad_norm: float
@@ -218,26 +218,26 @@ class SpikeEvent(LogEvent):
 
 
 class RollbackEvent(LogEvent):
-    """Training goes back to an earlier checkpoint, whose step is the event's."""
+    """Training returns to an earlier checkpoint, whose step is `step`."""
 
     from_step: int
 
 
 class EndEvent(LogEvent):
-    """The last step is made."""
+    """Training ends."""
 
     elapsed: float
     converged: NotRequired[bool]
-    """True: `train.patience` ended it."""
+    """True if `train.patience` ended training."""
     diverged: NotRequired[str]
-    """Why the model is of no use."""
+    """Reason why the model is unusable."""
 
 
 class ImportEvent(LogEvent):
     """The run is an imported model."""
 
     source: str
-    """Kind of the foreign checkpoint."""
+    """Kind of the imported checkpoint."""
     config: JsonObject
     total_parameters: int
     command: list[str]
@@ -247,12 +247,12 @@ class CacheEvent(LogEvent):
     """A continuous cache is tuned (`CacheTuning`)."""
 
     split: str
-    """Tuned on."""
+    """Split that the tuning used."""
     size: int
     thetas: list[float]
     lambdas: list[float]
     nll: list[list[float]]
-    """Nats a token by theta and lambda."""
+    """Nats per token, by theta and lambda."""
     plain_nll: float
     tokens: int
     theta: float
@@ -266,11 +266,11 @@ class DynamicEvent(LogEvent):
     """Dynamic evaluation is tuned (`DynamicTuning`)."""
 
     split: str
-    """Tuned on."""
+    """Split that the tuning used."""
     learning_rates: list[float]
     decays: list[float]
     tried: list[dict[str, float | None]]
-    """Learning rate, decay and nll; None where the weights diverged."""
+    """Learning rate, decay and nll of each trial; the nll is None if the weights diverged."""
     static_nll: float
     tokens: int
     adaptation: JsonObject
@@ -282,9 +282,9 @@ class SampleEvent(LogEvent):
     """A text is generated."""
 
     prompt: str
-    """Its end."""
+    """End of the prompt."""
     text: str
-    """Its beginning."""
+    """Beginning of the generated text."""
     checkpoint: str
     top_k: int | None
     top_p: float | None
@@ -296,18 +296,18 @@ class SampleEvent(LogEvent):
 
 
 class CompressionEvent(LogEvent):
-    """General compressors are run over the bytes of an evaluation."""
+    """General-purpose compressors are run on the bytes of the text of an evaluation."""
 
     corpus: str
     split: str
     settings: str
     text: int
-    """Bytes of the text; all others: bytes of it compressed."""
+    """Size of the text in bytes; the fields below are compressed sizes in bytes."""
     zlib: int
     bz2: int
     lzma: int
     lzma_after_training_text: NotRequired[int]
-    """Bytes by which lzma's file grows when the text follows the training text."""
+    """Bytes by which the output of lzma grows if the text is appended to the training text."""
 
 
 EVENTS: dict[EventName, type[LogEvent]] = {
@@ -333,7 +333,7 @@ EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.SAMPLE: SampleEvent,
     EventName.COMPRESSION: CompressionEvent,
 }
-"""The fields of the line of each event."""
+"""Fields of each event's line."""
 
 EventT = TypeVar("EventT", bound=LogEvent)
 
@@ -343,14 +343,14 @@ def select(events: Iterable[Mapping[str, object]], kind: type[EventT], name: Eve
 
     Args:
         events: lines of a log.
-        kind: which have these fields.
-        name: of which event, where several have them.
+        kind: type of the events, which defines their fields.
+        name: name of the event, if several events have this type; None: all of them.
     """
     names = {each for each, has in EVENTS.items() if has is kind} if name is None else {name}
     return [cast("EventT", event) for event in events if event["event"] in names]
 
 
 def fields_of(name: EventName) -> frozenset[str]:
-    """Return the fields that an event may have, without those of every line."""
+    """Return the fields that an event may have, without the fields that every line has."""
     kind = EVENTS[name]
     return (kind.__required_keys__ | kind.__optional_keys__) - LogEvent.__required_keys__

@@ -1,4 +1,4 @@
-"""The status of a run, from its log and its checkpoints; nothing is changed by looking."""
+"""Status of a run, from its log and checkpoints; reading the status changes no file."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from txl.runs.events import EventName, TrainEvent, ValidEvent, select
 from txl.units import duration, metric
 
 _LOOKS = 5
-"""Times that the checkpoints of a run are listed again, if one was deleted while it was read."""
+"""Number of attempts to list and verify checkpoints, if training deletes one in the meantime."""
 _TELL_STATE = {EventName.START, EventName.RESUME, EventName.TRAIN, EventName.STOP, EventName.END, EventName.IMPORT}
 _TELL_STEP = (_TELL_STATE - {EventName.IMPORT}) | {EventName.CHECKPOINT, EventName.VALID, EventName.SKIPPED}
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State, progress and troubles of a run, as `txl status` prints them."""
+    """State, progress and problems of a run, as printed by `txl status`."""
 
     directory: str
     state: str
-    """training, finished, stopped by ..., or not started."""
+    """State in words: training, finished, imported, stopped (reason), ended (killed) or not started."""
     step: int
     steps: int
     loss: float | None
-    """Nats a token, of the last line of the log."""
+    """Nats per token, from the newest `train` event."""
     valid_nll: float | None
     tokens_per_second: float | None
     seconds_since_last_event: float | None
     last_good_checkpoint: str | None
     best_checkpoint: str | None
     refused: tuple[str, ...]
-    """Checkpoints that cannot be gone on from, and why."""
+    """Reasons why checkpoints newer than `last_good_checkpoint` cannot be used."""
     restarts: int
     skipped: int
     spikes: int
     rollbacks: int
     failed_saves: int
     torn_lines: int
-    """Lines of the log that cannot be read; one at its end is what a crash leaves."""
+    """Number of unreadable lines of the log; a crash leaves one at the end."""
     unit: str | None
 
     def to_dict(self) -> JsonObject:
-        """Return everything, ready for JSON."""
+        """Return all fields as plain JSON values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the lines that a person reads."""
+        """Return the status as lines of text."""
         share = f"{self.step:,} of {self.steps:,} ({100 * self.step / max(1, self.steps):.1f}%)"
         lines = [f"{self.directory}: {self.state}", f"step             {share}"]
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
@@ -127,8 +127,10 @@ def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
-    """Return the newest intact checkpoint, and why newer ones cannot be used. A run that trains may delete one that is
-    being looked at."""
+    """Return the newest intact checkpoint, and the reasons why newer ones cannot be used.
+
+    The search is repeated if training deletes a checkpoint that is being verified.
+    """
     refused: list[str] = []
     for _ in range(_LOOKS):
         refused, gone = [], False
@@ -148,7 +150,7 @@ def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
 
 
 def _step(events: list[JsonObject]) -> int:
-    """Return the step the run is at: that of the last event which training has written."""
+    """Return the current step of the run: the step of the last event written by training."""
     return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in _TELL_STEP), 0)
 
 
