@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--texts", type=Path, help="curves: folder of wikitext-2.txt, enwik8.txt, quixote.txt ...")
     parser.add_argument("--work", type=Path, help="curves, check: folder of the runs")
-    parser.add_argument("--minutes", type=float, default=2.0, help="check: that each configuration has")
+    parser.add_argument("--minutes", type=float, default=2.0, help="check: training time of each configuration")
     parser.add_argument("--check-texts", nargs="+", default=[], help="check: files that the rule was not made from")
     given = parser.parse_args()
     keep_freed_memory()

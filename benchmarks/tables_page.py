@@ -127,8 +127,8 @@ def at_cap(output: Record) -> str:
     trained = [row for row in output["rows"] if row["status"] == "done"]
     capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"] == "hit the cap"]
     if not capped:
-        return "no row came to them"
-    return "all rows came to them" if len(capped) == len(trained) else f"{', '.join(capped)} came to them"
+        return "no row reached this limit"
+    return "all rows reached this limit" if len(capped) == len(trained) else f"{', '.join(capped)} reached this limit"
 
 
 def made(stem: str, record: Record) -> str:

@@ -121,7 +121,7 @@ def test_another_text_is_prepared_once_and_all_of_it_can_be_measured(story, tmp_
 def test_of_a_named_corpus_there_is_no_whole(trained, data_dir, capsys):
     words = ["eval", str(trained), "--data.corpus", "stdlib", "--split", "all", "--data-dir", str(data_dir)]
     assert main(words) == 2
-    assert "stdlib is read by its splits, train, valid, test; only a text of your own" in capsys.readouterr().err
+    assert "stdlib has the splits train, valid, test; the split all" in capsys.readouterr().err
 
 
 def test_a_run_finds_its_text_again_from_another_directory(story, data_dir, tmp_path, monkeypatch, capsys):

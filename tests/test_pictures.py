@@ -38,9 +38,9 @@ def test_tables_and_plots_are_what_the_records_give(tmp_path):
 @pytest.mark.parametrize(
     ("statuses", "said"),
     [
-        (("trained", "trained"), "no row came to them"),
-        (("hit the cap", "trained"), "`a` came to them"),
-        (("hit the cap", "hit the cap"), "all rows came to them"),
+        (("trained", "trained"), "no row reached this limit"),
+        (("hit the cap", "trained"), "`a` reached this limit"),
+        (("hit the cap", "hit the cap"), "all rows reached this limit"),
     ],
 )
 def test_a_table_says_which_rows_came_to_the_cap(statuses, said):

@@ -208,12 +208,12 @@ def test_a_damaged_corpus_that_cannot_be_removed_is_not_prepared_for_nothing(sto
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"min_count": 5}, "data.min_count is set, but byte tokens have no use for it; leave it out"),
-        ({"vocab_size": 300, "unit": "word"}, "data.vocab_size is set, but word tokens have no use for it"),
+        ({"min_count": 5}, "data.min_count is set, but byte tokens do not use it; leave it out"),
+        ({"vocab_size": 300, "unit": "word"}, "data.vocab_size is set, but word tokens do not use it"),
         ({"normalise": False}, "data.normalise is set, but bytes are never changed"),
         ({"like_original": True}, "data.like_original is set, but only public corpora have use for it"),
         ({"verify": False}, "data.verify is set, but only public corpora have use for it"),
-        ({"boundary": "both", "corpus": "enwik8"}, "data.boundary is set, but only lm1b has use for it"),
+        ({"boundary": "both", "corpus": "enwik8"}, "data.boundary is set, but only lm1b uses it"),
         ({"min_count": 5, "unit": "word"}, None),
         ({"vocab_size": 300, "unit": "bpe"}, None),
         ({"verify": False, "like_original": True, "corpus": "enwik8"}, None),

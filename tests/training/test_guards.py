@@ -120,7 +120,7 @@ def test_a_run_that_came_to_nothing_does_not_end_as_if_it_were_done(evaluated, s
             assert reason in printed
             assert "done:" not in printed
         status = run_status(Path(f"{out}{rate}")).state
-        assert status.startswith("finished, but of no use: the last")
+        assert status.startswith("finished, but the model is of no use: the last")
 
 
 def test_no_use_is_told_by_the_loss():

@@ -72,7 +72,7 @@ class BlockCodec:
             text = self._decoded(block)
         if len(text) != block.n_bytes or digest(text) != block.digest:
             raise UserError(
-                f"{name} was decoded to something else than was encoded: the arithmetic here is not that of the "
+                f"{name} was decoded to a different text: the arithmetic here differs from that of the "
                 f"machine that wrote it"
             )
         return text

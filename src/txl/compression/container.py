@@ -156,7 +156,7 @@ class ContainerReader:
         if n_bytes != self._n_bytes or digest != self._digest.digest():
             raise self._damaged("its end")
         if self._file.read(1):
-            raise UserError(f"{self._name} has something behind its end; it is no single file of txl compress")
+            raise UserError(f"{self._name} has data after its end; expected one file that txl compress wrote")
 
     def decoded(self, text: bytes) -> None:
         """Add the decoded text of the block yielded last to the digest of all text."""

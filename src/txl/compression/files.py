@@ -138,7 +138,7 @@ def compress(
     if (model is None) == (online is None):
         raise UserError("expected a model to code by, or an online recipe, and not both")
     if dynamic is not None and model is None:
-        raise UserError("only a trained model adapts; an online one learns anyway")
+        raise UserError("dynamic evaluation needs a trained model; an online model always learns")
     if dynamic is not None and dynamic.segment < 1:
         raise UserError(f"segment is {dynamic.segment}; expected 1 token or more")
     if lanes is not None and not 1 <= lanes <= _MOST_LANES:
@@ -303,7 +303,7 @@ class _Setup:
         lanes, block = header.get("lanes"), header.get("block")
         for value, most in ((lanes, _MOST_LANES), (block, MOST_BLOCK)):
             if type(value) is not int or not 1 <= value <= most:
-                raise UserError("the file's header is not of a kind that this version understands")
+                raise UserError("this version of txl cannot read the file's header")
         assert isinstance(lanes, int)
         assert isinstance(block, int)
         self._lanes, self.block = lanes, block
@@ -312,7 +312,7 @@ class _Setup:
         lengths = header.get("lengths", {})
         names = {"mem_len", "window", "clamp_len"}
         if not isinstance(lengths, dict) or not lengths.keys() <= names:
-            raise UserError("the file's header is not of a kind that this version understands")
+            raise UserError("this version of txl cannot read the file's header")
         for key, value in lengths.items():
             if type(value) is not int and (key == "mem_len" or value not in (None, "none")):
                 raise UserError(f"the file's header has {key} {value!r}; expected a whole number")

@@ -62,8 +62,9 @@ class OnlineRecipe:
             ("eps", 0, math.inf),
             ("halved_after", 0, math.inf),
         ):
-            if not least <= getattr(self, name) < below:
-                raise UserError(f"{name} of the online recipe is {getattr(self, name)}, which no model can learn by")
+            value = getattr(self, name)
+            if not least <= value < below:
+                raise UserError(f"{name} of the online recipe is {value}; expected at least {least}, below {below}")
 
     def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; for the model, its family and the settings that are not defaults."""

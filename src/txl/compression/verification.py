@@ -104,4 +104,4 @@ class Verifier:
         self._complaints.seek(0)
         said = self._complaints.read().decode(errors="replace").strip().splitlines()
         reason = f": {said[-1].removeprefix('txl: ')}" if said else ""
-        return CommandFailed(f"verification failed, so nothing more was written: the text did not come back{reason}")
+        return CommandFailed(f"verification failed, so nothing more was written: the file cannot be decoded{reason}")

@@ -71,13 +71,13 @@ def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
     """
     public = BENCHMARKS.get(data.corpus)
     uses = {
-        "vocab_size": (data.unit == "bpe", f"{data.unit} tokens have no use for it"),
+        "vocab_size": (data.unit == "bpe", f"{data.unit} tokens do not use it"),
         **dict.fromkeys(
-            ("min_count", "max_words", "word_rule"), (data.unit == "word", f"{data.unit} tokens have no use for it")
+            ("min_count", "max_words", "word_rule"), (data.unit == "word", f"{data.unit} tokens do not use it")
         ),
         "normalise": (data.unit != "byte", "bytes are never changed"),
         **dict.fromkeys(("like_original", "verify"), (public is not None, "only public corpora have use for it")),
-        "boundary": (public is not None and public.sentences, "only lm1b has use for it"),
+        "boundary": (public is not None and public.sentences, "only lm1b uses it"),
     }
     usual = DataConfig()
     for name, (is_used, why) in uses.items():
@@ -170,9 +170,7 @@ def _named(name: str, whole: bool) -> str:
         raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
     name = absolute_path(name)
     if whole and is_named(name):
-        raise UserError(
-            f"{name} is read by its splits, {', '.join(SPLITS)}; only a text of your own is read as one, {WHOLE}"
-        )
+        raise UserError(f"{name} has the splits {', '.join(SPLITS)}; the split {WHOLE} exists only for your own text")
     return name
 
 
@@ -276,8 +274,8 @@ def _open(
     was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
         say(
-            f"note: <unk> or @-@ stands alone in {name}, so it was cut into words before: white space alone cuts it, "
-            f"and with <unk> no more words are left out (unless data.word_rule and data.min_count say so)",
+            f"note: {name} was cut into words before (<unk> or @-@ stands alone in it): only white space separates "
+            f"words, and with <unk> all words are kept; data.word_rule and data.min_count change that",
             quiet,
         )
     return corpus

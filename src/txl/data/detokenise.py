@@ -184,7 +184,6 @@ def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: s
         raise UserError(f"only words can be detokenised; this vocabulary's tokens are of the kind {vocabulary.kind!r}")
     if vocabulary.rule == "punctuation":
         raise UserError(
-            f"detokenise is {convention}, but this vocabulary's words say themselves how they are put together; leave "
-            f"it out"
+            f"detokenise is {convention}, but this vocabulary already marks which words are joined; leave it out"
         )
     return DetokenisingDecoder(vocabulary, convention, after)

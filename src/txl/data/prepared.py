@@ -269,7 +269,7 @@ def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: floa
     found = f"{unknown:,} of {tokens:,} {symbol}s of {where} ({_percent(unknown / tokens)}) are <unk>"
     if trained == 0:
         remedy = "data.min_count 2 would train it" if unit == "word" else "the units byte and bpe lack nothing"
-        return f"{found}, which training never saw: what the model says of them is noise, in all averages too; {remedy}"
+        return f"{found}, which training never saw: their losses are noise, also in every average; {remedy}"
     seen = "" if trained is None else f" (in training {_percent(trained)})"
     return (
         f"{found}{seen}: they count as one and the same {symbol}, whose spelling costs nothing, so the loss is lower "

@@ -217,7 +217,7 @@ class PublicCorpus:
         where = self.source if self.source is not None else "the download"
         text = "; ".join(differences)
         if self.verify:
-            hint = "; a text of your own that is only laid out like it needs data.verify false" if self.source else ""
+            hint = "; for your own text in this layout, set data.verify false" if self.source else ""
             raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{hint}")
         say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
 

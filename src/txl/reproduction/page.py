@@ -150,7 +150,7 @@ def _header(outcome: Outcome) -> str:
         and not outcome.compares_with_paper
         and definition.kind not in ("speed", "product")
     ):
-        state = note("The numbers of the two are not comparable; the order of the models within each is.", "warning")
+        state = note("The paper's numbers and ours are not comparable; compare the order of the models.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
 
@@ -162,10 +162,11 @@ def _claims(outcome: Outcome) -> str:
     rows = [[claim.key, claim.text, claim.paper, verdict.outcome, verdict.reason] for claim, verdict in judged]
     return section(
         "Claims",
-        table("As far as this table bears on them", ("claim", "here", "the paper", "outcome", "why"), rows),
+        table("Claims that this table tests", ("claim", "here", "the paper", "outcome", "why"), rows),
         note(
             "A difference counts where it exceeds half the width of a 95% confidence interval over the seeds "
-            "(Student’s t, pooled variance), written as ±; of lengths, where another one that was tried lies between. "
+            "(Student’s t, pooled variance), written as ±; two lengths differ only if a length between them "
+            "was tried. "
             "What is judged is the direction, not the paper’s amount."
         ),
     )
@@ -335,7 +336,7 @@ def _budget(outcome: Outcome) -> str:
     changed = [(result.row.key, _changed(result, outcome.scale.is_published)) for result in measured]
     return section(
         "Budgets",
-        table("What each model was given, a seed", heads, rows, range(1, 7)),
+        table("Training of each model, with one seed", heads, rows, range(1, 7)),
         *_convergence(outcome),
         pairs("What makes a row", changed),
     )
@@ -370,7 +371,7 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: Json
     ]
     return section(
         "Where and how",
-        pairs("The last stretch", rows),
+        pairs("Environment of the last command", rows),
         note(f"Everything on this page, and more, is in `{outcome.definition.name}.json` beside it."),
     )
 

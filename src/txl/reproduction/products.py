@@ -84,7 +84,7 @@ def least_tokens_of(product: Product, run: RunConfig, scale: Scale) -> dict[str,
     least = (run.eval.window or run.eval.mem_len + 1) + 1
     if scale.eval_tokens is not None and scale.eval_tokens < least:
         raise UserError(
-            f"--eval-tokens is {scale.eval_tokens}, but only after {least:,} tokens does one see all of the memory; "
+            f"--eval-tokens is {scale.eval_tokens}, but only after {least:,} tokens does a token see the whole memory; "
             f"expected {least:,} or more"
         )
     return {_ATTENTION_SPLIT: least}

@@ -231,7 +231,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
     """
     manifest = read_manifest(checkpoint)
     if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
-        raise UserError(f"{checkpoint}: a checkpoint of another run; it was brought here from elsewhere")
+        raise UserError(f"{checkpoint}: a checkpoint of another run, which was copied here")
     for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
         verify_file(checkpoint, name)
     read_state(checkpoint)
@@ -251,9 +251,9 @@ def read_manifest(checkpoint: Path) -> JsonObject:
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
     if manifest.get("sha256") != _own_sha256(manifest):
-        raise UserError(f"{path}: altered: it does not have the sha256 that it says; {_OTHERWISE}")
+        raise UserError(f"{path}: altered: its sha256 is wrong; {_OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
-        raise UserError(f"{path}: of step {manifest['step']}, in a directory of another; {_OTHERWISE}")
+        raise UserError(f"{path}: the manifest is of step {manifest['step']}, the directory of another; {_OTHERWISE}")
     return manifest
 
 

@@ -120,4 +120,4 @@ def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
         trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
     if len(trained_on) > 1:
         described = ", ".join(f"{each.path}: {each.config().data.corpus or 'none'}" for each in trained_on.values())
-        raise UserError(f"the runs have different corpora ({described}); say which to compare on: --data.corpus NAME")
+        raise UserError(f"the runs have different corpora ({described}); choose one for all: --data.corpus NAME")

@@ -118,12 +118,12 @@ def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
         return "not started"
     last = of_training[-1]
     if last["event"] == EventName.END:
-        return f"finished, but of no use: {last['diverged']}" if last.get("diverged") else "finished"
+        return f"finished, but the model is of no use: {last['diverged']}" if last.get("diverged") else "finished"
     if last["event"] == EventName.IMPORT:
         return "imported"
     if last["event"] == EventName.STOP:
-        return f"stopped ({last.get('reason')}); the same command goes on"
-    return "ended without saying so (killed?); the same command goes on"
+        return f"stopped ({last.get('reason')}); the same command continues"
+    return "ended unexpectedly (killed?); the same command continues"
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
