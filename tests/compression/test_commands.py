@@ -143,7 +143,9 @@ def test_a_text_that_does_not_come_back_is_not_written(tmp_path, monkeypatch):
     verifier = Verifier([], 1)
     try:
         verifier.send(b"no such file, and long enough to be one", b"text")
-        with pytest.raises(CommandFailed, match="did not come back: error: standard input is no file of txl compress"):
+        with pytest.raises(
+            CommandFailed, match="the file cannot be decoded: error: standard input is no file of txl compress"
+        ):
             verifier.take()
     finally:
         verifier.close()

@@ -69,7 +69,7 @@ def test_blocks_that_are_lost_doubled_or_swapped_are_told():
     for some in ([first, third], [first, first, second, third], [second, first, third], [first, second]):
         assert_refused(b"".join([header, *some, end]), "damaged")
     assert_refused(b"".join([header, first, second, third]), "cut off")
-    assert_refused(b"".join([header, first, second, third, end, b"\0"]), "behind its end")
+    assert_refused(b"".join([header, first, second, third, end, b"\0"]), "after its end")
 
 
 def test_another_file_and_another_version():

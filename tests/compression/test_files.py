@@ -295,7 +295,7 @@ def test_a_payload_of_other_probabilities_is_told_by_its_text():
     record[-5 - len(block.payload) // 2] ^= 1  # amid the payload, and its checksum made to match
     record[-4:] = zlib.crc32(bytes(record[:-4]), zlib.crc32(head[:-4])).to_bytes(4, "little")
     out = io.BytesIO()
-    with pytest.raises(UserError, match="decoded to something else"):
+    with pytest.raises(UserError, match="decoded to a different text"):
         decompress(io.BytesIO(head + bytes(record)), out, name="FILE", load=lambda: model)
     assert out.getvalue() == b""
 

@@ -100,7 +100,7 @@ def test_what_is_generated_joins_the_prompt_and_needs_no_detokenising():
     ids = vocabulary.encode("x, (the mill)")[1:]
     assert "".join(decoder.push(int(token)) for token in ids) == ", (the mill)"
     assert convention_of(vocabulary) is None
-    with pytest.raises(UserError, match="detokenise is wikitext, but this vocabulary's words say themselves"):
+    with pytest.raises(UserError, match="detokenise is wikitext, but this vocabulary already marks"):
         text_decoder(vocabulary, "wikitext")
     with pytest.raises(UserError, match="rule punctuation has <eos> and <unk>, not <S> and <unk>"):
         WordVocabulary(["<S>", "<unk>"], eos="<S>", rule="punctuation")

@@ -213,7 +213,7 @@ def test_without_libraries_and_compiler_pytorch_computes(installed, story):
         library.unlink()
     (installed.work / "my.txt").write_bytes(story.read_bytes())
     said = installed.run("txl", "score", "run", "my.txt", "-o", "again.tsv").stderr
-    assert "without compiled code: no C++ compiler found" in said
+    assert "PyTorch is used instead: no C++ compiler found" in said
     bits = [
         [float(line.split("\t")[6]) for line in (installed.work / name).read_text().splitlines()[2:]]
         for name in ("surprisal.tsv", "again.tsv")

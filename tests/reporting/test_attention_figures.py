@@ -159,7 +159,7 @@ def test_what_follows_is_seen_whatever_it_is(following, shown):
     [
         (N_KEY, None),
         (30, "Beyond the dotted line not every token"),
-        (1, "The farther back, the fewer tokens have one there"),
+        (1, "Fewer tokens have a key at greater distances"),
     ],
 )
 def test_distances_that_not_every_token_reaches_are_told(min_keys, said):
@@ -167,7 +167,7 @@ def test_distances_that_not_every_token_reaches_are_told(min_keys, said):
     lines = drawn(lambda figure: draw_average(figure, record)).axes[0].lines
     assert [np.asarray(line.get_xdata())[0] for line in lines] == ([-29.5] if min_keys == 30 else [])
     page = attention_section(record)
-    assert ("weights fall off" in page) == (said is not None)
+    assert ("weights decrease there for every head" in page) == (said is not None)
     assert said is None or said in page
 
 

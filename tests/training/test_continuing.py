@@ -104,7 +104,7 @@ def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path,
         with pytest.raises(RunInterrupted):
             Trainer(run, tmp_path / "run", data_dir=data_dir).fit()
     told = capsys.readouterr().err
-    assert "note: model.attention fastest (compiled) needs the library" in told
+    assert "note: model.attention fastest (compiled) needs the compiled library" in told
     assert told.count("no C++ compiler found (c++)); shifted is used, which is slower") == 1
     train(run, tmp_path / "run", data_dir)
     assert attentions(tmp_path / "run") == ["shifted", "shifted"]
@@ -148,7 +148,10 @@ def test_a_run_with_compiled_attention_does_not_go_on_without_it(story, data_dir
             stop_after(patch, 4)
             with pytest.raises(RunInterrupted):
                 train(run, tmp_path / "run", data_dir)
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="model.attention compiled needs the lib"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UserError, match="model.attention compiled needs the compiled library"),
+        ):
             patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
             train(run, tmp_path / "run", data_dir)
     train(run, tmp_path / "run", data_dir)
