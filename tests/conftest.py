@@ -1,11 +1,11 @@
-"""What several test files share: real text, and a small run that has been trained once."""
+"""Shared fixtures and helpers: real text, and a small run that is trained once."""
 
 from __future__ import annotations
 
 import os
 
-# Several test processes with several threads each would wait for one another more than they compute. Set before torch
-# is imported, and inherited by the commands that tests start.
+# Parallel test processes with several threads each would spend more time waiting for one another than computing. This
+# must be set before torch is imported; commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
@@ -20,7 +20,7 @@ shapes.install()
 
 from txl.config import RunConfig, leaf_fields, with_options
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the commands under test must not be
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job; tested commands need SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SENTENCES = (
@@ -34,13 +34,13 @@ SENTENCES = (
 
 @pytest.fixture
 def any_shapes(monkeypatch):
-    """Leave shapes unchecked, so that wrong ones reach the code."""
+    """Disable shape checks, so that tensors of wrong shapes reach the code."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session", name="test_data")
 def folder_of_real_text() -> Path:
-    """The folder of real text that TXL_TEST_DATA names."""
+    """Folder of real text, the value of the environment variable TXL_TEST_DATA."""
     folder = os.environ.get("TXL_TEST_DATA")
     if not folder:
         pytest.skip("TXL_TEST_DATA names no folder of real text")
@@ -49,7 +49,7 @@ def folder_of_real_text() -> Path:
 
 @pytest.fixture(scope="session")
 def story(tmp_path_factory) -> Path:
-    """A small UTF-8 text with an inner order: numbered lines made of a few sentences."""
+    """Small UTF-8 text with regularities to learn: numbered lines made of a few sentences."""
     path = tmp_path_factory.mktemp("text") / "story.txt"
     lines = [f"{number}. {SENTENCES[number * 7 % len(SENTENCES)]}" for number in range(400)]
     path.write_text("".join(lines), encoding="utf-8", newline="")
@@ -58,12 +58,12 @@ def story(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
-    """Where the tests' corpora are prepared."""
+    """Directory for the corpora that tests prepare."""
     return tmp_path_factory.mktemp("corpora")
 
 
 def small_run(corpus: str, **options: str) -> RunConfig:
-    """A configuration that trains in a second or two; options as on the command line, `model.n_layer="3"`."""
+    """Return a configuration that trains in a second or two; options are set by name, as in `model.n_layer="3"`."""
     base = {
         "data.corpus": corpus,
         "model.n_layer": "2",
@@ -92,7 +92,7 @@ def small_run(corpus: str, **options: str) -> RunConfig:
 
 
 def options_of(run: RunConfig) -> list[str]:
-    """A configuration as command-line options."""
+    """Return a configuration as command-line options."""
     given = []
     for name, _, _, value in leaf_fields(run):
         if name == "name":
@@ -104,7 +104,7 @@ def options_of(run: RunConfig) -> list[str]:
 
 @pytest.fixture(scope="session")
 def trained(story, data_dir, tmp_path_factory) -> Path:
-    """A run directory of a small model that was trained to its end. Tests that change it copy it."""
+    """Run directory of a small model, trained to the last step. Tests that change files work on a copy."""
     from txl.training.trainer import Trainer
 
     out = tmp_path_factory.mktemp("runs") / "small"

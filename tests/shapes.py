@@ -1,6 +1,6 @@
-"""The check of tensor shapes while tests run: annotations such as `Float[Tensor, "B T E"]`, at every call.
+"""Check of tensor shapes while tests run: every call is compared with annotations such as `Float[Tensor, "B T E"]`.
 
-`conftest.py` installs it before txl is imported. A test of what users are told about wrong shapes takes the fixture
+`conftest.py` installs the check before txl is imported. Tests of the messages about wrong shapes use the fixture
 `any_shapes`.
 """
 
@@ -21,8 +21,8 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def install() -> None:
-    """Have the functions of `PACKAGES` checked that say shapes; call it before they are imported."""
-    jaxtyping.jaxtyped = _where_shapes_are_said  # the hook puts it in front of every function, which would be slow
+    """Check the functions of `PACKAGES` whose annotations have shapes; call this before the packages are imported."""
+    jaxtyping.jaxtyped = _where_shapes_are_said  # the hook decorates every function; checking all is slow
     jaxtyping.install_import_hook(list(PACKAGES), "tests.shapes.checked")
 
 
@@ -48,7 +48,7 @@ def _unless_compiling(function: Callable[..., Any], known: Callable[..., Any]) -
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its tensors checked, and nothing else: tests give other arguments wrong on purpose."""
+    """Return the function with checks of tensors only: tests pass other arguments of wrong types on purpose."""
     hints = {name: _checkable(hint) for name, hint in function.__annotations__.items() if _has_shape(hint)}
     if not hints:
         return function
@@ -57,7 +57,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkable(hint: Any) -> Any:
-    """Return the hint with anything in the place of a state, which may be of any class."""
+    """Return the hint with `object` in place of each state of a tuple: a state may be of any class."""
     if get_origin(hint) is tuple:
         return tuple[tuple(object if _is_state(each) else each for each in get_args(hint))]
     return hint

@@ -1,4 +1,4 @@
-"""Operations that are counted by the formula are those that the model makes; benches print what they promise."""
+"""The formula counts the operations that a model performs; `txl bench` prints all promised results."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_the_formula_counts_what_a_profiler_counts(memory, frozen):
     if memory:
         state = state.filled_with_noise()
     tokens = torch.randint(V, (B, T))
-    with torch.no_grad(), compiled_code(False):  # which a profiler of PyTorch's operations does not see
-        _, state = model.nll(tokens, tokens, state)  # frozen: now everything about the memory is known
+    with torch.no_grad(), compiled_code(False):  # PyTorch's profiler does not count compiled code
+        _, state = model.nll(tokens, tokens, state)  # frozen: caches keys, values and W_kR R
         with FlopCounterMode(display=False) as forward:
             model.nll(tokens, tokens, state if memory else model.init_state(B))
     expected = forward_operations(SHAPE, V, B, T, memory, frozen=frozen)
-    # The column of padding is multiplied, but needed by nobody; and an empty memory does not know R yet.
+    # The column of padding is multiplied, but its products are not used. An empty memory has no W_kR R cached yet.
     padding = SHAPE.n_layer * 2 * B * T * SHAPE.n_head * SHAPE.d_head
     first = SHAPE.n_layer * 2 * T * SHAPE.d_model * SHAPE.n_head * SHAPE.d_head if frozen and not memory else 0
     assert forward.get_total_flops() == expected + padding + first
 
 
 def test_a_training_step_is_counted_as_three_forward_passes():
-    """All but the first layer's: nothing needs a gradient with respect to R or to the memory."""
+    """The formula is slightly too high: no layer computes the gradient with respect to R, which is a constant."""
     model = build_model(SHAPE, V)
     tokens = torch.randint(V, (B, T))
     with FlopCounterMode(display=False) as both:
@@ -116,7 +116,7 @@ print(int(kept), sum(faults[6:]))
         found[mode] = [int(part) for part in done.stdout.split()]
     if not found["keep"][0]:
         pytest.skip("this C library is not glibc")
-    assert found["keep"][1] < found["default"][1] / 4  # seen: a sixtieth to a tenth
+    assert found["keep"][1] < found["default"][1] / 4  # measured: 1/60 to 1/10
 
 
 def test_keep_freed_memory_says_no_elsewhere(monkeypatch):

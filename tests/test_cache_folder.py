@@ -1,4 +1,4 @@
-"""Where the cache is, with a home folder and without."""
+"""The folder of the cache, with and without a home folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from txl.data.corpora import data_directory
 
 @pytest.fixture
 def nowhere(monkeypatch, tmp_path):
-    """No home folder, a user that the system does not know, and an empty temporary folder."""
+    """Empty temporary folder, for a user without a home folder and without an entry in the system's user database."""
     for name in ("HOME", "XDG_CACHE_HOME", "TXL_DATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)
@@ -41,7 +41,7 @@ def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, 
     assert found.stat().st_mode & 0o777 == 0o700
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"note: no home folder is known; the cache is {found}, which may be emptied any time"
-    assert data_directory("~/data") == Path("~/data")  # as a shell leaves it
+    assert data_directory("~/data") == Path("~/data")  # `~` stays, as in a shell without HOME
 
 
 def test_a_home_that_cannot_be_is_as_none(nowhere, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""The command line: commands, and what they print."""
+"""The commands of the command line, and their output."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_prompt_may_hold_an_undecodable_byte(unit, story, data_dir, tmp_path, 
 
 @pytest.mark.parametrize("unit", ["char", "word", "bpe"])
 def test_a_run_of_before_goes_on_with_the_text_as_it_read_it(unit, story, data_dir, tmp_path, capsys):
-    """Its config.json has no rule of words and `min_count` 1; the same command finds the same text."""
+    """An older config.json has no `word_rule` and `min_count` 1; the same command must use the same prepared text."""
     (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + story.read_bytes().replace(b"\n", b"\r\n"))
     given = {"data.unit": unit, "data.vocab_size": "280", "train.steps": "4"}
     as_before = {"data.normalise": "false", "data.min_count": "1"} | (
@@ -255,7 +255,7 @@ def test_a_run_of_before_goes_on_with_the_text_as_it_read_it(unit, story, data_d
     assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
     before = json.loads(capsys.readouterr().out)
     txl.Trainer(run, out, data_dir=data, quiet=True).fit()
-    assert len(list(data.iterdir())) == 1  # nothing was prepared anew
+    assert len(list(data.iterdir())) == 1  # no corpus was prepared again
     stored = RunDirectory(out).config().data
     assert (stored.word_rule, stored.normalise) == ("whitespace" if unit == "word" else None, False)
     assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0

@@ -1,4 +1,4 @@
-"""The command line's options: their list, their help, short forms, completion."""
+"""Options of the command line: names, help, short forms and completion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from txl.config import RunConfig, leaf_fields
 
 
 def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoticed():
-    """Users' scripts rely on these names: removing one is a change of the contract, and has to be made here too."""
+    """Users' scripts rely on these option names. Removing one breaks such scripts, so this list must change too."""
     promised = (
         "n_layer d_model n_head d_head d_inner d_embed mem_len window clamp_len dropout dropatt dropout_r pre_norm "
         "untie_r cutoffs div_val attention"
@@ -32,7 +32,7 @@ def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoti
 
 
 def parsers(parser: Any = None) -> Iterator[Any]:
-    """Yields the parsers of all commands, those of `txl data` and `txl bench` too."""
+    """Yield the parsers of all commands, including the subcommands of `txl data` and `txl bench`."""
     parser = build_parser() if parser is None else parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""Every mistake on the command line is one clear line with exit code 2."""
+"""Every mistake on the command line prints one clear line and ends with exit code 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUGE, IN_RANGE = "9" * 20, f"expected a whole number from -{2**53} to {2**53}"
 
 @pytest.fixture
 def refused(capsys):
-    """Runs a command that must be refused, and returns its one line."""
+    """Function that runs a command which must be refused, and returns the line of the error."""
 
     def run(*words: str) -> str:
         code = main(list(words))

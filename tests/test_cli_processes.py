@@ -1,4 +1,4 @@
-"""The command line as a process: what it imports, Ctrl-C at any moment, readers that leave."""
+"""The command line as a process: imports, Ctrl-C at any moment, and readers that close a pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_python_m_txl_is_the_same_command():
 
 
 def test_what_needs_no_torch_does_not_load_it(trained, tmp_path):
-    """Importing it takes seconds; one process for all, which names the first command that did."""
+    """Importing torch takes seconds. One process runs all commands; its error names the first that imports torch."""
     no_torch = [
         ["--help"], ["--version"], ["presets"], ["presets", "--json"], ["data", "list"], ["data", "--help"],
         ["status", str(trained)], ["status", "no-run"], ["evel"], ["train", "--help"], ["train", "stdlib-tinny"],
@@ -66,14 +66,14 @@ sys.exit(7)
 
 
 def command_with(module: str, folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m txl` where importing a module sends the process SIGINT, swallows what comes, and exits with 7."""
+    """Run `python -m txl` with a module whose import sends SIGINT, swallows the exception and exits with code 7."""
     (folder / f"{module}.py").write_text(INTERRUPTED_IMPORT)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "txl", *words]
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, **options)
 
 
-@pytest.mark.parametrize("module", ["difflib", "torch"])  # of the command line itself, and of the command
+@pytest.mark.parametrize("module", ["difflib", "torch"])  # imported by the command line, and by the command
 def test_ctrl_c_while_modules_are_imported_ends_the_command_quietly(module, tmp_path):
     done = command_with(module, tmp_path, "train", "stdlib-tiny", "--out", "x")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "txl: interrupted\n")
@@ -105,7 +105,7 @@ def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
     command = [sys.executable, "-c", code, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # from here on it is our code that runs
+        process.stdout.readline()  # from here on, the code of txl runs
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)
@@ -117,7 +117,7 @@ def test_ctrl_c_at_any_moment_of_a_start(seconds, tmp_path):
 def test_ctrl_c_while_a_command_waits(trained):
     command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt-file", "-"]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        time.sleep(1.5)  # it reads
+        time.sleep(1.5)  # until the command reads standard input
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert process.stderr is not None

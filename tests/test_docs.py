@@ -1,4 +1,4 @@
-"""The documentation: its generated tables name everything, its commands parse, its links lead somewhere."""
+"""The documentation: generated tables are complete, commands parse, and links lead to files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_links_lead_to_files(page):
     "page", [page for page in PAGES if page.parent.name == "explanation" or page.stem == "architecture"], ids=of
 )
 def test_functions_and_files_of_the_code_are_where_they_are_said_to_be(page):
-    """`score_terms` in `attention/equations.py`, say, or several names joined by "and"."""
+    """Check phrases like "`score_terms` in `attention/equations.py`", also with several names joined by "and"."""
     text, package = " ".join(page.read_text(encoding="utf-8").split()), Path(txl.__file__).parent
     for name in re.findall(r"`([\w/]+/\w+\.(?:py|cpp))`", text):
         assert (package / name).is_file() or (DOCS.parent / name).is_file(), name

@@ -1,4 +1,4 @@
-"""The first word of every docstring says at once what stands there: a verb, or a noun phrase."""
+"""Every docstring begins with a verb or a noun phrase, not in the middle of a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say."""
+"""The examples run as described in their docstrings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_training_in_one_file(story, data_dir):
     assert [int(mem_len) for mem_len, _, _ in measured] == [0, 32, 64]
     assert len({n_token for _, _, n_token in measured}) == 1
     assert all(float(bits) < losses[0] for _, bits, _ in measured)
-    assert done.stdout.split(" tokens of the test split\n")[-1].strip("\n")  # what was generated
+    assert done.stdout.split(" tokens of the test split\n")[-1].strip("\n")  # the generated text
 
 
 def run(name: str, *words: object) -> str:
-    """Runs an example, and returns what it printed."""
+    """Run an example, and return its output."""
     command = [sys.executable, str(EXAMPLES / name), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,12 +42,12 @@ def test_reading_times_that_were_drawn_are_explained_as_they_were_drawn(trained,
     found = {name: (float(value), float(low), float(high)) for name, value, low, high in COEFFICIENTS.findall(printed)}
     assert list(found) == ["surprisal", "surprisal of the word before", "length", "log frequency"]
     value, low, high = found["surprisal"]
-    assert low < 4 < high  # what --simulate draws with
+    assert low < 4 < high  # the coefficient that --simulate draws with
     assert low < value < high < 8
     assert (tmp_path / "study" / "reading_times.png").read_bytes().startswith(b"\x89PNG")
     rows = (tmp_path / "study" / "words.tsv").read_text(encoding="utf-8").splitlines()
     assert rows[0] == "word\ttext\tsurprisal"
-    assert len(rows) - 1 == len(text.read_text(encoding="utf-8").split()) - 1  # the first word has nothing before it
+    assert len(rows) - 1 == len(text.read_text(encoding="utf-8").split()) - 1  # the first word has no surprisal
 
 
 def test_reading_times_of_a_table_are_read_and_pauses_left_out(trained, story, tmp_path):
@@ -58,7 +58,7 @@ def test_reading_times_of_a_table_are_read_and_pauses_left_out(trained, story, t
     rows = [f"{word}\t{reader}\t{200 + 10 * word % 37}\n" for reader in ("ada", "ben") for word in range(60)]
     times.write_text("word\treader\tmilliseconds\n" + pause + "".join(rows))
     printed = run("reading_times.py", trained, text, "--times", times, "--out", tmp_path / "study")
-    assert "116 reading times of 2 readers" in printed  # two readers; words 0 and 1 lack a word before them
+    assert "116 reading times of 2 readers" in printed  # two readers; no surprisal of the word before for words 0 and 1
 
 
 def test_fine_tuning_an_imported_checkpoint(tmp_path):
@@ -70,8 +70,8 @@ def test_fine_tuning_an_imported_checkpoint(tmp_path):
     words = [golden, "--vocabulary", tmp_path / "vocab.txt", "--corpus", tmp_path / "my.txt", "--out", tmp_path / "out"]
     words += ["--data-dir", tmp_path / "data", "--steps", 150, "--batch-size", 4, "--segment", 8, "--dropout", 0]
     words += ["--learning-rate", 0.02, "--eval-tokens", 200]
-    for _ in range(2):  # a second time it finds its runs, and says the same
+    for _ in range(2):  # the second time, the example finds its runs and prints the same
         printed = run("fine_tune.py", *words)
         found = re.search(r"perplexity on \d+ tokens: ([\d.]+) before, ([\d.]+) after", printed)
         assert found is not None, printed
-        assert float(found[2]) < len(symbols) < float(found[1])  # better than guessing, and than before
+        assert float(found[2]) < len(symbols) < float(found[1])  # worse than guessing before, better after

@@ -1,4 +1,4 @@
-"""Families of models: each has its own fields alone, and files and options of one become another's where they can."""
+"""Families of models: each has only its own fields; files and options of one family convert to another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ONE_CLASS: dict[str, Any] = {
     "kind": "transformer", "d_hidden": None, "d_last": None, "weight_drop": 0.0, "kernel_sizes": [2], "zoneout": 0.0,
     "n_softmax": 1, "dropout_latent": None,
 }  # fmt: skip
-"""A model as config.json had it when one class had the fields of all families."""
+"""Model of an older config.json, written when one class had the fields of all families."""
 VANILLA = {"encoding": "learned", "mem_len": 0}
 LSTM = {"kind": "lstm", "mem_len": 0}
 
@@ -51,7 +51,7 @@ def read(**changes: Any) -> RunConfig:
     ("changes", "family", "own"),
     [
         ({"untie_r": True, "encoding": "shaw"}, "transformer-xl", {"untie_r": True, "encoding": "shaw", "mem_len": 8}),
-        # What did nothing in a model without memory, and was never refused there, is left out.
+        # Fields without effect in a model without memory, which were never refused there, are left out.
         (VANILLA | {"dropout_r": 0.0, "untie_r": True, "max_segment": 9}, "vanilla", {"max_segment": 9}),
         (VANILLA | {"encoding": "sinusoid", "n_target": 2}, "vanilla", {"encoding": "sinusoid", "n_target": 2}),
         (LSTM | {"weight_drop": 0.5}, "recurrent", {"kind": "lstm", "weight_drop": 0.5, "kernel_sizes": (2,)}),
@@ -90,7 +90,7 @@ def test_options_that_cross_families_convert_the_model():
     run = with_options(RunConfig(), shape | {"model.mem_len": "7"})
     vanilla = with_options(run, {"model.encoding": "sinusoid", "model.mem-len": "0"})
     assert vanilla.model == VanillaConfig(encoding="sinusoid", d_model=16, dropout_out=0.3, n_head=4)
-    # A model without memory does not get one by the way.
+    # Changing the family does not add memory.
     back = with_options(vanilla, {"model.family": "transformer-xl"})
     assert back.model == TransformerXLConfig(d_model=16, dropout_out=0.3, n_head=4, mem_len=0)
     with pytest.raises(UserError, match=r"model\.n_head is 4, but model\.kind is qrnn.*of Transformers;.*default, 8"):
@@ -109,7 +109,7 @@ def test_an_option_that_does_nothing_is_refused_even_where_a_file_may_have_it():
 
 def test_a_script_cannot_set_what_a_family_lacks_nor_leave_its_family():
     model: Any = txl.preset("ptb-awd-lstm").model
-    model.mem_len = 0  # says nothing
+    model.mem_len = 0  # allowed: a model without memory has length 0
     for name, value in (("mem_len", 5), ("n_head", 4)):
         with pytest.raises(UserError, match=rf"model\.{name} is {value}, but model\.kind is lstm"):
             setattr(model, name, value)
@@ -132,7 +132,7 @@ def test_every_family_is_registered_and_names_itself():
 
 
 def test_numbers_outside_of_a_field_s_limits_are_refused():
-    """Every field with limits, at the first value beyond each of them."""
+    """Check every field with limits, at the first value beyond each limit."""
     run = RunConfig()
     sections: list[Any] = [TransformerXLConfig(), VanillaConfig(), RecurrentConfig(), run.data, run.train, run.eval]
     for section in sections:
@@ -145,7 +145,7 @@ def test_numbers_outside_of_a_field_s_limits_are_refused():
 
 
 def test_fields_that_a_run_that_goes_on_may_change():
-    """Adding one needs a thought: nothing that a run computes may depend on it."""
+    """A field may be added only if no number that a run computes depends on it."""
     assert may_change() == {
         "name", "train.log_every", "train.eval_every", "train.checkpoint_every", "train.keep_checkpoints",
         "train.parallel", "train.async_checkpoints", "train.on_save_error", "train.max_skipped", "train.planned_minutes",
@@ -166,7 +166,7 @@ def test_fields_that_a_run_that_goes_on_may_change():
     ],
 )
 def test_help_shows_the_family_s_fields_alone(words, lacking, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")  # or names are broken at hyphens
+    monkeypatch.setenv("COLUMNS", "300")  # in narrower help, names are broken at hyphens
     with pytest.raises(SystemExit) as left:
         main([*words, "--help"])
     assert left.value.code == 0
@@ -184,17 +184,17 @@ _SERVES_ONE = {
     "interop/export_run.py",
 }
 _KNOWS_ONE = {
-    "attention/backends.py",  # the encoding that a way of attending computes
+    "attention/backends.py",  # the encodings that a backend computes
     "benchmarking/operations.py",
-    "commands/recl.py",  # the context that training had
+    "commands/recl.py",  # the context length in training
     "reproduction/measuring.py",
     "reproduction/converging.py",  # `attention`, a setting of one family
-    "training/compilation.py",  # what a CUDA graph may replay
+    "training/compilation.py",  # models and states that a CUDA graph can replay
 }
 
 
 def test_only_these_files_ask_which_family_a_model_is():
-    """Elsewhere a property of the configuration or the model answers; a file that no longer asks leaves the lists."""
+    """Other files use properties of the configuration or model. A file that needs no check leaves the lists."""
     source = Path(txl.__file__).parent
     kind = re.compile(r"(model|config|shape)\.(kind|encoding)\b(?! is)")
     family = re.compile(r"isinstance\(.*\b(TransformerXL|TransformerXLConfig|Recurrent\w*|Vanilla\w*|Memory)\b")

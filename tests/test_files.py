@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and their permissions."""
+"""Files are written completely or not at all, with the usual permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: what is drawn, what is shown, and that a prompt is read rightly however long it is."""
+"""Generation: drawn tokens, emitted text, and prompts of any length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_greedy_takes_the_likeliest_by_hand(model):
     ids = [int(token) for token in LETTERS.encode("abc")]
     for _ in range(10):
         log_probs, _ = model.log_probs(torch.tensor([ids]), model.init_state(1))
-        ids.append(1 + int(log_probs[0, -1, 1:].argmax()))  # id 0 is <unk>, of which no text can be made
+        ids.append(1 + int(log_probs[0, -1, 1:].argmax()))  # id 0 is <unk>, which has no text
     assert text(model, temperature=0, max_tokens=10) == LETTERS.decode(ids[3:])
 
 
@@ -59,7 +59,7 @@ def test_a_prompt_longer_than_memory_and_segment_equals_reading_it_token_by_toke
     expected = text(model, prompt)
     monkeypatch.setattr("txl.generation.reading.PROMPT_SEGMENT", 1)
     assert text(model, prompt) == expected
-    # ... and all that lies beyond two layers of window 7 does not count.
+    # Tokens beyond the reach of two layers with window 7 change nothing.
     assert text(model, prompt[-14:]) == expected
 
 
@@ -102,7 +102,7 @@ def test_sampling_follows_the_distribution_and_its_cuts():
     assert np.abs(draws(Sampling(None), PROBABILITIES) - PROBABILITIES).max() < 0.03
     top_two = draws(Sampling(top_k=2), PROBABILITIES)
     assert np.abs(top_two - np.array([0, 4 / 7, 0, 3 / 7, 0])).max() < 0.03
-    nucleus = draws(Sampling(None, top_p=0.75), PROBABILITIES)  # 0.4 + 0.3 < 0.75, so a third one belongs to it
+    nucleus = draws(Sampling(None, top_p=0.75), PROBABILITIES)  # 0.4 + 0.3 < 0.75, so a third token is included
     assert nucleus[[0, 2]].sum() == 0
     assert nucleus[4] > 0.1
     assert (draws(Sampling(None, top_p=1e-9), PROBABILITIES) == [0, 1, 0, 0, 0]).all()
@@ -135,7 +135,7 @@ def test_stop_strings_hold_back_only_what_may_be_their_beginning():
 
 def test_several_bytes_of_a_character_appear_as_one_piece():
     class Spelling(LanguageModel[NoMemory]):
-        """Says the same text again and again."""
+        """Model that predicts the same text again and again."""
 
         vocab_size = 256
 

@@ -21,7 +21,7 @@ for name in sys.argv[1:]:
 
 
 def imported(path: Path, names: set[str]) -> set[str]:
-    """Modules of the package that a file imports when it is imported itself, and the packages that they lie in."""
+    """Return the modules of txl that are imported when a file is imported, and the packages that contain them."""
     found: set[str] = set()
     waiting: list[ast.AST] = [*ast.parse(path.read_text(encoding="utf-8")).body]
     while waiting:
@@ -39,7 +39,7 @@ def imported(path: Path, names: set[str]) -> set[str]:
 
 
 def test_every_module_can_be_imported_first():
-    """Only one that imports itself in the end could fail, so that those alone are tried."""
+    """Only modules in an import cycle can fail, so only these modules are tried."""
     files = {".".join(("txl", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     parents = {name: name.rpartition(".")[0] for name in files}
@@ -55,13 +55,13 @@ def test_every_module_can_be_imported_first():
         return seen
 
     circular = sorted(name for name in files if name in reached(name))
-    assert "txl.attention.shifted" in circular  # by way of its package
+    assert "txl.attention.shifted" in circular  # through its package
     done = subprocess.run([sys.executable, "-c", FIRST, *circular], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_model_is_imported_without_pytorch_s_compiler():
-    """It takes as long to import as PyTorch itself, and only `train.compile` and optimisers need it."""
+    """The compiler takes as long to import as PyTorch itself; only `train.compile` and optimisers need it."""
     code = "import sys, txl.models, txl.generation.text, txl.evaluation.perplexity, txl.training.trainer; "
     code += "sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,6 +1,6 @@
-"""The order of the packages: each imports from those before it, never from one behind it, and nothing goes in circles.
+"""The order of the packages: each imports only from packages before it, and imports form no cycle.
 
-Imports inside of functions count too: they hide a circle, they do not open it.
+Imports inside functions count too: they hide a cycle, but do not remove it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDER = (
     ("cli", "huggingface"),
     ("__main__",),
 )
-"""From the ground up, as `docs/architecture.md` draws it; packages on one line do not know each other."""
+"""Lowest level first, as in `docs/architecture.md`; packages on one line do not import each other."""
 
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MODULES = {
@@ -47,7 +47,7 @@ MODULES = {
 
 
 def _imported(module: str, path: Path) -> set[str]:
-    """The modules of this project that a module imports, wherever in the file."""
+    """Return the modules of this project that a module imports, anywhere in its file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
@@ -57,7 +57,7 @@ def _imported(module: str, path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         of_ours = [name for name in names if name in MODULES]
-        # `from txl.models import memory` needs the module; `from txl.models import build_model` the package.
+        # `from txl.models import memory` imports the module; `from txl.models import build_model` imports the package.
         found |= set(of_ours[1:] or of_ours) if isinstance(node, ast.ImportFrom) else set(of_ours)
     return found - {module}
 
@@ -66,7 +66,7 @@ IMPORTS = {module: _imported(module, path) for module, path in MODULES.items()}
 
 
 def _package(module: str) -> str | None:
-    """The package or the single file right below `txl`; None for `txl` itself, whose stub of names is lazy."""
+    """Return the package or single file directly below `txl`; None for `txl` itself, which loads names lazily."""
     return module.split(".")[1] if "." in module else None
 
 
@@ -87,7 +87,7 @@ def test_no_import_runs_upwards():
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Return the modules of a circle; none if there is no circle."""
+    """Return the modules of an import cycle; an empty list if there is no cycle."""
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
@@ -101,7 +101,7 @@ def test_no_imports_go_in_circles():
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, txl, txl.presets, txl.config, txl.cli; txl.cli.build_parser(); "  # which imports every command
+    code = "import sys, txl, txl.presets, txl.config, txl.cli; txl.cli.build_parser(); "  # imports every command
     code += "sys.exit(sorted({'torch', 'numpy'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

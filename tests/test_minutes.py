@@ -1,4 +1,4 @@
-"""`txl train --minutes`: the rule over sizes and times, on machines that are made up, and the command."""
+"""`txl train --minutes`: the choice of a model for many text sizes and times on made-up machines, and the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MINUTES = (2, 10, 30, 120, 360)
 
 
 def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> StepTimes:
-    """Seconds of a machine with this many operations a second, half as many in training with dropout."""
+    """Return the step times of a machine with `rate` operations a second, half as many in training with dropout."""
     assert isinstance(run.model, TransformerXLConfig)
     tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
     slower = 2 if run.model.dropout else 1
@@ -154,7 +154,7 @@ def test_the_constants_are_those_that_the_curves_give():
         assert getattr(rule, name) == pytest.approx(fitted[name], rel=0.01), name
 
 
-# The look at a text.
+# Facts of a text.
 
 
 def test_facts_of_a_text(tmp_path: Path):
@@ -187,7 +187,7 @@ TINY = [
 
 
 class Train:
-    """The command, on a machine whose steps take two seconds as far as the choice knows."""
+    """`txl train`, with a measurement that always reports two seconds per step."""
 
     def __init__(self, text: Path, folder: Path):
         self.text, self.folder = text, folder
@@ -234,7 +234,7 @@ def test_the_same_command_goes_on_without_choosing_again(
 
 def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Killed(BaseException):
-        """As if the process ended here."""
+        """Imitated end of the process."""
 
     assert train("--minutes", "1", out="whole") == 0
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
@@ -246,7 +246,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, mo
             stopped.append(step)
             raise Killed
 
-    # The choice depends on the time that has gone by, so the run that is stopped has the configuration of the whole.
+    # The choice depends on elapsed time, so the stopped run is given the configuration of the complete run.
     chosen = RunConfig.from_dict(config)
     monkeypatch.setattr("txl.commands.train._chosen", lambda *_: chosen)
     monkeypatch.setattr(TrainingLoop, "_evaluate_and_save", stop_in_the_middle)
@@ -308,7 +308,7 @@ def test_time_that_went_by_in_the_choice_is_counted(
 
     def slow(*given):
         choice = real(*given)
-        monkeypatch.setattr(measuring, "AIM", -1.0)  # as if the minute were over
+        monkeypatch.setattr(measuring, "AIM", -1.0)  # as if the minute had passed
         return choice
 
     monkeypatch.setattr(measuring, "choose", slow)

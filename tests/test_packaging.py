@@ -1,4 +1,4 @@
-"""What a package promises: one version, complete pins, documented extras, nothing imported that a system may lack."""
+"""Packaging: one version, complete pins, documented extras, and no imports that another system may lack."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ print("".join(txl.generate(model, vocabulary, "The ", max_tokens=5, seed=1)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are imitated on Linux")
 def test_what_other_systems_lack_is_not_needed(story, tmp_path):
-    """In an interpreter that is this one's but for what macOS and Windows have not, everything imports and trains."""
+    """Import all modules and train, in an interpreter without the functions that macOS and Windows lack."""
     command = [sys.executable, "-c", ELSEWHERE, story, tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     assert done.returncode == 0, done.stderr[-3000:]

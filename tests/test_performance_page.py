@@ -1,4 +1,4 @@
-"""`docs/explanation/performance.md` says what the records in `results/` say, and the benches that make them run."""
+"""`docs/explanation/performance.md` agrees with the records in `results/`; the benchmarks of these records run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_numbers_are_those_of_the_records(tmp_path):
     docs.mkdir()
     performance_page.write_page(results, docs)
     text = (docs / "performance.md").read_text()
-    # 0.5 operations a byte at 40 GB/s allow 20 GFLOP/s; it does 10. 100 GFLOP/s are half of the matrix rate.
+    # One-token step: 0.5 operations a byte at 40 GB/s allow 20 GFLOP/s, and the step reaches 10. Training step: its
+    # 100 GFLOP/s are half of the matrix rate.
     assert "| one-token step | 0.5 | 10.0 | reading | 0.50 |" in text
     assert "| training step | 1,000.0 | 100.0 | arithmetic | 0.50 |" in text
     assert "| training step | 1.00 (1.00) | 2.50 (2.00) |" in text

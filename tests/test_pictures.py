@@ -1,4 +1,4 @@
-"""Pictures of the documentation show what the records in `results/` say, and the measurement behind one of them."""
+"""Pictures of the documentation agree with the records in `results/`; a layer reaches one window less one."""
 
 from __future__ import annotations
 

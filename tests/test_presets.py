@@ -1,4 +1,4 @@
-"""Every preset: its size, and that it is a configuration which can be built, trained and evaluated."""
+"""Every preset: number of parameters, and a configuration that can be built, trained and evaluated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXACT = {
     "wikitext-2-awd-lstm": (33_278, 33_556_078),
     "wt103-qrnn": (267_735, 153_886_638),
 }
-"""Vocabulary and parameters, computed elsewhere from the authors' scripts."""
+"""Size of the vocabulary and number of parameters, computed elsewhere from the authors' scripts."""
 ROUNDED = {
     "enwik8-18L": 88e6,
     "wt103-ablation": 128e6,
@@ -57,7 +57,7 @@ def parameters(name: str) -> int:
 
 
 def test_parameters_are_counted_without_building_any_model():
-    """Every preset, and what none has: all ways of tying, of dividing and of cutting up the vocabulary."""
+    """Check every preset, and options without a preset: all ways of tying, dividing and cutting the vocabulary."""
     models = {name: (each.make().model, each.vocab_size) for name, each in txl.presets().items()}
     for name, options in {
         "shared biases": {},
@@ -118,7 +118,7 @@ def test_every_preset_is_a_valid_configuration_of_its_name(name):
 
 
 def test_the_rows_of_table_6():
-    """Name, encoding, recurrence, loss and perplexity, read off the paper."""
+    """Compare the encoding, recurrence, loss and perplexity of each preset with the paper."""
     table = {
         "wt103-ablation": ("relative", True, "full", "26.77 ppl"),
         "wt103-ablation-shaw": ("shaw", True, "full", "27.94 ppl"),

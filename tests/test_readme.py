@@ -1,4 +1,4 @@
-"""What the README says can be copied and pasted: every command and every line of Python in it is run."""
+"""Commands of the README and Python code of `docs/reference/python.md` can be copied and run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, 
     ran = set()
     for words in commands():
         if words[0] == "serve":
-            continue  # without an end; its parsing is tested above
+            continue  # runs for ever; the test above parses this command
         small = SMALL if words[0] == "train" else []
         assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
         ran.add(words[0])
@@ -135,7 +135,7 @@ def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monke
 
 
 def _defined(path: Path) -> set[str]:
-    """Functions, classes, methods and assigned names of a module: `name` and `Class.name`."""
+    """Return the functions, classes, methods and assigned names of a module, as `name` and `Class.name`."""
     found: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         inside = [(f"{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []

@@ -1,4 +1,4 @@
-"""Tables on a terminal, in a pipe, and of names that look like markup."""
+"""Tables on a terminal, in a pipe, and with names that look like markup."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MARKED = "a[/b] [bold]text[/]"
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A terminal of a width."""
+    """Function that imitates a terminal of a given width."""
 
     def of(width: int) -> None:
-        monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes anything for a terminal
+        monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any output as a terminal
         monkeypatch.setenv("COLUMNS", str(width))
 
     return of

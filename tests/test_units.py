@@ -1,4 +1,4 @@
-"""Losses and times as people read them."""
+"""Losses and durations as text for readers."""
 
 from __future__ import annotations
 

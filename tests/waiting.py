@@ -1,4 +1,4 @@
-"""A device that is always behind: whoever waits for it is found, without a GPU."""
+"""Detection of code that waits for its device, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 AHEAD = "meta"
-"""A device whose numbers cannot be read at all: whoever asks for one raises."""
+"""Device whose numbers cannot be read: reading a number raises an error."""
 
 
 class Waits(TorchDispatchMode):
-    """Raises where the host would wait for a device: copies between them that are not asynchronous."""
+    """Mode that fails where the host would wait for a device: at each synchronous copy between host and device."""
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,4 @@
-"""`txl attention` on small runs: what it writes, what the report shows of it, what it refuses."""
+"""`txl attention` on small runs: the files written, their part of the report, and refusals."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
 )
 def test_refusals_are_one_line_and_come_before_averaging(run, data_dir, tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "FILE").write_text("")
-    monkeypatch.setattr("txl.evaluation.perplexity.Lanes.segments", None)  # what reading begins with
+    monkeypatch.setattr("txl.evaluation.perplexity.Lanes.segments", None)  # called first when a text is read
     assert attention(run, data_dir, *[word.replace("FILE", str(tmp_path / "FILE")) for word in words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("txl: error")]
     assert message in line

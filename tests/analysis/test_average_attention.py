@@ -1,4 +1,4 @@
-"""Averages of attention against the equations of Section 3.3, one query at a time, memory carried by hand, float64."""
+"""Averages of attention against the equations of Section 3.3, query by query in float64 with memory kept by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def tokens(n=N_TOKEN):
 
 @torch.no_grad()
 def by_hand(model, ids, segment, mem_len, window, clamp_len, min_keys, lanes):
-    """For each layer and head, weights by distance, of all terms and of each alone; and entropies, query by query."""
+    """Return average weights by distance (all terms, and each term alone), effective keys, and the number of queries.
+
+    Weights are [layers, heads, mem_len + segment], effective keys [layers, heads]; both are computed query by query.
+    """
     length = len(ids) // lanes
     found = {name: np.zeros((2, 3, mem_len + segment)) for name in ("all", "a", "b", "d")}
     entropy, queries = np.zeros((2, 3)), 0
@@ -184,12 +187,12 @@ def test_a_fifth_of_what_a_token_sees_is_marked_whatever_the_weights():
     weights = np.array([0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0.2, 0.3, 0])
     assert marked(weights, keys=10) == [3, 10]
     assert marked(weights, keys=12) == [3, 9, 10]
-    assert marked(np.zeros(6), keys=5) == [5]  # the nearest of equals
+    assert marked(np.zeros(6), keys=5) == [5]  # of equal weights, the nearest
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_close_ups_are_the_weights_themselves(lanes):
-    """Rows that lie across segments, of a lane of its own, whichever way the text is cut into segments."""
+    """A close-up covers rows of several segments in one lane, and does not depend on where segments are cut."""
     model, ids = make_model(), tokens()
     where, settings = 20, {"mem_len": 6, "window": 6, "batch_size": lanes, "layers": [1]}
     by_segment, whole = (
@@ -241,7 +244,7 @@ def test_the_model_is_left_as_it_was():
 def test_what_cannot_be_averaged_is_refused(options, message):
     call = {"segment": 5, "mem_len": 6, "window": "none", "batch_size": 1} | options
     if message is None:
-        assert average_attention(make_model(), tokens(), **call).close[0].weights.shape[2] == 4  # all that there are
+        assert average_attention(make_model(), tokens(), **call).close[0].weights.shape[2] == 4  # all rows of the lane
         return
     with pytest.raises(UserError, match=message):
         average_attention(make_model(), tokens(), **call)

@@ -1,4 +1,4 @@
-"""Generated text beside the truth: each measure against a count by hand or a slow search, and the command."""
+"""Generated text next to the reference: measures against counts by hand or a slow search, and `txl samples`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_copies_are_those_of_a_slow_search_whatever_the_blocks(monkeypatch, bloc
 
 
 def test_copies_through_the_sieve(monkeypatch):
-    """Blocks above a size are sieved before they are searched; the result is the same."""
+    """Blocks above a certain size are sieved before the search, which does not change the result."""
     rng = np.random.default_rng(5)
     training = rng.integers(0, 60, 400_000).astype(np.uint8)
     text = np.concatenate([training[1000:1030], rng.integers(0, 60, 200), training[399_980:]])
@@ -167,7 +167,7 @@ def test_contexts_begin_lines_and_do_not_overlap():
     text = vocabulary.decode(tokens)
     assert all((start == 0 or text[start - 1] == "\n") and text[start] != "\n" for start in drawn)
     assert max(drawn) + 20 <= len(text)
-    # More than there is room for overlap, but none comes twice.
+    # Too many contexts for the text overlap, but none is drawn twice.
     assert len(set(draw_contexts(tokens, vocabulary, count=30, length=20, seed=4))) == 30
 
 
@@ -183,7 +183,7 @@ def test_contexts_of_a_text_without_lines_begin_anywhere():
 
 @pytest.fixture(scope="module")
 def word_run(tmp_path_factory, data_dir):
-    """A run on a made-up text in WikiText's form."""
+    """A run trained on a made-up text in the format of WikiText."""
     from txl.training.trainer import Trainer
 
     folder = tmp_path_factory.mktemp("words")
@@ -213,7 +213,7 @@ def test_the_command_writes_the_same_three_files_for_the_same_seed(word_run, dat
         assert len(sample["generation"]["tokens"]) == len(sample["reference"]["tokens"]) == 15
         assert sample["context"]["text"].strip() in unescape(html)
         assert sample["reference"]["text"].strip() in markdown
-        # The text repeats itself, so that all that follows a context stands in the training text.
+        # The text repeats itself, so the training text contains every continuation.
         assert sample["reference"]["measures"]["longest_copy"] == [0, 15]
         assert sample["reference"]["measures"]["novel"]["8"] == [0, 8]
     assert " @-@ " not in html
@@ -237,7 +237,7 @@ def test_the_reference_is_what_follows_the_context(word_run, data_dir, tmp_path,
         start = sample["position"]
         assert sample["context"]["tokens"] == list(map(int, tokens[start : start + 20]))
         assert sample["reference"]["tokens"] == list(map(int, tokens[start + 20 : start + 35]))
-        # ... and the generation is what `txl generate` makes of the context.
+        # The generation is the text that `txl.generate` returns for the context.
         model, vocabulary = txl.load(word_run)
         alone = txl.generate(
             model,

@@ -1,4 +1,4 @@
-"""Every attention backend against the equations: outputs and all gradients, in float64, at prime sizes."""
+"""Reference and shifted attention against the equations: outputs and all gradients, in float64, at prime sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = [
 
 
 def arguments(B, T, M, H, D, dtype=torch.float64, seed=0):
-    """query, key, value, position, u, v, all with gradient."""
+    """Return query, key, value, position, u and v, which all require gradients."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -39,7 +39,7 @@ def arguments(B, T, M, H, D, dtype=torch.float64, seed=0):
 
 
 def loop_attention(query, key, value, position, u, v, scope):
-    """The same once more, number by number, straight from Section 3.3."""
+    """Compute attention directly from the equations of Section 3.3, one query and head at a time."""
     B, T, H, D = query.shape
     M = scope.memory
     output = torch.zeros_like(query)
@@ -116,7 +116,7 @@ def test_gradients_in_low_precision_stay_close_to_float64(dtype, tolerance):
 
 
 def test_unused_places_of_the_buffer_cannot_leak(monkeypatch):
-    """New buffers are filled with NaN here: whatever is read before it is written shows."""
+    """New buffers are filled with NaN, so that reading an entry before it is written shows in the result."""
     new_empty = torch.Tensor.new_empty
 
     def poisoned(self, *size, **kwargs):

@@ -1,4 +1,4 @@
-"""What the backends support, how one is chosen, and that each of them is the same model."""
+"""The features of the backends, the choice of a backend, and the equality of their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txl.models import build_model
 from txl.native.build import why_not
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
-"""What the factorised form supports."""
+"""A configuration that the factorised form supports."""
 
 
 def test_every_name_of_the_configuration_is_a_backend():
@@ -40,7 +40,7 @@ def test_auto_and_fastest_find_one_for_every_model(model, device):
 
 
 def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monkeypatch):
-    assert attention_note(PLAIN, "cuda") is None  # there is none here
+    assert attention_note(PLAIN, "cuda") is None  # no GPU is present
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T1")
     note = attention_note(PLAIN, "cuda:0")
@@ -53,7 +53,7 @@ def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monk
     monkeypatch.setitem(FASTEST_ON, "NVIDIA T1", "factorised")
     assert attention_note(PLAIN, "cuda:0") is None
     assert attention_backend(PLAIN, "cuda:0").name == "factorised"
-    assert attention_backend(SMALL, "cuda:0").name == "shifted"  # it has dropout of attention
+    assert attention_backend(SMALL, "cuda:0").name == "shifted"  # SMALL has dropout of attention
     assert attention_backend(PLAIN, "cpu").name == "shifted"
 
 
@@ -109,7 +109,7 @@ def test_flex_attention_trains_on_a_gpu_alone_but_is_read_everywhere():
 @pytest.mark.parametrize("changes", [{}, {"pre_norm": True}, {"untie_r": True}, {"window": 6}], ids=str)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "autocast"])
 def test_the_factorised_form_trains_the_same_model(changes, dtype):
-    """Losses and all gradients, over segments behind a memory that grows."""
+    """Losses and all gradients equal the reference's, over segments with a memory that grows."""
     tokens, targets = stream(40)
     kind = torch.float64 if dtype == "float64" else torch.float32
     tolerance = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.1}[dtype]
@@ -139,7 +139,7 @@ def test_the_factorised_form_trains_the_same_model(changes, dtype):
 )
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])
 def test_compiled_attention_trains_the_same_model(changes, dtype):
-    """Losses and all gradients, over segments behind a memory that grows, a lane of which was reset."""
+    """Losses and all gradients equal the reference's in a segment after two of three lanes were reset."""
     tokens, targets = stream(40)
     results = []
     for attention in ("compiled", "reference"):

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass
 class Case:
-    """Random arguments of one size, and what the equations make of them."""
+    """Random arguments of one size, with the results of the equations and of the factorised form."""
 
     B: int
     T: int
@@ -41,7 +41,7 @@ class Case:
         self.scope = KeyScope(self.M, self.window, self.filled)
 
     def exact(self, inputs):
-        """query, key, value, W_kR, u, v through R and the equations."""
+        """Return the output computed by the equations from R; `inputs` are query, key, value, W_kR, u and v."""
         query, key, value, weight, u, v = inputs
         r = sinusoid(distances_farthest_first(self.M + self.T, None), self.E, torch.float64)
         position = (r @ weight.T).view(self.M + self.T, self.H, self.D)
@@ -56,7 +56,7 @@ class Case:
         return [each.to(device, dtype).requires_grad_(grad) for each in self.inputs]
 
     def check(self, tolerance, dtype=torch.float64, kernel=None, capacity=0, device=CPU):
-        """Outputs and all gradients, relative to the largest entry of each."""
+        """Compare the output and all gradients; errors are relative to the largest entry of each tensor."""
         ours, theirs = self.inputs_in(dtype, device), self.inputs_in()
         found, expected = self.factorised(ours, kernel, capacity, device), self.exact(theirs)
         assert found.dtype == dtype
@@ -118,7 +118,7 @@ def test_the_rank_and_what_the_projection_leaves_out(n_position, d_model, rank):
 
 
 def test_the_bound_on_a_score_holds():
-    """|q . W R - phi . B B^T psi| <= TOLERANCE sqrt(E/2) |p|, plus rounding."""
+    """The error of a score, |q . W R - phi . B B^T psi|, is at most TOLERANCE sqrt(E/2) |p|, plus rounding."""
     n_position, d_model = 389, 254
     B = PhaseBasis.over(n_position, d_model).directions
     p = torch.randn(d_model, dtype=torch.float64)

@@ -21,7 +21,7 @@ def test_sinusoid_has_all_sines_first_then_all_cosines():
 
 
 def test_a_float32_model_has_the_authors_sinusoid_to_the_last_bit():
-    """Their code: inv_freq = 1 / 10000 ** (arange(0, d, 2.0) / d); outer product; sin and cos; all in float32."""
+    """The authors' code: inv_freq = 1 / 10000 ** (arange(0, d, 2.0) / d), outer product, sin, cos; all in float32."""
     distances = torch.arange(3800, -1, -1.0)
     inv_freq = 1 / (10000 ** (torch.arange(0.0, 512, 2.0) / 512))
     angles = torch.ger(distances, inv_freq)

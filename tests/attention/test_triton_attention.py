@@ -1,6 +1,6 @@
-"""The kernels for GPUs: the reference's numbers at odd sizes, in outputs and all gradients.
+"""The kernels for GPUs: outputs and all gradients equal the reference's, at odd sizes.
 
-On a CPU they run in Triton's interpreter (`make triton`), on a GPU as they are.
+On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as compiled kernels.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
 @pytest.fixture(autouse=True)
 def right_bfloat16(monkeypatch):
-    """The interpreter multiplies bfloat16's bits as whole numbers, and cuts off where GPUs round."""
+    """Correct Triton's interpreter, which multiplies bfloat16 bits as integers and truncates where GPUs round."""
     if not INTERPRETED:
         return
     import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -91,7 +91,7 @@ def on(device: str, numbers: list[Tensor]) -> list[Tensor]:
 
 
 def errors(device: str, shape: tuple, dtype: torch.dtype) -> dict[str, float]:
-    """Distance of the output and of every gradient from the reference's in float64, by name."""
+    """Return the distances of the output and of every gradient from the reference in float64, by name."""
     numbers, scope, above = operands(shape, dtype)
     expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), on(device, numbers), above.to(device))
     found = with_gradients(
@@ -139,7 +139,7 @@ def test_some_of_the_gradients_from_one_that_is_expanded(wanted, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "dropout"), [(torch.float32, 0.1), (torch.bfloat16, 0.5)])
 def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, device, monkeypatch):
-    """Outputs and gradients of the reference under the mask that Philox gives for the seed, the CPU's too."""
+    """Outputs and gradients equal the reference's with the mask that Philox yields for the seed, as on CPUs."""
     numbers, scope, above = operands((2, 33, 36, 2, 9, None, (36, 5)), dtype)
     n_lane, n_query, n_head, _ = numbers[0].shape
     seed = 0x1234_5678_9ABC_DEF1
@@ -161,7 +161,7 @@ def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, d
     ids=str,
 )
 def test_it_trains_the_same_model(changes, device, monkeypatch):
-    """Losses and all gradients, over segments behind a memory that grows, a lane of which was reset."""
+    """Losses and all gradients equal the reference's in a segment after two of three lanes were reset."""
     if device == "cpu":
         monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
     tokens, targets = (each.to(device) for each in stream(20))
@@ -179,7 +179,7 @@ def test_it_trains_the_same_model(changes, device, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_left_by_others_is_not_read(device):
-    """A second call, into memory that the first one filled with what is not a number, gives the same bits."""
+    """A call returns the same bits after another call has filled the reused memory with NaN."""
     numbers, scope, above = operands((1, 19, 20, 1, 41, 17, (13,)), torch.float32)
     numbers, above = on(device, numbers), above.to(device)
 
@@ -195,7 +195,7 @@ def test_memory_left_by_others_is_not_read(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_is_traced_as_it_runs(device):
-    """Shapes, strides and dtypes that `torch.compile` and captured graphs are told are those that come out."""
+    """The shapes, strides and dtypes declared to `torch.compile` and captured graphs are those of the real outputs."""
     (query, key, value, position, u, v), _, _ = operands((2, 5, 4, 1, 8, None, None), torch.bfloat16)
     numbers = on(device, [query, key, value, position, u, v])
     oldest, seed = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([7], device=device)

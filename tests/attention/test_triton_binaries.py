@@ -1,4 +1,4 @@
-"""Every supported configuration of the kernels for GPUs, compiled without one: what the binaries need must be there."""
+"""Every supported configuration of the kernels for GPUs, compiled without a GPU: the binaries must fit the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "grad_key", "grad_value")
 FLOATS = ("lse", "delta", "grad_query_u", "grad_query_v", "grad_position")
 MOST_STACK = {torch.bfloat16: 448, torch.float32: 1792}
-"""Bytes a thread that may lie in memory because registers ran out; what was found when the tilings were chosen."""
+"""Largest stack size in bytes per thread, for spilled registers; measured when the tilings were chosen."""
 
 
 def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> Any:
-    """A kernel with all that it can be asked for: dropout, and lanes whose memory is short."""
+    """Return a compiled kernel with all options: dropout, and lanes whose memory is not full."""
     function = getattr(triton_kernels, kernel)
     tiles = tiling(d_head, dtype, tf32, capability)
     assert tiles is not None
@@ -46,7 +46,7 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
     types |= {"scale": "fp32", "factor": "fp32", "oldest_of": "*i32", "seed_at": "*i64"}
     types |= dict.fromkeys(OPERANDS, "*bf16" if dtype == torch.bfloat16 else "*fp32") | dict.fromkeys(FLOATS, "*fp32")
     signature = {name: types[name] for name in function.arg_names}
-    # What a launch sees too: addresses and operands' strides and widths are multiples of 16.
+    # As at a launch: addresses, and the strides and widths of operands, are multiples of 16.
     plain = ("n_head", *triton_kernels.SIZES, *(["d_head"] if d_head % 16 else []))
     aligned = [name for name, kind in signature.items() if kind[0] == "*" or (kind == "i32" and name not in plain)]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -56,7 +56,7 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
 
 
 def usage(binary: bytes, folder: Path) -> dict[str, int]:
-    """Registers (REG) and bytes on the stack (STACK), where spilled registers lie, of a thread."""
+    """Return registers (REG) and bytes of stack (STACK) and local memory (LOCAL), where registers spill, per thread."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
     tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -1,4 +1,4 @@
-"""The playground in a real browser without a window, against `txl serve` of the small run."""
+"""The playground in a headless browser, with `txl serve` of the small run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the pat
 from playwright.sync_api import Browser, Dialog, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 
 PATIENCE = 60_000
-"""Milliseconds that anything may take on a busy machine."""
+"""Longest wait in milliseconds, enough for a busy machine."""
 PROMPT = "12. The river rose"
 LEVELS = (1, 2, 4, 6, 9)
 expect.set_options(timeout=PATIENCE)
 
 
 class Server:
-    """`txl serve` in a process of its own."""
+    """`txl serve` in a separate process."""
 
     def __init__(self, run: Path, *options: str, port: int = 0):
         command = [sys.executable, "-m", "txl", "serve", str(run), "--port", str(port), *options]
@@ -84,7 +84,7 @@ def server(trained) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        # Root, as in a container, may not use Chromium's sandbox.
+        # Chromium's sandbox refuses root, the usual user of a container.
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         yield found
@@ -92,7 +92,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Tab:
-    """The page as a reader uses it; it notes errors, and requests to anywhere but its server."""
+    """Page in a browser tab, with the actions of a reader; records errors, and requests to other servers."""
 
     def __init__(self, page: Page, url: str):
         self.page, self.errors, self.foreign = page, [], []
@@ -145,11 +145,11 @@ class Tab:
         self.done()
 
     def shown(self) -> str:
-        """The text on the page."""
+        """Return the text on the page."""
         return self.text.text_content() or ""
 
     def no_errors(self, *expected: str) -> None:
-        """Fail on errors that the browser's console shows, but for some; each of those has to be there."""
+        """Fail on requests to other servers and on errors, except the expected errors, which must all have occurred."""
         assert self.foreign == []
         left = [each for each in self.errors if not any(known in each for known in expected)]
         assert left == []
@@ -160,7 +160,7 @@ class Tab:
 
 @pytest.fixture
 def tab_at(browser):
-    """Opens pages; at the end none of them may have logged an error that its test did not expect."""
+    """Function that opens pages; the test fails at its end if a page has an error that was not expected."""
     opened: list[Tab] = []
 
     def open_tab(url: str, **context: Any) -> Tab:
@@ -181,7 +181,7 @@ def tab(tab_at, server) -> Tab:
 
 
 def whole(server: Server, prompt: str, count: int, seed: int = 7) -> tuple[str, list[dict[str, Any]], str]:
-    """The text, tokens and stream that the API gives, asked as the page asks."""
+    """Return the text, tokens and stream id that the API returns for the requests of the page."""
     stream = server.post("/v1/streams", seed=seed)["id"]
     read = server.post(f"/v1/streams/{stream}/append", text=prompt, logprobs=8, attention=True)
     made = server.post(f"/v1/streams/{stream}/generate", max_tokens=count, logprobs=8, attention=True)
@@ -322,7 +322,7 @@ def test_stop_needs_no_second_stream(trained, tab_at):
         tab.go_on("", 10)
         assert tab.tokens.count() == count + 10
         assert [each["tokens"] for each in server.streams()] == [count + 10]
-        tab.errors = [each for each in tab.errors if "429" not in each]  # only if the server was ahead of the page
+        tab.errors = [each for each in tab.errors if "429" not in each]  # occurs if the server was ahead of the page
 
 
 def test_escape_stops_too(tab):
@@ -566,7 +566,7 @@ def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
     expected = f"{found['bits_per_character']:.2f} over {found['characters']:,} characters"
     expect(tab.page.locator("#bits")).to_have_text(expected)
     tab.page.get_by_label("tokens", exact=True).fill("5")
-    tab.tokens.nth(3).click()  # too far back for a fork at the server: it is read again
+    tab.tokens.nth(3).click()  # too far back for a fork on the server: the text is read again
     tab.another.click()
     expect(tab.branches).to_be_visible()
     tab.done()

@@ -1,4 +1,4 @@
-"""Arithmetic coding: what comes back, how long it is, and what frequencies are."""
+"""Arithmetic coding: exact decoding, the length of the code, and integer frequencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txl.errors import CommandFailed
 
 
 def spans(seed: int, n: int) -> list[tuple[int, int, int]]:
-    """Start, size and total of random symbols: likely ones, and ones as unlikely as can be, at both ends."""
+    """Return start, size and total of random symbols: likely and least likely ones, at both ends of the range."""
     draw = random.Random(seed)
     found = []
     for _ in range(n):
@@ -39,11 +39,11 @@ def test_symbols_come_back_in_as_many_bits_as_their_probabilities_say(seed):
         assert start <= decoder.find(total) < start + size
         decoder.take(start, size)
     bits = sum(math.log2(total / size) for _, size, total in symbols)
-    assert bits - 8 < 8 * len(data) < bits * (1 + 1e-6) + 16  # trailing zeros are left out
+    assert bits - 8 < 8 * len(data) < bits * (1 + 1e-6) + 16  # trailing zeros are not written
 
 
 def test_a_carry_runs_through_bytes_that_are_full():
-    # Always the last part: the low end of the range comes as near to its upper end as it can.
+    # Always the last part of the range, so its low end comes as near to the upper end as possible.
     symbols = [(TOTAL - 1, 1, TOTAL)] * 40 + [(1, 1, 2)] * 100 + [(0, 1, TOTAL)] * 3
     decoder = RangeDecoder(coded(symbols))
     for start, size, total in symbols:
@@ -53,7 +53,7 @@ def test_a_carry_runs_through_bytes_that_are_full():
 
 def test_nothing_takes_no_bytes():
     assert coded([]) == b""
-    assert coded([(0, 2, 2)] * 1000) == b""  # certain
+    assert coded([(0, 2, 2)] * 1000) == b""  # symbols of probability 1
 
 
 def test_frequencies_are_the_probabilities_and_never_zero():
@@ -72,7 +72,7 @@ def test_probabilities_that_are_no_numbers_are_refused(bad):
         Frequencies(None).cumulative(torch.tensor([[bad, 0.0]]))
 
 
-@pytest.mark.parametrize("escape", [1, 3])  # a token of the vocabulary, or one more
+@pytest.mark.parametrize("escape", [1, 3])  # a token of the vocabulary, or an additional symbol
 def test_an_escape_that_is_never_needed_costs_a_few_bits_and_one_that_is_always_needed_too(escape):
     log_probs = torch.full((1, 3), 1 / 3).log()
 
@@ -96,4 +96,4 @@ def test_literals_come_back_and_adapt():
     data = encoder.finish()
     decoder, literals = RangeDecoder(data), Literals()
     assert bytes(literals.decode(decoder) for _ in text) == text
-    assert 8 * len(data) < 2.2 * len(text)  # order 0: 2.04 bits
+    assert 8 * len(data) < 2.2 * len(text)  # the entropy of order 0 is 2.04 bits

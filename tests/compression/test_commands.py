@@ -1,4 +1,4 @@
-"""`txl compress` and `txl decompress`, in processes of their own."""
+"""Commands `txl compress` and `txl decompress`, in part as separate processes."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         )
     for kind, process in started.items():
         with process:
-            while not list(tmp_path.glob(f"{kind.name}.*")):  # it waits for the text
+            while not list(tmp_path.glob(f"{kind.name}.*")):  # the command then waits for its text
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
             process.send_signal(kind)
             _, said = process.communicate(timeout=60)
         assert process.returncode == kinds[kind], said
         assert b"Traceback" not in said
-    (left,) = tmp_path.iterdir()  # by the one that nobody could handle
+    (left,) = tmp_path.iterdir()  # left by SIGKILL, which no process can handle
     text = tmp_path / "text"
     text.write_bytes(TEXT)
     assert main(["compress", str(text), "--online", "--no-verify", "-o", str(tmp_path / "SIGKILL")]) == 0
@@ -138,7 +138,7 @@ def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):
 
 def test_a_text_that_does_not_come_back_is_not_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("secrets", "queue", "txl"):  # of the user's, in the folder that the command runs in
+    for name in ("secrets", "queue", "txl"):  # the user's files in the working folder, not to be imported
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
     verifier = Verifier([], 1)
     try:

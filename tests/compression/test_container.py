@@ -1,4 +1,4 @@
-"""The compressed file's records: damage at every place is told before anything wrong is given out."""
+"""Records of a compressed file: damage at any place is reported before any wrong text is returned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def records() -> list[bytes]:
 
 
 def read(data: bytes) -> list[bytes]:
-    """The texts, by a payload that is the text backwards, twice; as far as the reader vouches for them."""
+    """Return the texts of the blocks; each payload is the text backwards, twice.
+
+    If the reader refuses the data, the error's `given` holds the texts before the damage.
+    """
     reader, given = ContainerReader(io.BytesIO(data), "FILE"), []
     try:
         reader.header()

@@ -1,4 +1,4 @@
-"""Counts and matches against a slow transcription with dictionaries."""
+"""Counts, compared with a slow implementation that uses dictionaries, and matches with earlier text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT = b"She sells sea shells; the shells she sells are sea shells, I'm sure. So
 
 
 def by_dictionaries(text: bytes) -> list[np.ndarray]:
-    """Probabilities [ORDERS,256] before every byte."""
+    """Return the probabilities before every byte, each float64 [ORDERS,256]."""
     seen: dict[bytes, Counter[int]] = defaultdict(Counter)
     padded, found = bytes(ORDERS) + text, []
     for place, symbol in enumerate(text, start=ORDERS):

@@ -1,4 +1,4 @@
-"""Whole files by models of every kind: what goes in comes out, wherever the arithmetic is the same, and only there."""
+"""Compression of whole files by models of every kind; files are decoded only where the arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_model_that_adapts(kind, rule):
         with threads(3):
             assert unpacked(file, model) == TEXT
         if lanes is None:
-            assert sizes.payload < fixed  # it repeats itself
+            assert sizes.payload < fixed  # the text repeats itself
     assert all(torch.equal(each, before[name]) for name, each in model.model.state_dict().items())
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_starts_from_nothing(text, counts):
 @pytest.mark.parametrize("vocabulary", [ByteVocabulary(), ByteVocabulary([*b" abcdefghijklmnopqrstuvwxyz"])])
 @pytest.mark.parametrize("way", ["fixed", "dynamic", "online"])
 def test_what_does_not_get_shorter_is_stored_and_read_all_the_same(way, vocabulary):
-    """A block of noise between texts: the weights, counts and frequencies go on as if it had been coded."""
+    """A block of noise between texts is stored; weights, counts and frequencies change as if it had been coded."""
     noise = random.Random(5).randbytes(300)
     text = TEXT[:300] + noise + TEXT[:300]
     model = coding_model("transformer-xl", vocabulary)
@@ -183,7 +183,7 @@ def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
     ids, bits, state = [10], 0.0, model.model.init_state(1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for _ in range(1000):  # bytes that the model itself finds likely: what it does not would be stored
+        for _ in range(1000):  # bytes drawn from the model: a block of unlikely bytes would be stored
             log_probs, state = model.model.log_probs(torch.tensor([ids[-1:]]), state)
             ids.append(int(torch.multinomial(log_probs[0, 0].exp(), 1, generator=generator)))
             bits -= log_probs[0, 0, ids[-1]].item() / math.log(2)
@@ -194,7 +194,7 @@ def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
 
 @pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
 def test_files_are_as_long_as_an_evaluation_of_as_many_lanes_says(kind):
-    """Static with 8 lanes, as `txl eval --batch 8`; dynamic with one, as `txl eval --dynamic`."""
+    """Static coding with 8 lanes matches `txl eval --batch 8`; dynamic coding with one lane matches `--dynamic`."""
     vocabulary = ByteVocabulary([*b"abcdefghijklmnop"])
     model = coding_model(kind, vocabulary)
     lengths: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def test_files_are_as_long_as_an_evaluation_of_as_many_lanes_says(kind):
     recipe = DynamicRecipe(Adaptation("sgd", 0.02, 0.001), 16)
     behind_start = np.concatenate([[Symbols(vocabulary).start], tokens])
     dynamic = evaluate_dynamically(model.model, behind_start, recipe.adaptation, segment=16, **lengths)
-    assert dynamic.bpc < 0.99 * static.bpc  # it has learnt how often letters are
+    assert dynamic.bpc < 0.99 * static.bpc  # the model has learnt the frequencies of the letters
     sizes = packed(text, model=model, dynamic=recipe)[1]
     assert 8 * sizes.payload == pytest.approx(dynamic.bpc * len(text), rel=0.005)
 
@@ -224,7 +224,7 @@ def test_pytorch_s_and_the_compiled_step_s_files_are_not_taken_for_each_other():
 
 
 def changed(file: bytes, **values: Any) -> bytes:
-    """The file with other values in its header, and checksums to match."""
+    """Return the file with other values in its header, and the header's new checksum."""
     reader = ContainerReader(io.BytesIO(file), "FILE")
     header, writer = reader.header(), ContainerWriter()
     assert file.startswith(MAGIC)
@@ -284,7 +284,7 @@ def test_nothing_wrong_is_written_from_a_damaged_file():
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_payload_of_other_probabilities_is_told_by_its_text():
-    """As if the arithmetic had changed in the middle of the file, which no probe can see."""
+    """The damage is like a change of the arithmetic in the middle of the file, which no probe can detect."""
     model = coding_model("lstm")
     file, _ = packed(TEXT, model=model, lanes=1)
     reader = ContainerReader(io.BytesIO(file), "FILE")
@@ -292,7 +292,7 @@ def test_a_payload_of_other_probabilities_is_told_by_its_text():
     writer = ContainerWriter()
     head = writer.header(start)
     record = bytearray(writer.block(TEXT[: block.n_bytes], block.n_symbols, block.payload))
-    record[-5 - len(block.payload) // 2] ^= 1  # amid the payload, and its checksum made to match
+    record[-5 - len(block.payload) // 2] ^= 1  # in the middle of the payload; the checksum is made to match
     record[-4:] = zlib.crc32(bytes(record[:-4]), zlib.crc32(head[:-4])).to_bytes(4, "little")
     out = io.BytesIO()
     with pytest.raises(UserError, match="decoded to a different text"):
@@ -307,20 +307,20 @@ def _blocks(reader: ContainerReader, text: bytes) -> Any:
 
 
 class Sink(io.RawIOBase):
-    """Counts what is written and keeps nothing."""
+    """Sink that counts the bytes written and keeps nothing."""
 
     def __init__(self):
         self.size = 0
 
     def write(self, data: Any) -> int:
-        """Count."""
+        """Count the bytes and discard them."""
         self.size += len(data)
         return len(data)
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """What Python's and numpy's allocations hold at most, on both sides, for a text and for one twenty times as long."""
+    """Peak allocations of Python and numpy, in both directions, for a text and for a text twenty times as long."""
     model, text, file = coding_model("lstm"), tmp_path / "text", tmp_path / "file"
 
     def peaks(repeated: int) -> list[int]:
@@ -338,24 +338,27 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         assert out.size == len(TEXT) * repeated
         return found
 
-    peaks(1)  # what is made once
+    peaks(1)  # allocations that are made only once
     for short, long in zip(peaks(3), peaks(60), strict=True):
-        assert long < short + 57 * len(TEXT) // 2  # half of what is added; Python itself takes some kB more or less
+        assert long < short + 57 * len(TEXT) // 2  # half of the added text; Python's own memory varies by some kB
 
 
 class Slow(io.RawIOBase):
-    """A long stream that is made as it is read, and says how much at once was asked for."""
+    """Long stream of text, made as it is read.
+
+    `most` is the largest number of bytes requested at once; `ahead` is the largest number read but not yet written.
+    """
 
     def __init__(self, size: int, written: io.BytesIO):
         self.left, self.most, self.ahead, self._written, self._read = size, 0, 0, written, 0
 
     def read(self, count: int = -1) -> bytes:
-        """Repeats the text."""
+        """Return the next bytes, always from the beginning of the text."""
         self.most = max(self.most, count)
         given = min(count, self.left)
         self.left -= given
         self._read += given
-        blocks = len(re.findall(rb"[\x01\x02]d\0\0\0", self._written.getvalue()))  # coded and stored ones of 100 bytes
+        blocks = len(re.findall(rb"[\x01\x02]d\0\0\0", self._written.getvalue()))  # coded and stored, of 100 bytes
         self.ahead = max(self.ahead, self._read - 100 * blocks)
         return (TEXT * 2)[:given]
 

@@ -1,4 +1,4 @@
-"""Any bytes through any vocabulary, and back."""
+"""Conversion of any bytes to the symbols of any vocabulary, and back."""
 
 from __future__ import annotations
 

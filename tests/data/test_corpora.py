@@ -75,7 +75,7 @@ def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
     damaged = bytearray(compressed)
     damaged[len(damaged) // 2] ^= 0xFF
     path.write_bytes(damaged)
-    if ending == ".zst":  # has no sum over its content
+    if ending == ".zst":  # zstandard.compress writes no checksum of the content
         return
     with pytest.raises(UserError, match="cannot be read .*is it whole"):
         txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
@@ -116,7 +116,7 @@ def test_words_are_split_at_white_space_with_an_eos_a_line(tmp_path, data_dir):
     folder = tmp_path / "words"
     folder.mkdir()
     (folder / "train.txt").write_text(" the mill \n\nthe clock\n")
-    (folder / "valid.txt").write_text("the flood")  # no line's end: its line still has an <eos>
+    (folder / "valid.txt").write_text("the flood")  # no line end: the last line still has an <eos>
     (folder / "test.txt").write_text("clock the\n")
     config = DataConfig(min_count=1)
     corpus = txl.open_corpus(str(folder), "word", config=config, data_dir=data_dir, quiet=True)
@@ -137,7 +137,7 @@ def windows(text: str) -> bytes:
     [("byte", BLOCK), ("bpe", BLOCK), *((unit, n) for unit in ("char", "word") for n in (1, 7, BLOCK))],
 )
 def test_own_text_of_windows_is_read_like_that_of_unix_but_for_bytes(unit, block, tmp_path, monkeypatch):
-    # Byte pairs do not cross the blocks' edges, which are elsewhere in a text of Windows.
+    # bpe is tested with one block only: byte pairs do not cross block edges, and \r\n moves text across these edges.
     monkeypatch.setattr("txl.data.sources.BLOCK", block)
     config, text = DataConfig(vocab_size=280), "The \r mill\n\nstood “still” \ufeff there\n" * 8
     opened = {}
@@ -170,7 +170,7 @@ def test_own_text_of_windows_is_read_like_that_of_unix_but_for_bytes(unit, block
 def test_a_cut_between_splits_may_go_through_a_line_end(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_bytes(b"a\r\n" * 60)
-    for position in range(3):  # the cuts at 90 and 95 per cent move with the beginning
+    for position in range(3):  # the cuts at 90% and 95% move with the length of the beginning
         path.write_bytes(b"b" * position + b"a\r\n" * 60)
         corpus = txl.open_corpus(str(path), "char", data_dir=tmp_path, quiet=True)
         assert isinstance(corpus.vocabulary, CharVocabulary)
@@ -187,7 +187,7 @@ def test_not_utf8_is_named_at_its_own_place_in_a_text_of_windows(tmp_path):
 
 
 def test_words_and_characters_across_blocks_are_whole(tmp_path, data_dir, monkeypatch):
-    """Blocks of a few bytes cut words and characters everywhere; one whole block cuts none."""
+    """Blocks of 3 bytes cut words and characters everywhere, a single block cuts none. The tokens must be equal."""
     path = tmp_path / "small.txt"
     path.write_text("naïve wörds, 日本 and   more\n\n" * 40, encoding="utf-8")
     prepared = {}
@@ -310,7 +310,7 @@ def test_known_counts_of_real_corpora(test_data, data_dir):
 
 @pytest.mark.parametrize(("unit", "megabytes"), [("byte", 60), ("char", 60), ("word", 60), ("bpe", 20)])
 def test_memory_does_not_grow_with_the_text(unit, megabytes, tmp_path):
-    """One line: if a whole line or text were held as Python strings or ids, this would take several times as much."""
+    """The text is one line. Holding the line as Python strings or ids would take several times the allowed memory."""
     path = tmp_path / "long.txt"
     with open(path, "w") as file:
         for _ in range(megabytes * 10):
@@ -357,13 +357,13 @@ def test_text_that_is_not_utf8_is_refused_with_byte_and_offset(unit, tmp_path):
     assert f"a NUL byte at offset {len(good)}" in refusal(str(tmp_path / "binary.bin"), tmp_path, unit)
     (tmp_path / "cut.txt").write_bytes(good * 3 + "é".encode()[:1])
     assert "byte 0xC3" in refusal(str(tmp_path / "cut.txt"), tmp_path, unit)
-    # ... while bytes are bytes.
+    # The unit byte accepts any content.
     txl.open_corpus(str(tmp_path / "binary.bin"), "byte", data_dir=tmp_path, quiet=True)
 
 
 @pytest.mark.parametrize("unit", ["char", "word", "bpe"])
 def test_the_standard_library_can_be_read_in_every_unit(unit, data_dir):
-    """A few of its files are not UTF-8 on purpose: they test how Python reads source files."""
+    """Only files that are not UTF-8 are left out. A few exist, to test how Python reads source files."""
     pieces, text = stdlib_pieces(), stdlib_pieces(unit)
     left_out = {piece.path for parts in pieces.values() for piece in parts}
     left_out -= {piece.path for parts in text.values() for piece in parts}
@@ -440,7 +440,7 @@ def test_progress_is_a_bar_on_a_terminal(unit, story, tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize("name", ["texts", "texts/*.txt"])
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(name, tmp_path, monkeypatch):
-    """Root may read everything, so the refusal is the system calls'."""
+    """The system calls are patched to refuse, because root may read every folder."""
     closed = tmp_path / "texts"
     closed.mkdir()
 

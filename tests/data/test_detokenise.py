@@ -1,4 +1,4 @@
-"""Words put together again: by hand, and on real text whose tokenisation is known."""
+"""Detokenisation of examples written by hand, and of real text whose tokenisation is known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from txl.errors import UserError
         ("' Heroes ' 's end ( UK ) 's \" It \" 's", "'Heroes''s end (UK)'s \"It\"'s"),
         ("women ’ s work", "women’s work"),
         ("95 km / h at 10 : 30 , 5 ° C , [ 3 ]", "95 km/h at 10:30, 5°C, [3]"),
-        ("chapter 2 : 15 men ; No. # 1 !", "chapter 2:15 men; No. #1!"),  # two digits look like minutes
+        ("chapter 2 : 15 men ; No. # 1 !", "chapter 2:15 men; No. #1!"),  # two digits are taken for minutes
         ("x = y", "x = y"),
         ("", ""),
     ],
@@ -97,13 +97,13 @@ def test_only_spaces_go_from_real_text(test_data, name, convention):
 
 
 def moses(line: str) -> list[str]:
-    """The rules of Moses' tokeniser that made WikiText, as far as they do not need its list of abbreviations."""
+    """Tokenise a line by the rules of the Moses tokeniser, which made WikiText, without its list of abbreviations."""
     heading = re.fullmatch(r"(=+) (.*) (=+)", line)
     if heading:
         return [*heading[1], *moses(heading[2]), *heading[3]]
     line = re.sub(r"(?<=\d)([.,])(?=\d)", r" @\1@ ", line.replace("<unk>", "UNK"))
     line = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", line)
-    line = re.sub(r"(?<=[\w>])'(?=[^\W\d])", " \0", line)  # it's: no quotation mark
+    line = re.sub(r"(?<=[\w>])'(?=[^\W\d])", " \0", line)  # the apostrophe of it's is no quotation mark
     line = re.sub(r"([][(){}\"!?:;$£€%°#/–—])", r" \1 ", line)
     line = re.sub(r"(?<!@),(?!@)", " , ", line)
     line = re.sub(r"(?<=[\w\"%)])'(?=\s|$)|(?<=\s)'(?=\w)|^'", " ' ", line)
@@ -112,7 +112,7 @@ def moses(line: str) -> list[str]:
 
 
 def test_most_lines_of_wikitext_come_back_when_they_are_tokenised_again(test_data):
-    """Not all: where sentences end within a line only a list of abbreviations tells; here lines are cut at them."""
+    """Lines are first cut at sentence ends, because `moses` has no list of abbreviations to recognise these ends."""
     text = (test_data / "wikitext-103" / "valid.txt").read_text(encoding="utf-8")
     sentences = [line + " ." if "=" not in line else line for line in re.split(r" \. |\n", text) if line.strip()]
     back = [moses(detokenise(sentence)) == sentence.split() for sentence in sentences]

@@ -1,4 +1,4 @@
-"""Downloads against a server on this machine that can misbehave in every way a server can."""
+"""Downloads from a local server that simulates every kind of failure of a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sha256(content: bytes) -> str:
 
 @dataclass
 class Server:
-    """Answers the n-th request with the n-th answer, then with the last one for ever."""
+    """A server that sends answer n to request n, and the last answer to all further requests."""
 
     address: str = ""
     answers: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
@@ -60,7 +60,7 @@ def whole(content: bytes):
 
 
 def broken_off(content: bytes, after: int):
-    """Promises all of it and hangs up in the middle."""
+    """Return an answer that announces all of `content`, and disconnects after `after` bytes."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
@@ -74,7 +74,7 @@ def broken_off(content: bytes, after: int):
 
 
 def broken_chunks(content: bytes):
-    """Promises no length, and hangs up before the last chunk."""
+    """Return an answer that announces no length, and disconnects before the last chunk."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
@@ -92,7 +92,7 @@ def refused(status: int):
 
 
 def silent(server: Server):
-    """Takes the request and never answers (until the test is over)."""
+    """Return an answer that accepts the request and sends nothing until the test is over."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         server.released.wait(20)
@@ -143,7 +143,7 @@ def test_a_download_is_verified_kept_and_not_fetched_again(server, tmp_path, cap
         assert (tmp_path / "tiny.zip").read_bytes() == content
     assert server.requests == ["/tiny.zip"]
     assert capsys.readouterr().err == f"downloading {server.url()}\n"
-    (tmp_path / "tiny.zip").write_bytes(content[:-1])  # what was kept is looked at again
+    (tmp_path / "tiny.zip").write_bytes(content[:-1])  # kept files are verified again
     fetch(route(server, sha256(content)), tmp_path, quiet=True)
     assert (tmp_path / "tiny.zip").read_bytes() == content
     assert capsys.readouterr().err == ""
@@ -243,7 +243,7 @@ def test_without_a_published_hash_the_first_download_is_recorded_and_said(server
 
 @pytest.fixture
 def tiny(server, monkeypatch) -> Benchmark:
-    """A corpus of one file that this server has."""
+    """A corpus of one file, which the local server offers."""
     cut = (len(TEXT) * 9 // 10, len(TEXT) // 20, len(TEXT) - len(TEXT) * 9 // 10 - len(TEXT) // 20)
     benchmark = Benchmark(
         name="tiny",
@@ -274,7 +274,7 @@ def test_a_corpus_is_downloaded_prepared_and_then_opened_without_the_web(tiny, s
 
 
 def test_an_archive_that_arrives_damaged_is_forgotten(tiny, server, tmp_path):
-    # Cut short at its source, so that the transfer itself is whole.
+    # The archive is truncated on the server, so the transfer itself is complete.
     server.answers = [whole(zipped()[:-30]), whole(zipped())]
     with pytest.raises(UserError, match=r"tiny\.zip: damaged \(.*\); the download was removed"):
         txl.open_corpus("tiny", data_dir=tmp_path, quiet=True)

@@ -1,4 +1,4 @@
-"""Tokens with their places in the text: the ids of a corpus, and offsets and words that a plain loop finds too."""
+"""Tokens with byte offsets and word numbers: ids equal those of a corpus, offsets and words those of a plain loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def located(data: bytes, vocabulary, size: int = 1 << 20):
 
 
 def words_by_hand(text: str) -> list[int | None]:
-    """The word of each byte: that of its character, the next one's for white space."""
+    """Return the word number of each byte; a byte of white space has the number of the next word."""
     owner, number, inside = [], -1, False
     for character in text:
         solid = not character.isspace()
@@ -53,7 +53,7 @@ def words_by_hand(text: str) -> list[int | None]:
 def test_offsets_and_words_do_not_depend_on_blocks(name, text, size):
     data, vocabulary = text.encode(), VOCABULARIES[name]
     tokens = located(data, vocabulary)
-    if name != "bpe":  # whose tokens do not cross a block's edge
+    if name != "bpe":  # byte pairs do not cross the edges of blocks
         assert located(data, vocabulary, size) == tokens
     owner = words_by_hand(text)
     place = 0
@@ -132,7 +132,7 @@ def test_a_text_of_windows_has_the_tokens_of_unix_at_its_own_places(name, text, 
 
 
 def as_it_is(vocabulary):
-    """The same vocabulary, which reads texts as they are."""
+    """Return a copy of the vocabulary that does not normalise texts."""
     return Vocabulary.from_json({**vocabulary.to_json(), "normalise": False})
 
 

@@ -1,4 +1,4 @@
-"""Which files a path, folder or glob names, and which of them are splits."""
+"""Files that a path, folder or glob selects, and the splits among these files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
     assert "but no train split; expected train.txt too" in refusal(str(tmp_path), tmp_path / "data")
     code = tmp_path / "package"
     code.mkdir()
-    for name in ("train.py", "test.py"):  # source code whose files happen to be called so
+    for name in ("train.py", "test.py"):  # source code whose files happen to be named train and test
         (code / name).write_text("import this\n" * 30)
     assert len(split_bytes(str(code))["train"]) > 300
 
@@ -228,7 +228,7 @@ def test_settings_that_a_text_has_no_use_for_are_refused(settings, said):
     else:
         with pytest.raises(UserError, match=said):
             refuse_unused(data, given)
-        refuse_unused(data, [])  # a preset's
+        refuse_unused(data, [])  # settings of a preset, which the user did not give
 
 
 @pytest.mark.parametrize(

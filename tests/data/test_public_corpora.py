@@ -1,4 +1,4 @@
-"""The paper's corpora: layouts of sources, exact preparation, known counts. Small stand-ins where the text is large."""
+"""The paper's corpora: layouts of sources, exact preparation, known counts. Small texts stand in for large ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEST = "it was so\n"
 
 
 def stand_in(monkeypatch, name: str, **known) -> None:
-    """A public corpus of which other things are known, so that a small text can be it."""
+    """Replace the known numbers and hashes of a public corpus, so that a small text is accepted as this corpus."""
     nothing = {"tokens": {}, "tokens_both": {}, "vocabulary": None, "original_vocabulary": None, "hashes": {}}
     monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(BENCHMARKS[name], **(nothing | known)))
 
@@ -79,7 +79,7 @@ def test_real_corpora_have_the_known_counts_and_hashes(name, tokens, size, test_
     assert isinstance(corpus.vocabulary, WordVocabulary)
     counted = Counter((test_data / name).joinpath(benchmark_file(test_data / name, "train")).read_text().split())
     assert corpus.vocabulary.words[1:] == [word for word, _ in counted.most_common()]
-    # Prepared from a folder once, it is found without it.
+    # Once prepared from a folder, the corpus opens without the folder.
     assert txl.open_corpus(name, data_dir=data_dir, quiet=True).directory == corpus.directory
 
 
@@ -104,7 +104,7 @@ def test_the_authors_penn_treebank_is_in_lower_case_and_counts_all_splits(test_d
 
 
 def test_wikitext_2_is_not_wikitext_103_though_its_counts_are_alike(test_data, tmp_path, monkeypatch):
-    """Both have the same articles in valid and test, with other words masked."""
+    """Both corpora have the same articles in valid and test, but mask different words."""
     stand_in(
         monkeypatch,
         "wikitext-103",
@@ -133,7 +133,7 @@ def test_a_mismatch_says_by_how_much(test_data, tmp_path):
     assert list((tmp_path / "data").iterdir()) == []
     corpus = txl.open_corpus("ptb", source=folder, data_dir=tmp_path / "data", quiet=True, verify=False)
     assert "2 too many" in corpus.info()["differences"][0]
-    with pytest.raises(UserError, match="2 too many"):  # what was not verified is never opened as if it were
+    with pytest.raises(UserError, match="2 too many"):  # an unverified corpus is never opened as a verified one
         txl.open_corpus("ptb", source=folder, data_dir=tmp_path / "data", quiet=True)
 
 
@@ -243,7 +243,7 @@ def test_enwik8_keeps_its_newlines_unless_it_is_to_be_like_the_original(tmp_path
     assert vocabulary.values == [value for value, _ in Counter(kept).most_common()]
     assert bytes(vocabulary.values[number] for number in ids(theirs, "train")) == WIKI[:900].replace(b"\n", b"")
     assert b"".join(theirs.text_bytes("valid")) == WIKI[900:950].replace(b"\n", b"")
-    # Bits per byte are of the bytes that the model has read.
+    # Bits per byte count the bytes that the model read, which include no newlines.
     assert theirs.tokens("valid").n_bytes == len(theirs.tokens("valid")) == len(WIKI[900:950].replace(b"\n", b""))
     assert vocabulary.decode(vocabulary.encode("été")) == "été"
     with pytest.raises(UserError, match=r"bytes that the vocabulary of \d+ lacks: 0x0A, 0x5A; leave them out"):
@@ -258,7 +258,7 @@ def test_enwik8_keeps_its_newlines_unless_it_is_to_be_like_the_original(tmp_path
 
 def test_enwik8_from_splits_from_one_file_and_from_a_zip_is_the_same(tmp_path, monkeypatch):
     stand_in(monkeypatch, "enwik8", cuts=CUTS, hashes={"all": f"md5:{hashlib.md5(WIKI).hexdigest()}"})
-    numbers = " ".join(map(str, WIKI[:900]))  # what the authors' script writes to train.txt, beside train.txt.raw
+    numbers = " ".join(map(str, WIKI[:900]))  # train.txt as the authors' script writes it, next to train.txt.raw
     splits = write(
         tmp_path / "splits",
         train__txt=numbers,
@@ -281,7 +281,7 @@ def test_enwik8_from_splits_from_one_file_and_from_a_zip_is_the_same(tmp_path, m
     write(tmp_path / "other", enwik8=WIKI.replace(b"page", b"Page"))
     with pytest.raises(UserError, match=r"the md5 of .*enwik8 is .*, the published one is"):
         txl.open_corpus("enwik8", source=tmp_path / "other", data_dir=tmp_path / "data", quiet=True)
-    # The cut may lie inside a character, which only bytes can be.
+    # A cut inside a character is moved to the next character, unless the unit is byte.
     write(tmp_path / "accents", enwik8="é" * 500)
     text = txl.open_corpus(
         "enwik8", "char", source=tmp_path / "accents", data_dir=tmp_path / "data", verify=False, quiet=True
@@ -347,7 +347,7 @@ def test_lm1b_has_its_own_vocabulary_and_boundaries(boundary, tmp_path, monkeypa
     sentences = corpus.tokens("train").sentences
     assert sentences is not None
     assert (sentences.boundary_id, sentences.boundary) == (0, boundary)
-    # A prompt is encoded as the text is: a sentence begins with its boundary.
+    # A prompt is encoded like the corpus: each sentence begins with a boundary.
     assert [WORDS[number] for number in vocabulary.encode("The mill\nNobody")] == [
         "<S>", "The", "mill", *between, "Nobody"
     ]  # fmt: skip
@@ -371,7 +371,7 @@ def test_lm1b_settings_that_do_not_go_are_refused(tmp_path, monkeypatch):
 
 
 def test_real_sentences_between_boundaries(test_data, tmp_path, monkeypatch):
-    """The shards at hand: as many tokens as words and line ends, and one more."""
+    """Boundary end: one token for each word and line end, and one more. Boundary both: two tokens for each line end."""
     stand_in(monkeypatch, "lm1b")
     source = tmp_path / "source"
     source.mkdir()

@@ -88,7 +88,7 @@ def test_a_split_shorter_than_one_segment_is_refused_with_the_numbers():
 
 
 def sentences(count: int, boundary: str) -> Tokens:
-    """Sentences of 1 to 6 words, each word a number that no other has; the boundary is 0."""
+    """Return sentences of 1 to 6 words. Every word has an id of its own; the boundary has id 0."""
     ids, word = [0], 1
     for number in range(count):
         length = 1 + number * 7 % 6
@@ -120,7 +120,7 @@ def test_sentences_are_shuffled_anew_each_epoch_and_each_comes_whole_and_once(bo
     original = as_sentences(np.asarray(tokens).tolist())
     assert all(sorted(order) == sorted(original) for order in orders)
     assert len({tuple(order) for order in [original, *orders]}) == 4
-    # With two boundaries, the second is a target; with one, a sentence's beginning is given.
+    # With both, the boundaries at the beginning and end of a sentence are targets; with end, only the end boundary.
     assert ids.count(0) == (54 if boundary == "end" else 106)
 
 
@@ -152,14 +152,14 @@ def test_lanes_of_shuffled_sentences_are_contiguous():
 
 
 def test_the_order_of_sentences_is_fixed_for_all_versions():
-    # The generator's published test values: the numbers that follow the state 1234567.
+    # Published test values of the generator splitmix64: the two numbers that follow state 1234567.
     states = np.array([1234567, 1234567 + 0x9E3779B97F4A7C15], dtype=np.uint64)
     assert streams.splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
     assert shuffled(8, seed=1, epoch=0).tolist() == [2, 5, 6, 0, 3, 4, 1, 7]
     counts = np.zeros((6, 6))
     for number in range(600):
         counts[shuffled(6, number, 3), np.arange(6)] += 1
-    assert counts.min() > 60  # 100 in the mean; every place is about as likely for each
+    assert counts.min() > 60  # 100 on average: every sentence is about equally likely at every place
 
 
 def test_running_text_is_not_shuffled():

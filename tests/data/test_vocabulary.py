@@ -137,7 +137,7 @@ def test_words_are_ordered_by_count_then_appearance_and_unk_has_the_place_of_its
         assert vocabulary.words == expected
         assert ids.tolist() == vocabulary.encode_words(words).tolist()
     assert word_vocabulary(["<unk>", "a"], np.array([9, 1]), 1, None)[0].words == ["<eos>", "<unk>", "a"]
-    # An <unk> of the text's own counts like any other word: equal counts stand in the order of appearance.
+    # An <unk> in the text counts like any other word: words of equal count keep their order of appearance.
     assert word_vocabulary(["a", "<unk>", "b"], np.array([2, 2, 2]), 1, None)[0].words == ["<eos>", "a", "<unk>", "b"]
 
 

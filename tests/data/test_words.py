@@ -1,4 +1,4 @@
-"""Words and marks: how a text is cut, that it comes back, and that a tokenizer of transformers cuts it alike."""
+"""Words and punctuation marks: cuts of a text, decoding to the same text, and equal cuts by exported tokenizers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_marks_are_words_of_their_own_by_hand(text, words):
 def test_a_text_comes_back_but_for_the_width_of_its_white_space(text):
     vocabulary = vocabulary_of(text)
     lines = (" ".join(line.split()) for line in text.split("\n"))
-    if EOS not in text:  # which is a line's end
+    if EOS not in text:  # <eos> in the text is decoded as a line end
         assert vocabulary.decode(vocabulary.encode(text)) == "\n".join(lines)
 
 
@@ -79,7 +79,7 @@ def test_spans_are_those_of_the_words(rule, text):
         assert found == word or (found == "\n" and word == EOS) or (rule == "punctuation" and found in word)
 
 
-@settings(max_examples=25, deadline=None)  # the library compiles its expressions for each
+@settings(max_examples=25, deadline=None)  # tokenizers compiles regular expressions for each example
 @given(text=TEXT, known=TEXT)
 def test_the_exported_tokenizer_cuts_alike(text, known):
     vocabulary = vocabulary_of(known, "a, b")
@@ -108,7 +108,7 @@ def test_what_is_generated_joins_the_prompt_and_needs_no_detokenising():
 
 @pytest.fixture
 def own(tmp_path):
-    """Splits of one's own: `rare,` and `once` are seen once in training, `new` never."""
+    """A folder with three splits: `rare,` and `once` occur once in `train`, `new` never."""
     texts = {
         "train": "the mill, the mill, rare, once\n" + "the mill\n" * 3,
         "valid": "the mill\n",
@@ -165,7 +165,7 @@ def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):
     (own / "train.txt").write_text("the mill , twelve @-@ year @-@ old mill\n")
     assert open_words(own).vocabulary == WordVocabulary(
         ["<eos>", "<unk>", "mill", "@-@"], normalise=True
-    )  # no <unk> to be trained by
+    )  # the text has no <unk>, so rare words become <unk>
 
 
 def test_words_cut_by_blocks_are_the_same(own, monkeypatch):

@@ -1,4 +1,4 @@
-"""The decode engine: the model's own numbers, and streams that do not disturb one another."""
+"""The decode engine: results equal to the model's, and streams that do not affect one another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = [pytest.param(False, id="pytorch"), pytest.param(True, id="compiled", ma
 
 
 def by_the_model(model: TransformerXL, ids: Tensor, **lengths) -> Tensor:
-    """Log-probabilities after each token, through hidden states: with gradients, no compiled code takes part."""
+    """Return log-probabilities after each token, from hidden states: with gradients, no compiled code is used."""
     state, parts = model.init_state(1, **lengths), []
     for token in ids:
         part, state = model.log_probs(token.view(1, 1), state)
@@ -52,7 +52,7 @@ def random_tokens(n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_token_by_token_the_model_s_own_probabilities(variant, lengths, compile, dtype, tolerance):
     model = lively(VARIANTS[variant], dtype)
-    # Without a window, memory that is too short makes a prompt depend on its segments: that one fits into it.
+    # Without a window, a prompt longer than memory depends on its segments; this prompt fits into memory.
     long_prompt = 4 if lengths.get("window") == "none" else 13
     texts = {long_prompt: random_tokens(32, 1), 1: random_tokens(20, 2)}
     engine = DecodeEngine(model, max_streams=3, compile=compile, **lengths)
@@ -119,7 +119,7 @@ def test_compiled_probabilities_are_the_same_to_the_last_bit_in_any_company(vari
                 engine.put(stream, int(texts[number][step]))
         return torch.stack(parts)
 
-    whole = read(range(11))  # more than the library takes at once
+    whole = read(range(11))  # more rows than the library computes at once
     for number in (0, 4, 10):
         assert torch.equal(read([number])[:, 0], whole[:, number])
 
@@ -162,7 +162,7 @@ def test_a_long_stream_takes_no_more_memory_and_does_not_drift(compile):
     places = [each.data_ptr() for each in (*slots.keys, *slots.values)]
     text = drawn(engine, stream, 4000 if compile else 1500)
     assert places == [each.data_ptr() for each in (*slots.keys, *slots.values)]
-    # All that can matter are three layers of window 7.
+    # Three layers with window 7 reach 18 tokens back, so the last 30 tokens are enough.
     expected = by_the_model(model, torch.tensor(text[-30:]), mem_len=6, window=7)[-1]
     torch.testing.assert_close(engine.advance()[0], expected, rtol=0, atol=1e-5)
 
@@ -177,7 +177,7 @@ def test_chances_are_uniform_and_differ_by_seed_and_number():
         assert ((counts - 1000).square().sum() / 1000) < 45  # chi-squared, 19 degrees of freedom: 1 in 1,000
         assert len(found.unique()) == 20_000
     assert torch.corrcoef(torch.stack([by_number, by_seed]))[0, 1].abs() < 0.03
-    # The reference implementation's first number for seed 1234567, of Sebastiano Vigna's splitmix64.c.
+    # First number for seed 1234567 of the reference implementation, Sebastiano Vigna's splitmix64.c.
     from txl.generation.sampling import _mixed
 
     assert int(_mixed(torch.tensor(1234567))) % 2**64 == 6457827717110365317
@@ -262,7 +262,7 @@ CHANGES = {
 @pytest.mark.parametrize("compile", STEPS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_is_replaced_in_the_model_is_noticed(change, compile):
-    """Only changes in place were: log-probabilities of other weights came out without a word."""
+    """Earlier versions noticed only in-place changes, and otherwise returned log-probabilities of other weights."""
     model = lively(VARIANTS["post-norm"], torch.float32)
     engine = DecodeEngine(model, compile=compile)
     engine.join([1, 2])
@@ -291,7 +291,7 @@ def test_a_hook_added_later_is_noticed_by_a_converted_engine_too(compile, dtype)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("what", ["hook", "LoRA"])
 def test_a_model_with_hooks_or_other_modules_is_decoded_through_them(what, dtype, caplog):
-    """Hooks on layers and attention were never called."""
+    """Earlier versions did not call hooks on layers and attention."""
     model, called = lively(VARIANTS["post-norm"], torch.float64), []
     if what == "LoRA":
         adapt(model)
@@ -314,7 +314,7 @@ def test_a_model_with_hooks_or_other_modules_is_decoded_through_them(what, dtype
         assert torch.equal(found[2], found[0])
         for stream, ids in zip((*streams, twin), (*texts, texts[0]), strict=True):
             engine.put(stream, int(ids[step]))
-    assert len(called) == (0 if what == "LoRA" else 2 + 10 * 3)  # prompts of one segment, then steps
+    assert len(called) == (0 if what == "LoRA" else 2 + 10 * 3)  # 2 prompts, then 10 steps of 3 streams
     model.layers[0].register_forward_hook(lambda *_: called.append(2))
     engine.leave(twin)
     engine.step()
@@ -356,13 +356,13 @@ def test_sampling_of_other_kinds_is_refused(settings):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("compile", STEPS)
 def test_a_stream_that_cannot_go_on_ends_alone(compile, dtype):
-    """It used to stop all others, for good."""
+    """In earlier versions, such a stream stopped all other streams permanently."""
     config = dataclasses.replace(VARIANTS["post-norm"], tie_embeddings=False)
     model = lively(config, torch.float32)
     model.softmax.bias.data[9] = -torch.inf
     reference = DecodeEngine(model, max_streams=3, compile=compile, dtype=dtype, mem_len=6, window=7)
     expected = drawn(reference, reference.join([1, 2], seed=4, forbidden=[5, 9]), 1)
-    model.embedding.tables[0].data[5] = torch.nan  # whoever reads token 5 has no probabilities any more
+    model.embedding.tables[0].data[5] = torch.nan  # after reading token 5, probabilities are not numbers
     engine = DecodeEngine(model, max_streams=3, compile=compile, dtype=dtype, mem_len=6, window=7)
     damaged = engine.join([5, 5, 1], seed=1)
     good = engine.join([1, 2], seed=4, forbidden=[5, 9])
@@ -374,7 +374,7 @@ def test_a_stream_that_cannot_go_on_ends_alone(compile, dtype):
     assert good.ended is None
     with pytest.raises(UserError, match="the stream has ended: the model's probabilities are not numbers"):
         engine.leave(damaged)
-    others = [engine.join([3], seed=seed, forbidden=[5]) for seed in (6, 7)]  # in the places of those that ended
+    others = [engine.join([3], seed=seed, forbidden=[5]) for seed in (6, 7)]  # in slots of ended streams
     for _ in range(20):
         assert engine.step().shape == (3,)
     assert engine.streams == (good, *others)

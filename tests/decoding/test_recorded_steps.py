@@ -1,4 +1,4 @@
-"""The engine's steps as CUDA graphs, and that they wait for the device once; on a CPU with graphs that are imitated."""
+"""Steps of the engine as CUDA graphs, and one wait for the device per token; on a CPU, graphs are imitated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txl.generation.text import generate_tokens
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Graphs for a CPU: what is recorded is done again at each replay, and recording does nothing."""
+    """Function that imitates graphs on a CPU: recording computes nothing, and each replay calls the function."""
     recorded = []
 
     def record(self: Captured) -> Callable[[], None]:
@@ -44,7 +44,7 @@ def recording(monkeypatch):
 
 
 def test_recorded_steps_give_the_same_texts(recording, monkeypatch):
-    """Streams join and leave, each draws in a way of its own or all alike; a graph for each power of two of them."""
+    """Streams join and leave, with different or equal draw settings; each power of two of slots has one graph."""
     model, ids = lively(VARIANTS["adaptive, narrower clusters"]), random_tokens(30, 3)
     monkeypatch.setattr("txl.generation.steps._ALIKE", 4)
     greedy = Sampling(temperature=0)
@@ -72,7 +72,7 @@ def test_recorded_steps_give_the_same_texts(recording, monkeypatch):
     assert {seed: len(tokens) for seed, tokens in found.items()} == {1: 32, 2: 23, 3: 5, 4: 10}
     for seed, tokens in found.items():
         assert tokens == [int(each[0]) for each in alone[seed][: len(tokens)]]
-    assert len(recorded) == 5  # 1 and 4 slots without the drawing; 1, 2 and 4 with it
+    assert len(recorded) == 5  # 1 and 4 slots without drawing; 1, 2 and 4 slots with drawing
     assert engine.save(streams[4]).n_token == 16
 
 
@@ -106,7 +106,7 @@ def test_a_step_is_recorded_as_a_graph_only_where_that_is_wanted(captured, monke
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_is_waited_for_once(variant, monkeypatch):
-    """On a device whose numbers cannot be read: nothing looks at one before the tokens are asked for."""
+    """A step computes everything up to the drawn tokens without reading a number from the device."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     engine = DecodeEngine(lively(VARIANTS[variant]).to(AHEAD), max_streams=3, compile=False)
@@ -145,7 +145,7 @@ def test_a_cuda_graph_gives_the_model_s_own_probabilities():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_graphs_with_and_without_drawing_give_the_same_texts(variant):
-    """Three streams draw 80 tokens: operation by operation, and recorded, from the 33rd on with the drawing."""
+    """Three streams draw 80 tokens without graphs, and with graphs that include drawing from token 33 on."""
     model, texts = lively(VARIANTS[variant], torch.float64).cuda(), []
     for compile in (False, True):
         engine = DecodeEngine(model, max_streams=4, mem_len=9, window=6, compile=compile)

@@ -1,4 +1,4 @@
-"""Streams as values: saved, read into a segment at a time, and continued elsewhere."""
+"""Streams as values: saved, extended by one segment at a time, and continued in another engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txl.generation.reading import TextReading
 @pytest.mark.parametrize("compile", STEPS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_saved_stream_goes_on_bit_for_bit(lengths, compile, dtype):
-    """In another engine; with the compiled step in any place, and several from one state."""
+    """A stream continues in another engine; with compiled code, in other slots and as several copies of one state."""
     model = lively(VARIANTS["post-norm"])
     first, second = (DecodeEngine(model, max_streams=n, compile=compile, dtype=dtype, **lengths) for n in (3, 3))
     if compile:
@@ -40,12 +40,12 @@ def test_a_saved_stream_goes_on_bit_for_bit(lengths, compile, dtype):
 @pytest.mark.parametrize("compile", STEPS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_text_read_into_a_saved_stream_is_the_stream_s_text(lengths, compile):
-    """Segments from keys and values alone, whose hidden states are gone, are those of the whole text."""
+    """Segments read after saved keys and values, without hidden states, have the results of the whole text."""
     model = lively(VARIANTS["post-norm"], torch.float64)
     engine = DecodeEngine(model, max_streams=2, compile=compile, **lengths)
     ids = random_tokens(40, 3)
     if lengths.get("window") == "none":
-        ids = ids[:6]  # where memory is shorter than the text without a window, segments matter
+        ids = ids[:6]  # without a window, segments matter if memory is shorter than the text
     expected = by_the_model(model, ids, **lengths)
     state, found = engine.empty_state(), []
     for start in range(0, len(ids), 7):

@@ -13,7 +13,7 @@ from txl.cli import main
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of the trained run, whose log may grow."""
+    """A copy of the trained run, because commands append to the log."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -42,7 +42,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     printed = capsys.readouterr().out
     assert "with a continuous cache of 200 tokens" in printed
     assert f"txl eval {run} --cache-size 200 --cache-theta" in printed
-    # The report's result stays the model's own.
+    # The report keeps the result of the model without a cache.
     assert main(["report", str(run), *where]) == 0
 
 
@@ -56,16 +56,16 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     ],
 )
 def test_the_printed_command_gives_the_reported_number(options, temperature, run, story, data_dir, tmp_path, capsys):
-    """Under the run's own temperature, unless it is given; what is reported without the cache is `txl eval`'s."""
+    """The run's temperature applies unless one is given. The result without the cache equals that of `txl eval`."""
     config = json.loads((run / "config.json").read_text())
     config["eval"]["temperature"] = 1.3
     (run / "config.json").write_text(json.dumps(config))
     if "other" in options:
-        other = tmp_path / "another story.txt"  # a space, to be quoted
+        other = tmp_path / "another story.txt"  # the space in the name must be quoted
         other.write_text(story.read_text(encoding="utf-8")[500:9000], encoding="utf-8")
         options = [*options[:-1], str(other)]
     given = [*options, "--max-tokens", "600", "--data-dir", str(data_dir)]
-    # Not a number of three digits.
+    # Values that a command with three printed digits would change.
     words = ["cache", str(run), "--size", "50", "--thetas", "0.1234567", "--lambdas", "0.1000003", *given]
     assert main([*words, "--json"]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
@@ -77,7 +77,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
     assert again["nll"] == found["with"]["nll"]
     assert main(["eval", str(run), *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nll"] == found["without"]["nll"]
-    # What was tuned on is measured in the same way.
+    # The printed command also reproduces the loss on the tuning split.
     tuned_on = [*shlex.split(printed), "--split", found["tuning"]["split"], "--json"]
     assert main(tuned_on) == 0
     assert json.loads(capsys.readouterr().out)["nll"] == pytest.approx(found["tuning"]["best_nll"], abs=1e-6)

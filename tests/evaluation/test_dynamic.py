@@ -1,4 +1,4 @@
-"""Dynamic evaluation: its rules against slow transcriptions, and that nothing is used before it is scored."""
+"""Dynamic evaluation: update rules against slow transcriptions, and no target used before its loss is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small(**changes: Any) -> Any:
 
 
 def segments_of(tokens: np.ndarray, segment: int, n_lane: int = 1):
-    """Inputs and targets, by slicing: what `Lanes` does, written again."""
+    """Yield the inputs and targets of each segment, cut by slicing: a second implementation of `Lanes`."""
     length = len(tokens) // n_lane
     lanes = torch.from_numpy(tokens[: length * n_lane].reshape(n_lane, length))
     for start in range(0, length - 1, segment):
@@ -37,7 +37,7 @@ def segments_of(tokens: np.ndarray, segment: int, n_lane: int = 1):
 
 
 def gradient_of(model: Any, inputs: Any, targets: Any, state: Any) -> tuple[Any, Any, dict[str, list[float]]]:
-    """Losses, state, and d(mean loss)/d(weight) as plain lists of numbers, by name."""
+    """Return the losses, the new state, and d(mean loss)/d(weight) as lists of numbers by parameter name."""
     model.zero_grad()
     nll, state = model.nll(inputs, targets, state)
     nll.mean().backward()
@@ -49,7 +49,7 @@ def gradient_of(model: Any, inputs: Any, targets: Any, state: Any) -> tuple[Any,
 
 
 def transcribed(model: Any, rule: str, eta: float, lamb: float, eps: float, n_lane: int = 1) -> tuple[Any, Any]:
-    """Losses of STREAM and the weights after it, number by number, after both papers' code.
+    """Return the losses of STREAM and the weights after STREAM, computed number by number as in both papers' code.
 
     `rule` is "sgd", "2018" (dynamiceval.py: gradstat, evaluate) or "2019" (dynamic_eval_opt.py: _apply_dense).
     """
@@ -134,7 +134,7 @@ def test_the_rules_against_slow_transcriptions(name, n_lane):
 
 
 def test_both_papers_rules_are_one_but_for_their_hyper_parameters():
-    """sum = count * mean, so that learning rate and epsilon grow by its root, and decay shrinks by it and by mean G."""
+    """sum = count * mean: learning rate and epsilon grow by root(count), decay shrinks by root(count) * (mean of G)."""
     model = small()
     statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT)
     sizes = [(each / statistics.segments).sqrt().mean().item() for each in statistics.squares.values()]
@@ -151,7 +151,7 @@ def test_both_papers_rules_are_one_but_for_their_hyper_parameters():
 @pytest.mark.parametrize("rule", ["rms", "sgd"])
 def test_every_family_scores_first_and_stays_as_it_is(name, rule):
     model = built(MODELS[name]).train()
-    model.softmax.bias.requires_grad_(False)  # what the caller froze adapts in the copy, and stays frozen here
+    model.softmax.bias.requires_grad_(False)  # adapts in the copy, stays frozen in the caller's model
     before = copy.deepcopy(model.state_dict())
     statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT) if rule == "rms" else None
     rate = 0.01 if rule == "rms" else 0.1
@@ -172,7 +172,7 @@ def test_every_family_scores_first_and_stays_as_it_is(name, rule):
     assert torch.equal(found, scores(adaptation, STREAM))
     torch.testing.assert_close(found[:, :SEGMENT], scores(still, STREAM)[:, :SEGMENT], rtol=0, atol=0)
     assert (found[:, SEGMENT:] - scores(still, STREAM)[:, SEGMENT:]).abs().min() > 1e-9
-    # A token's loss does not depend on any later one, those of its own segment included.
+    # A token's loss does not depend on later tokens, including later tokens of the same segment.
     for position in (7, 12):
         changed = STREAM.copy()
         changed[position] = (changed[position] + 1) % V
@@ -239,7 +239,7 @@ def test_which_weights_adapt():
 
 
 def test_what_serves_in_training_alone_does_not_adapt():
-    """Al-Rfou et al.'s classifiers have no gradient: they count neither among the tensors whose mean G is taken."""
+    """The auxiliary classifiers of Al-Rfou et al. have no gradient, and do not count in the average of mean G."""
     config = dataclasses.replace(VANILLA, n_target=2, layer_losses=True)
     model, plain = built(config), built(VANILLA)
     plain.load_state_dict({name: value for name, value in model.state_dict().items() if "auxiliary" not in name})
@@ -262,7 +262,7 @@ def test_only_the_targets_that_count_are_followed():
         assert nll.shape == (1, 8)
         weights.append(list(adapting.model.parameters()))
     adapting = txl.AdaptingModel(model, adaptation)
-    adapting.score_then_adapt(inputs[:, :3], targets[:, :3], adapting.model.init_state(1))  # what follows is not seen
+    adapting.score_then_adapt(inputs[:, :3], targets[:, :3], adapting.model.init_state(1))  # without the later targets
     for some, none, alone, trained in zip(*weights, adapting.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(some, alone, rtol=0, atol=1e-12)
         assert torch.equal(none, trained)
@@ -285,13 +285,13 @@ def test_statistics():
 
 @pytest.mark.parametrize("attention", ["shifted", "reference"])
 def test_projections_and_compiled_steps_see_the_new_weights(attention):
-    """A state that was read without gradients holds keys, values and positions projected by the weights before."""
+    """A state computed without gradients holds keys, values and positions projected by weights before the update."""
     model = small(attention=attention).float()
     adapting = txl.AdaptingModel(model, txl.Adaptation("sgd", 0.5))
     inputs, targets = next(segments_of(STREAM, 30))
     with torch.no_grad():
         _, state = adapting.model.log_probs(inputs[:, :10], adapting.model.init_state(1))
-        _, state = adapting.model.log_probs(inputs[:, 10:11], state)  # a compiled step, where there is a compiler
+        _, state = adapting.model.log_probs(inputs[:, 10:11], state)  # compiled code, if there is a compiler
     assert state.projections is not None
     adapting.score_then_adapt(inputs, targets, adapting.model.init_state(1))
     fresh = small(attention=attention).float()
@@ -309,7 +309,7 @@ def test_projections_and_compiled_steps_see_the_new_weights(attention):
 
 @pytest.mark.parametrize("name", ["transformer-xl", "qrnn"])
 def test_bfloat16_converts_the_weights_anew_after_an_update(name):
-    """Autocast keeps what it converted as long as its outermost block lasts, an update through."""
+    """Autocast caches converted weights until the outermost autocast block ends, even across an update."""
     model = built(MODELS[name]).float()
     adaptation = txl.Adaptation("sgd", 0.3)
     settings: dict[str, Any] = {"segment": SEGMENT, "dtype": "bfloat16"}
@@ -333,7 +333,7 @@ def test_with_a_cache_the_model_inside_adapts(temperature):
     found = txl.evaluate_dynamically(cache, STREAM, adaptation, **settings)
     assert abs(found.nll - plain.nll) > 1e-3
     assert (found.cache_size, plain.cache_size) == (9, None)
-    # By hand: the loss that is followed is the model's own, whatever the cache adds to the score.
+    # By hand: weights follow the gradient of the inner model's loss; the cache changes only the score.
     by_hand, total = txl.ContinuousCache(copy.deepcopy(model), 9, 0.3, 0.4), 0.0
     inner: Any = by_hand.model
     state = by_hand.init_state(1)
@@ -362,7 +362,7 @@ def test_lanes_of_unequal_length_and_what_is_described():
     result = txl.evaluate_dynamically(
         model, STREAM[:36], adaptation, statistics, segment=9, batch_size=4, exhaustive=True
     )
-    assert np.isfinite(result.nll)  # one lane's last target does not count, nor its part of the gradient
+    assert np.isfinite(result.nll)  # the last target of one lane counts neither in the loss nor in the gradient
     assert result.to_dict()["dynamic"] == {
         "rule": "rms",
         "learning_rate": 0.01,

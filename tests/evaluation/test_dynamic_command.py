@@ -22,7 +22,7 @@ EVERY_SEGMENT = ["--statistics-segments", "all", "--statistics-batch", "40", "--
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of the trained run, whose log may grow."""
+    """A copy of the trained run, because commands append to the log."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -50,7 +50,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     printed = capsys.readouterr().out
     assert "dynamic evaluation by rms (learning rate 0.000" in printed
     assert "the best learning rate lies at the end of the values that were tried; try more: --learning-rates" in printed
-    # The report's result stays the model's own.
+    # The report keeps the result of the trained weights.
     assert main(["report", str(run), "--data-dir", str(data_dir)]) == 0
 
 
@@ -123,7 +123,7 @@ def test_published_settings(run, data_dir, capsys):
     assert lengths == [128, 3800, 3801, 9, 1]
     assert main([*words, "--max-tokens", "300", "--dynamic-statistics-segments", "all"]) == 0
     every = json.loads(capsys.readouterr().out)["dynamic"]["statistics_segments"]
-    assert every is None or every > 161  # the preset reads 161
+    assert every is None or every > 161  # the preset uses 161 segments
 
 
 def test_gradient_statistics_of_another_text_are_those_of_training(run, story, data_dir, tmp_path, capsys):

@@ -18,7 +18,7 @@ from txl.models.language_model import LanguageModel
 
 
 def far_from_zero(config: ModelConfig) -> FamilyModel:
-    """A float64 model of 13 tokens whose weights are so large that everything it reads changes its losses."""
+    """Return a float64 model with V = 13, whose weights are so large that every token read changes the losses."""
     model = txl.build_model(config, 13).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
@@ -26,12 +26,12 @@ def far_from_zero(config: ModelConfig) -> FamilyModel:
 
 
 def ppl(*values: float) -> torch.Tensor:
-    """Losses of targets by their perplexities."""
+    """Return the losses of targets that have the perplexities `values`."""
     return torch.tensor([math.log(value) for value in values], dtype=torch.float64)
 
 
 def test_a_single_model_stops_where_the_gain_falls_below_the_threshold():
-    # All targets alike: f is the loss, g = 1 - new/old perplexity: 10%, 2%, 0.5%, then 5%, which is never reached.
+    # All targets are equal: f is the loss, g = 1 - new/old perplexity: 10%, 2%, 0.5%, then 5%, which is never reached.
     values = [100.0, 90.0, 88.2, 87.759, 83.37105]
     losses = {"one": {50 * (k + 1): ppl(value, value) for k, value in enumerate(values)}}
     assert relative_gains(losses, 50, 100)["one"] == pytest.approx(0.1)
@@ -43,7 +43,7 @@ def test_a_single_model_stops_where_the_gain_falls_below_the_threshold():
 
 
 def test_a_step_over_lengths_that_were_measured_between():
-    # 5% from 50 to 100, 1.5% from 75 to 125, then 0.9%: less in each half of a step.
+    # Steps of 50 gain 5% from 50 to 100, 1.5% from 75 to 125, and 0.9% from 100 to 150.
     values = [100.0, 97.0, 95.0, 95.545, 94.145]
     losses = {"one": {25 * (k + 2): ppl(value, value) for k, value in enumerate(values)}}
     assert txl.relative_effective_context_length(losses, step=50) == {"one": 100}
@@ -56,18 +56,18 @@ def test_a_step_over_lengths_that_were_measured_between():
 
 
 def test_models_must_beat_the_best_short_one():
-    # The better model b sets the baseline; a improves a lot from 10 to 20 but stays above it, so it gains nothing.
+    # Model b is better and sets the baseline. Model a improves from 10 to 20 but stays above the baseline: no gain.
     losses = {"a": {10: ppl(100, 100), 20: ppl(60, 60)}, "b": {10: ppl(50, 50), 20: ppl(45, 45)}}
     assert relative_gains(losses, 10, 20) == {"a": pytest.approx(0.0), "b": pytest.approx(0.1)}
     assert txl.relative_effective_context_length(losses) == {"a": 10, "b": 20}
-    assert txl.relative_effective_context_length({"a": losses["a"]}) == {"a": 20}  # alone it does
+    assert txl.relative_effective_context_length({"a": losses["a"]}) == {"a": 20}  # without b, a sets the baseline
 
 
 def test_only_losses_below_the_baseline_count_target_by_target():
-    # Target 1 gets worse: it counts as the baseline. Mean of logs over two targets: sqrt(40*10) against sqrt(80*10).
+    # Target 1 gets worse, so the baseline counts. Mean of logs over two targets: sqrt(40*10) against sqrt(80*10).
     losses = {"a": {1: ppl(80, 10), 3: ppl(40, 30)}}
     assert relative_gains(losses, 1, 3)["a"] == pytest.approx(1 - math.sqrt(0.5))
-    # The baseline is taken target by target too: min(80,90)=80 and min(10,5)=5.
+    # The baseline too is computed target by target: min(80,90)=80 and min(10,5)=5.
     both = losses | {"b": {1: ppl(90, 5), 3: ppl(20, 5)}}
     gains = relative_gains(both, 1, 3)
     assert gains["a"] == pytest.approx(1 - math.sqrt(0.5))
@@ -82,7 +82,7 @@ def test_r_takes_the_hardest_targets_of_the_baseline():
     assert relative_gains(losses, 5, 10, r=0.2)["a"] == pytest.approx(0.5)
     assert relative_gains(losses, 5, 10, r=0.1)["a"] == pytest.approx(0.5)
     assert relative_gains(losses, 5, 10)["a"] == pytest.approx(1 - 0.25**0.1)
-    # The hardest are chosen anew at each length, by the baseline there, not by one model's own losses.
+    # The hardest targets are chosen at each length by the baseline at that length, not by the losses of one model.
     other = {"b": {5: ppl(1, 1, 1, 1, 1, 1, 1, 1, 20, 1), 10: ppl(*[1] * 10)}}
     assert relative_gains(losses | other, 5, 10, r=0.1)["b"] == pytest.approx(1 - 1 / 8)
 
@@ -104,7 +104,7 @@ def test_losses_as_lists_and_arrays():
 
 
 def test_a_model_that_was_held_gets_no_longer_answer_than_it_read():
-    # a was read at 70 tokens where 100 and 150 are asked for, and gained up to there; b never stops.
+    # Model a read only 70 tokens where 100 and 150 were requested, and gained up to 70; b gains at every step.
     losses = {
         "a": {50: ppl(100), 100: ppl(80), 150: ppl(80)},
         "b": {50: ppl(100), 100: ppl(85), 150: ppl(60)},
@@ -154,7 +154,7 @@ def test_losses_at_a_context_see_exactly_that_much(encoding):
             window = tokens[target - context : target][None]
             log_probs, _ = model.eval().log_probs(window, model.init_state(1, mem_len=0))
             assert found[number].item() == pytest.approx(-log_probs[0, -1, tokens[target]].item(), abs=1e-10)
-    # What lies one token beyond the context makes no difference, what lies within does.
+    # A token just beyond the context does not change a loss; a token within the context does.
     changed = tokens.clone()
     changed[20] = (changed[20] + 1) % 13
     difference = txl.losses_at_context(model, changed, context=5, targets=range(9, 40)) - txl.losses_at_context(
@@ -220,7 +220,7 @@ def test_sliding_over_several_lengths_at_once():
         (950, 900, 20, 50, 2),
         (902, 900, 9, 50, 1),
         (60, 5, 7, 5, 5),
-        (82_430, 970, 1000, 97, 81),  # 97 is prime: 1 would be its only divisor below
+        (82_430, 970, 1000, 97, 81),  # 97 is prime: its only smaller divisor is 1
     ],
 )
 def test_spread_targets_share_windows(n_token, longest, count, step, distance):
@@ -254,7 +254,7 @@ def test_targets_that_share_windows_cost_little_more_than_the_longest_context():
         targets=spread_targets(200, 20, 30, 4),
         progress=lambda done, total: read.append(total),
     )
-    # 45 targets, 4 apart: one window of 20 tokens each, and the first tokens' shorter ones of the last targets.
+    # 45 targets, 4 apart: a window of 20 tokens for each, and windows of 4, 8, 12 and 16 tokens for the last targets.
     assert set(read) == {45 * 20 + 4 + 8 + 12 + 16}
 
 
@@ -275,7 +275,7 @@ def test_several_contexts_hold_a_model_at_the_most_that_it_reads():
         torch.testing.assert_close(found[context], expected, rtol=0, atol=1e-6)
     assert not torch.allclose(found[5], found[10])
     assert torch.equal(found[10], found[15])
-    # Those of 5 tokens share the windows of 7 tokens but for the last two targets' alone.
+    # Contexts of 5 tokens share the windows of 7 tokens, except those of the last two targets.
     assert told == [(5 * 2, 5 * 2 + 7 * 25), (10 + 7 * 16, 10 + 7 * 25), (10 + 7 * 25, 10 + 7 * 25)]
 
 
@@ -291,7 +291,7 @@ def test_contexts_that_are_read_through_a_window():
                 log_probs, _ = model.log_probs(tokens[target - context : target][None], state)
                 expected = -log_probs[0, -1, tokens[target]].item()
                 assert found[window][context][number].item() == pytest.approx(expected, abs=1e-10)
-    # Two layers of a window of 3 reach 5 tokens: within 9 they are all the same ones, within 4 not.
+    # Two layers with a window of 3 see 5 tokens: a context of 9 holds all 5, a context of 4 does not.
     assert not torch.allclose(found[3][9], found[3][4])
     assert not torch.allclose(found[3][9], found["none"][9])
     assert torch.equal(found[1][9], found[1][4])
@@ -311,7 +311,7 @@ def test_exact_contexts_under_a_clamp():
     free = txl.evaluate_sliding(model, tokens, context=9)
     assert (clamped.clamp_len, free.clamp_len) == (2, None)
     assert clamped.nll != pytest.approx(free.nll, abs=1e-4)
-    model.config.clamp_len = 2  # the default is the model's own
+    model.config.clamp_len = 2  # the default is the clamp of the model's configuration
     own = txl.evaluate_sliding(model, tokens, context=9)
     assert (own.clamp_len, own.nll) == (2, clamped.nll)
 

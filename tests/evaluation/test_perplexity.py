@@ -1,4 +1,4 @@
-"""The evaluation protocol: which targets are scored, with how much context, and what is reported."""
+"""The evaluation protocol: the targets that are scored, the context of each target, and the reported values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def token_stream(length: int, seed: int = 0) -> np.ndarray:
 
 
 def scored_targets(n_token: int, batch_size: int, segment: int, exhaustive: bool) -> Counter[int]:
-    """Positions in the stream that are scored, found from the segments themselves (token = its own position)."""
+    """Count how often each token of a text is scored, from the segments themselves (token id = index in the text)."""
     stream = np.arange(n_token)
     found: Counter[int] = Counter()
     for inputs, targets, counts in Lanes.cut(n_token, batch_size, exhaustive).segments(stream, segment):
@@ -76,7 +76,7 @@ def test_segments_worked_out_by_hand():
 
 
 def slow_mean(model, tokens, batch_size, segment, **lengths) -> float:
-    """The protocol once more, lane after lane, summed in Python."""
+    """Return the mean nll by the protocol, computed lane after lane and summed in Python."""
     model.eval()
     length, total, count = len(tokens) // batch_size, 0.0, 0
     for lane in range(batch_size):
@@ -144,7 +144,7 @@ def test_bits_per_byte_of_a_prefix_are_only_told_where_they_are_known(model):
 
 @pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
 def test_what_is_reported_of_a_part_is_counted_over_that_part(unit, tmp_path):
-    """Half of the test split is in Greek, which training has not seen."""
+    """Counts cover only the tokens read. Half of the test split is in Greek, which the training split lacks."""
     seen, unseen = "one two three " * 20 + "\n", "άλφα " * 60
     for split, text in {"train": seen * 20, "valid": seen, "test": seen + unseen}.items():
         (tmp_path / f"{split}.txt").write_text(text)
@@ -163,12 +163,12 @@ def test_what_is_reported_of_a_part_is_counted_over_that_part(unit, tmp_path):
         else:
             expected = n_read if unit == "byte" else len(text[:n_read].encode())
         assert result.bytes_per_token is not None
-        slack = 1 if unit == "bpe" else 0  # half a character at the part's end
+        slack = 1 if unit == "bpe" else 0  # the part may end inside a character
         assert abs(result.bytes_per_token * n_read - expected) <= slack + 1e-6
 
 
 def place_of_word(text: str, number: int) -> int:
-    """The byte at which a word, or a line's end that counts as one, begins."""
+    """Return the byte offset at which word `number` begins; a line end counts as a word."""
     return [len(text[: match.start()].encode()) for match in re.finditer(r"\n|\S+", text)][number]
 
 
@@ -185,7 +185,7 @@ def test_bfloat16_is_near_float32_but_not_the_same():
 
 def test_losses_are_summed_in_float64():
     class Constant(LanguageModel[NoMemory]):
-        """A loss that float32 cannot add up: after 2**24 it would stop growing by 1."""
+        """A model whose losses float32 cannot sum: from 2**24 on, adding 1 changes nothing."""
 
         vocab_size = V
 

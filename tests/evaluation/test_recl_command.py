@@ -1,4 +1,4 @@
-"""`txl recl` on runs of two kinds."""
+"""`txl recl` on a Transformer-XL run and a vanilla run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group(story, data_dir, tmp_path_factory):
 
 @pytest.fixture
 def unscored(monkeypatch):
-    """Fails where a loss is computed: what is refused is refused before."""
+    """Make the computation of losses fail: refusals must come before scoring."""
 
     def scored(*_, **__):
         raise AssertionError("scored before it was refused")
@@ -188,7 +188,7 @@ def test_the_page_its_figures_and_its_numbers(group, data_dir, tmp_path, capsys)
     assert page.count("<figure>") == 7
     assert "<img" not in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    # A step's relative gain decides, and each is one of the pairs whose plain gain is in Figure 3.
+    # The relative gain of a step decides. Each step is one of the pairs whose perplexity gain Figure 3 shows.
     for r, steps in found["relative_gains"].items():
         pairs = {(pair["short"], pair["long"]): pair["gain"] for pair in found["perplexity_gains"][r]}
         for each in found["models"]:

@@ -1,4 +1,4 @@
-"""`txl score`: the table of a text, in constant memory, and what is refused."""
+"""`txl score`: the table of a text, constant RAM use, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def runs(story, data_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(story, tmp_path_factory):
-    """A folder whose test split is a file that is scored."""
+    """A folder with three splits; the tests score the file `test.txt`."""
     folder = tmp_path_factory.mktemp("splits")
     for split in ("train", "valid"):
         (folder / f"{split}.txt").write_bytes(b"as it was\n")
@@ -114,7 +114,7 @@ def test_the_table_says_what_eval_says(unit, runs, text, data_dir, tmp_path, cap
         assert unescaped(row["token"]) == data[int(row["start"]) : int(row["end"])]
     if unit != "word":
         assert b"".join(unescaped(row["token"]) for row in rows) == data
-    # One sum for each word between white space, but the first, whose first token is not scored.
+    # One sum for each word between white space, except the first word, whose first token is not scored.
     by_word: dict[str, float] = {}
     for row in rows[1:]:
         by_word[row["word"]] = by_word.get(row["word"], 0.0) + float(row["surprisal"])
@@ -122,7 +122,7 @@ def test_the_table_says_what_eval_says(unit, runs, text, data_dir, tmp_path, cap
     assert list(sums) == [str(number) for number in range(1, len(data.decode().split()))]
     assert all(value == pytest.approx(by_word[word], rel=1e-6) for word, value in sums.items())
 
-    # JSON lines, from standard input to standard output: the same.
+    # JSON lines from standard input to standard output hold the same values.
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert main(["score", run, "-", "--format", "jsonl"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -159,16 +159,16 @@ def test_settings_and_checkpoints_are_those_of_eval(runs, text, data_dir, capsys
 
 
 def test_memory_does_not_grow_with_the_file(runs, tmp_path, monkeypatch, capsys):
-    """Three and twelve blocks of text; the table goes to a file, so nothing else holds it."""
+    """Compare texts of three and twelve blocks. The table is written to a file, so no captured output fills RAM."""
     monkeypatch.setattr("txl.data.sources.BLOCK", 1 << 13)
     run = str(runs / "word")
     line = b"The river rose in the night, and by morning the lower fields were under water.\n"
     peaks = []
-    # Garbage in cycles counts until it is collected: collect at once, and only what these commands make.
+    # Cyclic garbage counts until it is collected: collect often, and only objects that these commands create.
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200, 1, 1)
-    for count in (1, 1, 4):  # the first warms up what is made once
+    for count in (1, 1, 4):  # the first call creates what is created only once
         file = tmp_path / "text.txt"
         file.write_bytes(line * (count * 300))
         gc.collect()

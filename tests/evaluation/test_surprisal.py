@@ -1,4 +1,4 @@
-"""Surprisal token by token, against `txl.evaluate` and against a loop over the words."""
+"""Surprisal of every token, against `txl.evaluate` and against sums over words by hand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_temperature_and_cache():
 
 
 def test_what_a_prediction_sees_is_what_changes_it():
-    """Memory and context are counts of keys: with one layer, exactly the tokens whose change is felt."""
+    """Memory and context count keys. With one layer, context is the number of tokens that influence a prediction."""
     model, vocabulary = model_of(n_layer=1, mem_len=6, window=7), ByteVocabulary()
     text = "abcdefghijklmnopqrstuvwx"
     plain = list(txl.surprisals(model, vocabulary, text, segment=4))
@@ -110,8 +110,8 @@ def test_words_sum_their_tokens():
     assert [row.word for row in rows] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]
     sums = {row.index: row.word_surprisal for row in rows if row.word_surprisal is not None}
     value = [0.0, *bits(rows)]
-    assert sums == {5: pytest.approx(sum(value[2:6])), 10: pytest.approx(sum(value[6:11]))}  # the first word lacks one
-    # With a prompt the first word has its sum too, and all others are what follows it.
+    assert sums == {5: pytest.approx(sum(value[2:6])), 10: pytest.approx(sum(value[6:11]))}  # the first word has no sum
+    # With a prompt, the first word has a sum too; all surprisals are those of the text after the prompt.
     rows = list(txl.surprisals(model, vocabulary, text, prompt="Well, "))
     assert [row.index for row in rows] == list(range(12))
     whole = list(txl.surprisals(model, vocabulary, "Well, " + text))
@@ -169,7 +169,7 @@ def test_texts_that_cannot_be():
         list(txl.surprisals(model_of(mem_len=6), ByteVocabulary(), ""))
     with pytest.raises(UserError, match="at most 13"):
         txl.surprisals(model_of(**KINDS["vanilla"]), ByteVocabulary(), TEXT, segment=14)
-    assert list(txl.surprisals(model_of(**KINDS["vanilla"]), ByteVocabulary(), TEXT))  # by default what it can
+    assert list(txl.surprisals(model_of(**KINDS["vanilla"]), ByteVocabulary(), TEXT))  # a default segment that fits
     broken = model_of(mem_len=6)
     broken.softmax.bias.data.fill_(float("nan"))
     with pytest.raises(UserError, match="damaged"):

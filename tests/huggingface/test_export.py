@@ -1,4 +1,4 @@
-"""Exports, driven through transformers 5 by its own pipeline. Runs in an environment of its own (`make huggingface`)."""
+"""Exports, used by transformers 5 and its pipeline. These tests need a separate environment (`make huggingface`)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_forward_with_labels_is_ours(exported):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_padding_may_stand_in_labels_as_it_does_in_the_input(side, masked, exported):
-    """Its id is the one behind the vocabulary, which no probability belongs to."""
+    """The id of padding is the size of the vocabulary, so padding has no probability."""
     model = theirs(exported)
     size = model.config.vocab_size
     rows = [torch.randint(size, (length,)) for length in (11, 6)]
@@ -152,7 +152,7 @@ def test_sampling_is_reproducible_and_draws(exported):
 
 
 def test_beams_find_what_an_exhaustive_search_with_beams_finds(exported):
-    """Beam search written out, every hypothesis scored from scratch: memory must follow the beams."""
+    """Compare with a beam search that scores each hypothesis from the start: memory must follow the beams."""
     model, (reference, _, settings) = theirs(exported), ours(exported)
     prompt = torch.randint(model.config.vocab_size, (1, 6))
     found = model.generate(prompt, max_new_tokens=5, num_beams=4, do_sample=False, length_penalty=0.0)[0, 6:].tolist()
@@ -292,7 +292,7 @@ def test_the_directory_alone_is_enough(exported, tmp_path):
     words = [sys.executable, "-c", ALONE, str(exported / "hf"), str(tmp_path / "out.pt")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    # What is compiled comes along: nothing is missed, and a machine with a compiler runs compiled code.
+    # The export contains the C++ sources: with a compiler, compiled code runs, and no message says otherwise.
     assert ("without compiled code" in done.stderr) == (why_not() is not None), done.stderr
     logits, made = torch.load(tmp_path / "out.pt")
     model = theirs(exported)
@@ -318,7 +318,7 @@ def test_the_python_of_the_documentation_runs(exported, monkeypatch):
 
 
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(exported):
-    """transformers' Trainer hands over what the sum of losses is to be divided by."""
+    """The Trainer of transformers passes the divisor for the sum of losses."""
     model = theirs(exported)
     tokens = torch.randint(model.config.vocab_size, (4, 9))
     whole = model(tokens, labels=tokens).loss
@@ -335,7 +335,7 @@ def test_embeddings_are_there_to_be_used_but_not_to_be_resized(exported):
 
 
 def test_padding_takes_nothing_from_the_gradient_of_another_row(exported):
-    """Nor does what stands in the padding matter to the loss."""
+    """The gradient is that of the rows without padding, whatever token ids the padding has."""
     model = theirs(exported)
     row, other = torch.randint(model.config.vocab_size, (1, 12)), torch.randint(model.config.vocab_size, (1, 5))
 
@@ -377,7 +377,7 @@ def test_a_saved_copy_opens_without_this_package(exported, tmp_path):
 
 
 def test_prompts_of_words_may_hold_line_ends(exported):
-    """No token of the vocabulary is taken for padding."""
+    """No token of the vocabulary may be treated as padding."""
     model = theirs(exported)
     assert getattr(model.config, "pad_token_id", None) is None
     for first in range(min(5, model.config.vocab_size)):

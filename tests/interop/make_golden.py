@@ -1,10 +1,10 @@
-"""Make the golden checkpoints: the authors' own model at random weights, and the loss it gives every token.
+"""Write the golden checkpoints: the authors' model with random weights, and the loss of every token.
 
     python tests/interop/make_golden.py CHECKOUT
 
 CHECKOUT is a checkout of the authors' repository, which is neither changed nor copied: only weights, options and losses
-are kept. Their code no longer runs on today's PyTorch as it is (masks of bytes): `Tensor.byte` gives booleans while it
-runs.
+are kept. The authors' code uses byte tensors as masks, which current PyTorch refuses; `Tensor.byte` is replaced by
+`Tensor.bool` while the code runs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CASES: dict[str, dict[str, Any]] = {
     "embeddings-untied": TAILS | {"div_val": 2, "tie_weight": False, "tie_projs": [False, True, True]},
 }
 LEGACY = ("clamp-and-window", "div-val-2")
-"""Cases that are also kept as the stream that PyTorch wrote in 2019."""
+"""Cases that are also saved in the stream format of PyTorch in 2019."""
 
 
 @contextmanager
 def today(checkout: Path):
-    """The authors' code can be imported and run here."""
+    """Make it possible to import and run the authors' code on current PyTorch."""
     real = torch.Tensor.byte
     sys.path[:0] = [str(checkout / "pytorch"), str(checkout / "pytorch" / "utils")]
     torch.Tensor.byte = torch.Tensor.bool  # type: ignore[method-assign]
@@ -55,7 +55,7 @@ def today(checkout: Path):
 
 
 def losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Nats of every target, [B, T * segments], with memory carried on."""
+    """Return the nll of every target, [B, T * segments]; memory is carried from segment to segment."""
     model.crit.keep_order = True
     memory: list[torch.Tensor] = []
     found = []
@@ -91,7 +91,7 @@ def main(checkout: Path) -> None:
 
 
 def without_source(save: Any) -> None:
-    """The old format keeps the source of every class; that of the authors does not belong here."""
+    """Call `save` without access to source code: the stream format would store the source of the authors' classes."""
     real = inspect.getsourcelines
 
     def refused(_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exports as files: what they hold, that they come back the same, and what is refused."""
+"""Exports as files: their content, the equality of an export that is imported again, and refusals."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_code_beside_the_weights_is_this_package_s_own_and_complete():
 
 
 def test_the_code_beside_the_weights_compiles_what_this_package_compiles():
-    """transformers takes Python files along and nothing else, so the C++ is in one."""
+    """transformers copies only Python files with the weights, so one of these files contains the C++ sources."""
     found: dict[str, Any] = {}
     exec(flat_modules("txl.huggingface")["txl_native_sources.py"], found)
     assert found["cpp_sources"]() == cpp_sources()
@@ -220,7 +220,7 @@ def test_a_configuration_that_was_changed_is_not_exported(run, tmp_path):
 
 def test_an_export_into_the_folder_that_one_is_in(run, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    (tmp_path / ".out.partial-0123").mkdir()  # of another export
+    (tmp_path / ".out.partial-0123").mkdir()  # belongs to another export
     monkeypatch.chdir(tmp_path / "out")
     export_run(run, Path("."), "safetensors")
     assert Path("config.json").is_file()

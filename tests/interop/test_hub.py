@@ -1,4 +1,4 @@
-"""A model by its name on the Hub, from a local server that speaks as much of the Hub's language as its client needs."""
+"""Import of a model by its name on the Hub, from a local server that answers the requests of the Hub's client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def model_files(d_inner: int) -> dict[str, bytes]:
-    """A model of two layers as Hugging Face's class would have saved it."""
+    """Return the files of a model of two layers as Hugging Face's class would save the model."""
     torch.manual_seed(0)
     tensors = {
         "crit.out_layers.0.bias": torch.randn(29),
@@ -53,7 +53,7 @@ def model_files(d_inner: int) -> dict[str, bytes]:
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one model, org/model; the first request for its weights breaks off."""
+    """A server of one model, org/model. If `break_once`, the first download of the weights is cut off."""
 
     def __init__(self, files: dict[str, bytes], break_once: bool):
         self.files, self.break_next = files, break_once
@@ -138,7 +138,7 @@ def run_import(name: str, hub_url: str, tmp_path: Path) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("break_once", [False, True])
 def test_a_model_is_downloaded_by_name_and_continued_after_a_break(break_once, tmp_path):
-    # The client keeps what came in pieces of 10 MB: only a larger file is continued where it broke off.
+    # The client stores downloads in pieces of 10 MB, so only the download of a larger file can be continued.
     files = model_files(d_inner=300_000 if break_once else 16)
     hub = Hub(files, break_once)
     done = run_import("org/model", hub.url, tmp_path)

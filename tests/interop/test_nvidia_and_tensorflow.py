@@ -1,4 +1,4 @@
-"""NVIDIA's and TensorFlow's checkpoints, made from the authors' golden weights by the other names; same losses."""
+"""Checkpoints in NVIDIA's and TensorFlow's formats, made from the authors' golden weights, give equal losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(27))]
 
 
 def nvidia_state(case: str) -> dict[str, torch.Tensor]:
-    """The authors' weights under NVIDIA's names; cluster rows in their order."""
+    """Return the authors' weights under NVIDIA's names, with cluster rows in NVIDIA's order."""
     tensors = dict(read_source(GOLDEN / f"{case}.pt").tensors)
     flip_clusters(tensors)
     ties = CASES[case].get("tie_projs", [False])
@@ -128,7 +128,7 @@ def test_tensors_that_no_model_has_are_refused(name, tensor, message, tmp_path, 
 
 
 def tensorflow_arrays(case: str, untie_r: bool = False) -> dict[str, np.ndarray]:
-    """The authors' weights as variables of their TensorFlow code."""
+    """Return the authors' weights as variables of the authors' TensorFlow code."""
     tensors = {name: tensor.numpy() for name, tensor in read_source(GOLDEN / f"{case}.pt").tensors.items()}
     cutoffs, div_val = CASES[case].get("cutoffs", []), CASES[case].get("div_val", 1)
     ties = CASES[case].get("tie_projs", [True])
@@ -173,7 +173,7 @@ def model_variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def options_of(case: str) -> dict[str, Any]:
-    """What the checkpoint does not say; the authors' PyTorch epsilon, with which the golden losses were made."""
+    """Return options that the checkpoint does not contain. The golden losses were computed with PyTorch's epsilon."""
     return {"mem_len": 8, "layer_norm_eps": 1e-5}
 
 
@@ -236,7 +236,7 @@ def test_without_tensorflow_it_is_said_how_to_get_it(tmp_path, capsys, monkeypat
 
 
 def test_pickles_of_python_2_are_read(tmp_path):
-    """As the authors' corpora were cached: protocol 2 with byte strings."""
+    """The authors cached corpora in this form: protocol 2 with byte strings."""
     from txl.interop.vocabularies import read_vocabulary
 
     words = b"".join(b"U" + bytes([len(word)]) + word.encode() for word in WORDS)

@@ -1,4 +1,4 @@
-"""The authors' checkpoints: every option is recovered, and every token's loss is theirs."""
+"""Import of the authors' checkpoints: every option is recovered, and every loss equals that of the authors' code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_token_has_the_loss_that_the_authors_code_gives_it(file, tmp_path)
     assert vocabulary is None
     found = losses(model, torch.tensor(EXPECTED[case]["tokens"]))
     expected = torch.tensor(EXPECTED[case]["losses"])
-    assert expected.std() > 0.3  # losses that could be confused would prove nothing
+    assert expected.std() > 0.3  # nearly equal losses would prove nothing
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -313,7 +313,7 @@ print((status("VmHWM") - before) / path.stat().st_size)
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_importing_takes_less_than_twice_the_checkpoint_s_size(is_zip, tmp_path):
     tensors = dict(read_source(GOLDEN / "plain.pt").tensors)
-    rows = 2_000_000  # 96 MB of embeddings, so that what the import itself takes does not count
+    rows = 2_000_000  # 96 MB of embeddings; the memory of the import itself is small in comparison
     tensors["word_emb.emb_layers.0.weight"] = torch.zeros(rows, 12)
     tensors["crit.out_layers.0.weight"] = tensors["word_emb.emb_layers.0.weight"]
     tensors["crit.out_layers.0.bias"] = torch.zeros(rows)

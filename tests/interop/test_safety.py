@@ -1,4 +1,4 @@
-"""Files from outside: nothing in them runs, whatever they say, and damage leads to our own errors only."""
+"""Untrusted files: code in a file never runs, and a damaged file raises only errors of this package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loads(data: bytes) -> object:
 
 
 class Calls:
-    """Pickles as a call of any function with any arguments."""
+    """An object whose pickle calls a given function with given arguments."""
 
     def __init__(self, function: Any, *arguments: Any):
         self.function, self.arguments = function, arguments
@@ -50,7 +50,7 @@ class Calls:
 
 
 def by_name(module: str, name: str, *arguments: Any, protocol: int = 2) -> bytes:
-    """A pickle that calls a function which need not exist here."""
+    """Return a pickle that calls a function by name; the function need not exist on this machine."""
     call = f"c{module}\n{name}\n".encode() + pickle.dumps(arguments, protocol=0)[:-1] + b"R."
     return call if protocol == 0 else b"\x80\x02" + call
 
@@ -60,7 +60,7 @@ def mark(tmp_path: Path) -> str:
 
 
 def programs(tmp_path: Path) -> dict[str, bytes]:
-    """Malicious pickles of the known kinds; each would leave a file `ran` behind."""
+    """Return malicious pickles of the known kinds by name. If a command or code in one runs, the file `ran` appears."""
     command = mark(tmp_path)
     code = f"open({str(tmp_path / 'ran')!r}, 'w')"
     nested = pickle.dumps(Calls(os.system, command))
@@ -136,7 +136,7 @@ def test_malicious_vocabularies_are_refused_and_nothing_runs(name, tmp_path, cap
 
 
 def test_the_programs_of_these_tests_would_run(tmp_path):
-    """Else the tests above would prove nothing."""
+    """The tests above prove something only if `pickle.loads` runs these programs."""
     for name in ("os.system", "posix.system", "eval", "exec", "getattr chain", "pickle inside", "INST", "OBJ"):
         pickle.loads(programs(tmp_path)[name])
         assert (tmp_path / "ran").exists(), name
@@ -169,7 +169,7 @@ def test_objects_of_known_modules_become_stand_ins():
 
 
 def storage_lies(numel: int, actual: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> bytes:
-    """torch's zip file whose pickle says `numel` elements where `actual` are, and a tensor of any shape."""
+    """Return torch's zip file of `actual` elements, whose pickle states `numel` elements and a tensor of any shape."""
     out = io.BytesIO()
     torch.save({"x": torch.zeros(actual)}, out)
     pickled = [
@@ -215,7 +215,7 @@ def test_storages_that_lie_about_their_size_are_refused(numel, actual, size, str
 
 
 def test_compressed_records_are_refused_before_they_are_unpacked(tmp_path):
-    """A few kilobytes may stand for gigabytes."""
+    """A compressed record of a few kilobytes may unpack to gigabytes."""
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"\x00" * 10**7)
     with pytest.raises(UserError, match="is compressed"):
@@ -246,7 +246,7 @@ SMALL = ("plain.pt", "clamp-and-window.legacy.pt")
 
 
 def error_of(action: Callable[[], object]) -> Exception | None:
-    """What an action raises, if it raises anything."""
+    """Return the exception that an action raises, or None."""
     try:
         action()
     except Exception as error:
@@ -272,12 +272,12 @@ def test_truncated_files_are_refused_at_every_hundredth(file, tmp_path):
 
 @pytest.mark.parametrize("file", SMALL)
 def test_flipped_bytes_lead_to_our_own_errors_only(file, tmp_path):
-    """Import works or refuses; whatever else it raises is a mistake of ours."""
+    """The import succeeds or raises UserError; any other exception is a bug of this package."""
     content, generator, refused = (GOLDEN / file).read_bytes(), random.Random(0), 0
     for _ in range(300):
         changed = bytearray(content)
         for _ in range(generator.choice((1, 1, 3, 20))):
-            # Mostly where the pickle lies: flipped weights are other weights.
+            # Mostly in the first half, which holds the pickle: a flipped weight is still a valid weight.
             place = generator.randrange(len(content) if generator.random() < 0.3 else len(content) // 2)
             changed[place] ^= 1 << generator.randrange(8)
         error = error_of(partial(imported, bytes(changed), tmp_path / "x.pt"))

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness against a server: the log-likelihoods of `txl score`. Run by `make lm-eval`."""
+"""lm-evaluation-harness with a server: its log-likelihoods equal those of `txl score`. Run by `make lm-eval`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def served(trained):
 
 @pytest.fixture(scope="module")
 def found(served, tmp_path_factory) -> dict[str, Any]:
-    """What the harness gives for a task of each kind."""
+    """Results of the harness for one task of each kind."""
     folder: Path = tmp_path_factory.mktemp("tasks")
     for name, template, rows in (
         ("choice", CHOICE, QUESTIONS),
@@ -102,7 +102,7 @@ def test_multiple_choice(found, served):
 
 
 def test_rolling(found, served):
-    """A document much longer than the harness's default of 2048 tokens is read whole, with its memory."""
+    """A document much longer than the harness's default of 2048 tokens is read as one text, with memory."""
     expected = [nats(served, text, "\n") for text in DOCUMENTS]
     values = [float(sample["resps"][0][0]) for sample in found["samples"]["local_rolling"]]
     for text, value, nat in zip(DOCUMENTS, values, expected, strict=True):

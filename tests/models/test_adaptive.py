@@ -1,4 +1,4 @@
-"""The adaptive softmax against PyTorch's own, and against a plain softmax with the same weights."""
+"""The adaptive softmax against PyTorch's adaptive softmax, and the tables, projections and bounds of its clusters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(**changes) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
 
 @pytest.mark.parametrize("tied", ["all", "all_but_first", "none"])
 def test_equals_pytorch_s_adaptive_softmax(tied):
-    """AdaptiveLogSoftmaxWithLoss has no tail biases and no head projection: ours are set so that they do not count."""
+    """AdaptiveLogSoftmaxWithLoss has no tail biases (0 in this test) and no head projection (folded into weights)."""
     embedding, softmax = build(cutoffs=(7, 15), div_val=2, tie_projections=tied)
     softmax.bias.data[7:] = 0
     other = nn.AdaptiveLogSoftmaxWithLoss(E, V, [7, 15], div_value=2.0, head_bias=True).double()

@@ -1,4 +1,4 @@
-"""The Transformer of Baevski and Auli (2018), against a whole model written out of PyTorch's own parts."""
+"""The Transformer of Baevski and Auli (2018) against a whole model built from PyTorch's own modules."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def model() -> VanillaTransformer:
     assert isinstance(made, VanillaTransformer)
     for name, parameter in made.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            parameter.data.normal_(0.5, 0.3)  # so that they are seen to be used
+            parameter.data.normal_(0.5, 0.3)  # values that change the result, to show that they are used
     return made
 
 
 def positions() -> torch.Tensor:
-    """[all sines, all cosines], position by position."""
+    """Return the sinusoid [T,E], computed position by position: all sines first, then all cosines."""
     rows = torch.zeros(T, E, dtype=torch.float64)
     for place in range(T):
         for pair in range(E // 2):
@@ -54,7 +54,7 @@ def positions() -> torch.Tensor:
 
 
 def adaptive_input(model, tokens: torch.Tensor) -> torch.Tensor:
-    """Each band's own width, projected to E, times sqrt(E)."""
+    """Return embeddings [B,T,E]: a row of the band's own width, projected to E features, times sqrt(E)."""
     rows = torch.zeros(*tokens.shape, E, dtype=torch.float64)
     for lane in range(B):
         for place in range(T):
@@ -67,7 +67,7 @@ def adaptive_input(model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def layers(model, hidden: torch.Tensor) -> torch.Tensor:
-    """PyTorch's pre-norm encoder layers with a causal mask; no LayerNorm after the last."""
+    """Apply PyTorch's pre-norm encoder layers with a causal mask, without a LayerNorm after the last layer."""
     for layer in model.layers:
         theirs = nn.TransformerEncoderLayer(E, 2, 14, 0.0, batch_first=True, norm_first=True).double().eval()
         attention, feed_forward = layer.attention, layer.feed_forward
@@ -92,7 +92,7 @@ def layers(model, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def adaptive_softmax(model, hidden: torch.Tensor) -> torch.Tensor:
-    """The head maps hidden states to words without a projection; a tail goes through its input projection."""
+    """Return log-probabilities [B,T,V]: the head has no projection; a tail uses the projection of its embedding."""
     softmax, embedding = model.softmax, model.embedding
     head_weight = torch.cat([embedding.tables[0], softmax.cluster_weight])
     head = (hidden @ head_weight.T + torch.cat([softmax.bias[:6], softmax.cluster_bias])).log_softmax(-1)
@@ -146,7 +146,7 @@ def test_dropout_of_the_sum_and_of_the_tails():
     torch.testing.assert_close(before[0] - model.embedding(tokens)[0], positions().float())
     assert len(entered) == 1
     assert 0.2 < (after == 0).float().mean() < 0.8
-    assert tails == [2]  # only the last band was asked for
+    assert tails == [2]  # all targets are in the last band
     eight = build_model(config, V).eval()
     assert torch.equal(*(eight.nll(tokens, tokens, eight.init_state(B))[0] for _ in range(2)))
 

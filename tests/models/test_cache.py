@@ -1,4 +1,4 @@
-"""The continuous cache against its equations in loops, in front of every kind of model."""
+"""The continuous cache against its equations written as loops, with every kind of model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ KINDS = ("transformer-xl", "awd-lstm-mos", "qrnn", "lstm, adaptive softmax", "va
 
 
 def stream(length: int = T) -> tuple[torch.Tensor, torch.Tensor]:
-    # Few different tokens, so that much comes again.
+    # Only five different tokens, so that tokens repeat often.
     both = torch.randint(5, (B, length + 1), generator=torch.Generator().manual_seed(1))
     return both[:, :-1], both[:, 1:]
 
 
 def by_loops(model, tokens, segment, size, theta, weight):
-    """log p of every token of the vocabulary, [B,T,V]: pair by pair, in Python's numbers."""
+    """Return log-probabilities [B,T,V], computed pair by pair with Python floats."""
     hidden, logs, state = [], [], model.init_state(B)
     for start in range(0, tokens.shape[1], segment):
         part, after = model.hidden_states(tokens[:, start : start + segment], state)
@@ -173,7 +173,7 @@ def test_tuning_is_what_evaluating_each_point_gives(kind):
 
 
 def test_thetas_of_its_own_choice_suit_the_hidden_states():
-    """The same model with hidden states twice as large gets thetas a quarter as large, and the same result."""
+    """The default thetas depend on the mean of h . h: the largest theta times this mean is about 128."""
     tokens = torch.randint(5, (200,), generator=torch.Generator().manual_seed(2))
     model = built(MODELS["lstm, adaptive softmax"])
     tuned = tune_cache(model, tokens, size=20, batch_size=2)
@@ -187,7 +187,7 @@ def test_an_edge_of_the_grid_is_told():
     model = built(MODELS["lstm"])
     tokens = torch.arange(5).repeat(40)
     tuned = tune_cache(model, tokens, size=20, batch_size=2, lambdas=[0.1, 0.2], thetas=[0.0, 1.0])
-    assert "lambda" in tuned.at_edge  # a text that repeats itself wants all the cache it can get
+    assert "lambda" in tuned.at_edge  # in a text that repeats itself, the largest weight is the best
     assert tune_cache(model, tokens, size=20, batch_size=2, lambdas=[0.1], thetas=[0.0]).at_edge == []
 
 
@@ -244,7 +244,7 @@ def test_memory_alone_sets_the_window_of_tuning_too():
 
 
 def test_a_cache_larger_than_the_text_takes_no_more_blocks(cached, monkeypatch):
-    """As many positions at a time as the pairs allow that there are, not as its size would."""
+    """The number of positions in a block depends on the pairs that exist, not on the size of the cache."""
     monkeypatch.setattr(cache_module, "MAX_SCORES", B * T * T)
     blocks, real = [], cache_module._shares
     monkeypatch.setattr(cache_module, "_shares", lambda *given: blocks.append(1) or real(*given))

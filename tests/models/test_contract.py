@@ -1,4 +1,4 @@
-"""What every model behind `LanguageModel` promises, and what Transformer-XL promises beyond it."""
+"""The contract of `LanguageModel`, checked on Transformer-XL, and the additional guarantees of Transformer-XL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def lively(config: TransformerXLConfig, dtype: torch.dtype = torch.float64) -> TransformerXL:
-    """A model in evaluation mode whose weights are large enough for every term to matter."""
+    """Return a model in evaluation mode whose weights are large enough for every term to matter."""
     torch.manual_seed(0)
     model = TransformerXL(config, V).to(dtype).eval()
     for parameter in model.parameters():
@@ -138,7 +138,7 @@ def test_causality_by_perturbation(model):
 
 
 def test_the_window_hides_what_lies_beyond_it():
-    """One layer sees exactly `window` keys: a token that far back makes no difference, the next one does."""
+    """One layer attends to exactly `window` keys: a token affects its own and the next `window` - 1 losses only."""
     model = lively(dataclasses.replace(SMALL, n_layer=1))
     tokens, targets = stream()
     lengths = {"mem_len": 9, "window": 4}
@@ -197,7 +197,7 @@ def test_no_gradient_into_memory_but_weights_learn_through_it():
     nll, _ = model.nll(tokens[:, 9:10], targets[:, 9:10], watched)
     nll.sum().backward()
     assert all(hidden.grad is None for hidden in watched.hidden)
-    # One query: if only its own position gave gradient to W_k, that gradient would have rank one a lane.
+    # With one query, if only its own position had a gradient for W_k, this gradient would have rank 1 per lane.
     gradient = dict(model.named_parameters())["layers.0.attention.k_proj.weight"].grad
     assert gradient is not None
     assert torch.linalg.matrix_rank(gradient) > B
@@ -211,7 +211,7 @@ def test_reset_lane_reads_as_if_it_were_new(model):
     fresh, _ = model.nll(tokens[:, 9:14], targets[:, 9:14], model.init_state(B, mem_len=7))
     torch.testing.assert_close(continued[1], fresh[1], rtol=0, atol=1e-10)
     assert (continued[[0, 2]] - fresh[[0, 2]]).abs().min(dim=1).values.max() > 0
-    # ... and on, as its memory fills again.
+    # The lane still equals a new one while its memory fills again.
     continued, after = model.nll(tokens[:, 14:], targets[:, 14:], after)
     fresh, _ = nll_in_segments(model, tokens[:, 9:], targets[:, 9:], 5, mem_len=7)
     torch.testing.assert_close(continued[1, :3], fresh[1, 5:8], rtol=0, atol=1e-10)

@@ -1,6 +1,6 @@
-"""What every model promises behind `LanguageModel`, whatever it carries from one segment to the next.
+"""The contract of `LanguageModel`, checked on every kind of model, also models whose state is empty.
 
-What Transformer-XL promises beyond it is in test_contract.py.
+The additional guarantees of Transformer-XL are in test_contract.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CARRYING = {
     "qrnn": dataclasses.replace(LSTM, kind="qrnn", kernel_sizes=(2, 1)),
     "qrnn, wide kernels": dataclasses.replace(LSTM, kind="qrnn", kernel_sizes=(4,)),
 }
-"""Models whose state holds what they have read."""
+"""Models whose state depends on the tokens read so far."""
 ALONE = {
     "vanilla, learned": VANILLA,
     "vanilla, sinusoid": dataclasses.replace(VANILLA, encoding="sinusoid"),
@@ -41,7 +41,7 @@ ALONE = {
         VANILLA, encoding="sinusoid", pre_norm=True, init="xavier", cutoffs=(5, 9), div_val=2, tie_projections="tails"
     ),
 }
-"""Models without memory: every segment is on its own."""
+"""Models without memory, which read every segment independently."""
 MODELS = CARRYING | ALONE
 
 
@@ -159,7 +159,7 @@ def test_training_loss_is_the_mean_and_what_regularises_and_every_weight_has_a_g
     assert (penalty > 0) == (model.config.activation_reg > 0)
     gradients = torch.autograd.grad(loss + penalty, list(model.parameters()))
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    # The segment after it has a graph of its own.
+    # The next segment has its own autograd graph, so that a second backward pass works.
     torch.autograd.grad(model.training_loss(tokens, targets, state)[0], list(model.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against PyTorch's, and that the matrix of all logits is never there."""
+"""The chunked cross-entropy against PyTorch's, and a check that the matrix of all logits is never allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(hidden, weight, bias, targets):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_pytorch_s_in_losses_and_all_gradients(max_logits, dtype, tolerance):
     targets = torch.arange(N) * 5 % V
-    weights = torch.linspace(-1, 2, N, dtype=dtype)  # every loss counts differently
+    weights = torch.linspace(-1, 2, N, dtype=dtype)  # a different weight for every loss
     ours, theirs = inputs(dtype), inputs(dtype)
     found = linear_cross_entropy(*ours, targets, max_logits=max_logits)
     expected = plain(*theirs, targets)
@@ -68,7 +68,7 @@ def test_a_target_outside_of_the_vocabulary_is_an_error_not_a_loss_of_zero(targe
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returns."""
+    """A dispatch mode that records the number of elements of the largest tensor returned by any operation."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("cutoffs", [(), (20_000, 40_000, 200_000)])
 @pytest.mark.parametrize("rare", [False, True])
 def test_a_step_on_a_large_vocabulary_never_holds_tokens_times_vocabulary(cutoffs, rare):
-    """WikiText-103's vocabulary; also where all targets fall into the largest cluster."""
+    """The vocabulary has the size of WikiText-103's; with `rare`, all targets fall into the largest cluster."""
     vocab_size, tokens = 267_735, torch.randint(20_000, (4, 64))
     targets = torch.randint(40_000, 200_000, tokens.shape) if rare else torch.randint(vocab_size, tokens.shape)
     shape = TransformerXLConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=0, cutoffs=cutoffs)

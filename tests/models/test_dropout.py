@@ -1,4 +1,4 @@
-"""Locked dropout and word dropout: what is the same along what."""
+"""Locked dropout and word dropout: the dimensions along which a mask is constant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_locked_mask_is_drawn_anew_at_each_call_and_off_in_evaluation():
 
 
 def test_every_site_of_a_locked_model_keeps_its_mask_along_time():
-    """Hidden states, queries, keys (of memory too), values, R: where a feature is dropped at one position it is at all."""
+    """A feature of hidden states, queries, keys (also of memory), values or R is dropped at all positions or none."""
     torch.manual_seed(0)
     model = build_model(SHAPE, 11).train()
     for parameter in model.parameters():
@@ -42,7 +42,7 @@ def test_every_site_of_a_locked_model_keeps_its_mask_along_time():
 
     def check(name: str):
         def hook(_, inputs, output):
-            # Where the input is not zero already (a ReLU's is, here and there), the output tells the mask.
+            # The mask can be computed only where the input is not zero (some outputs of a ReLU are zero).
             kept = (output / inputs[0]).nan_to_num(posinf=0, neginf=0)
             highest, lowest = kept.amax(dim=-2), kept.masked_fill(inputs[0] == 0, 2).amin(dim=-2)
             alive = (inputs[0] != 0).any(dim=-2)
@@ -95,7 +95,7 @@ def test_words_are_dropped_at_their_rate():
 
 
 def test_dropped_words_are_still_predicted():
-    """The output's table is the embedding's, but only the input is dropped."""
+    """The softmax shares the table of the embedding, but word dropout applies only to the input."""
     torch.manual_seed(0)
     shape = dataclasses.replace(SHAPE, dropout=0.0, dropout_qkv=0.0, dropout_words=0.999, n_layer=1)
     model = build_model(shape, 11).train()

@@ -1,4 +1,4 @@
-"""Memory read without gradients: keys, values and positions projected once, and the same numbers."""
+"""Memory read without gradients: keys, values and positions are projected once, with the same results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_same_in_float32_over_many_segments():
 
 
 def projected_positions(monkeypatch) -> list[int]:
-    """How many positions keys and values are projected for, call by call."""
+    """Return a list to which every later projection of keys and values appends its number of positions."""
     seen = []
     real = RelativeMultiHeadAttention.keys_and_values
 
@@ -75,9 +75,9 @@ def test_each_position_is_projected_once(monkeypatch):
     monkeypatch.setattr(
         RelativeMultiHeadAttention, "position", lambda self, r: (tables.append(len(r)), real(self, r))[1]
     )
-    with torch.no_grad(), compiled_code(False):  # compiled steps project without calling these
+    with torch.no_grad(), compiled_code(False):  # compiled steps do not call the patched methods
         read(model, stream(200)[0], 1, model.init_state(B, mem_len=9))
-    # The first call also looks at an empty memory.
+    # The first call also projects the empty memory, which adds no positions.
     assert sum(rows) == n_layer * 200
     assert tables == [length for length in (1, 2, 4, 8, 10) for _ in range(n_layer)]
 
@@ -139,7 +139,7 @@ def test_a_step_broken_off_half_way_leaves_the_state_as_it_was(monkeypatch):
 
 
 def test_train_evaluate_train_evaluate():
-    """A change of the weights reaches the states that were carried across it, as with hidden states alone."""
+    """After the weights change, a carried state gives the same losses as a state that holds hidden states alone."""
     model = lively(VARIANTS["post-norm"])
     tokens, targets = stream()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -1,4 +1,4 @@
-"""The linear layer gives the numbers of PyTorch's, whichever way it multiplies."""
+"""The linear layer returns the same numbers as PyTorch's on all of its code paths."""
 
 from __future__ import annotations
 

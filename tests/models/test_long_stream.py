@@ -1,4 +1,4 @@
-"""A long stream through frozen-weight memory: what it holds stays the same, and its numbers do not drift."""
+"""A long stream read with frozen weights: its buffers do not grow, and its losses do not drift."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V = 17
 
 
 def losses_and_sizes(model, tokens, segment):
-    """Losses of a whole stream [1,L+1], and the bytes of all buffers behind the state after every segment."""
+    """Return the losses of a stream [1,L+1], and the size in bytes of all buffers of the state after every segment."""
     state, losses, sizes = model.init_state(1, **SHAPE), [], []
     for start in range(0, tokens.shape[1] - 1, segment):
         part = tokens[:, start : start + segment + 1]
@@ -38,7 +38,7 @@ def check(n_token, segment):
         exact, _ = losses_and_sizes(copy.deepcopy(model).double(), end, 200 + reach)
     torch.testing.assert_close(losses[:, -200:], fresh[:, -200:], rtol=0, atol=2e-5)
     torch.testing.assert_close(losses[:, -200:].double(), exact[:, -200:], rtol=0, atol=2e-5)
-    # Buffers move now and then, so sizes go up and down, but no later ones are larger than the early ones.
+    # Buffers are reallocated now and then, so sizes vary, but later sizes must not exceed the early ones.
     full = [size for number, size in enumerate(sizes) if number * segment > 4 * WINDOW]
     assert max(full[len(full) // 10 :]) <= max(full[: len(full) // 10])
 

@@ -1,4 +1,4 @@
-"""Which targets count while training, and Al-Rfou et al.'s auxiliary losses, worked out beside the model."""
+"""The positions that count in the training loss, and Al-Rfou et al.'s auxiliary losses, against direct computations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_over_the_recent_positions(name, loss, first):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert penalty == 0
     for ours, theirs in zip(after.to_tensors().values(), expected_after.to_tensors().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)  # what is carried is the same
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)  # the carried states are equal
     parameters = list(model.parameters())
     ours = torch.autograd.grad(found, parameters, allow_unused=True)
     theirs = torch.autograd.grad(expected, parameters, allow_unused=True)
@@ -87,7 +87,7 @@ def test_evaluation_knows_nothing_of_it():
 
 
 def test_the_half_loss_counts_every_target_within_two_epochs():
-    """But for the first half segment of each lane, which never has enough before it."""
+    """The exception is the first half segment of each lane, which has too few tokens before it."""
     lane = 50
     stream = LaneStream(torch.arange(B * lane).numpy(), B, 8, shift=Objective("half").counted(8))
     seen: dict[int, list[int]] = {0: [], 1: []}
@@ -158,7 +158,7 @@ def test_every_row_of_table_6_trains_and_evaluates(encoding, loss, recurrence, s
 
 
 def test_a_half_loss_run_goes_on_exactly(story, data_dir, tmp_path, monkeypatch):
-    """Over the edge of an epoch, where the segments begin elsewhere."""
+    """The run crosses the end of an epoch, after which the segments start at another offset."""
     from txl.training.trainer import Trainer
 
     options = {"train.loss": "half", "train.batch_size": "40", "train.segment": "64", "train.checkpoint_every": "5"}
@@ -188,7 +188,7 @@ def test_a_half_loss_run_goes_on_exactly(story, data_dir, tmp_path, monkeypatch)
 
 
 def test_layer_l_of_n_counts_until_l_over_2n_of_training():
-    """Four layers: the first ends after 1/8 of the training, the second after 2/8, the third after 3/8."""
+    """The first of four layers stops counting after 1/8 of training, the second after 2/8, the third after 3/8."""
     table = {
         0.0: [True, True, True, True],
         0.124: [True, True, True, True],
@@ -204,7 +204,7 @@ def test_layer_l_of_n_counts_until_l_over_2n_of_training():
 
 
 def auxiliary_by_hand(model: Any, tokens: Tensor, targets: Tensor, progress: float, first: int) -> Tensor:
-    """Every layer's every prediction of every position, one at a time, from hidden states caught on their way."""
+    """Return the auxiliary loss, computed prediction by prediction from hidden states that hooks recorded."""
     caught: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: caught.append(out)) for layer in model.layers]
     model.hidden_states(tokens, model.init_state(B))
@@ -238,7 +238,7 @@ def test_auxiliary_losses_are_those_of_the_equations(progress, loss, first):
     plain, _ = model.nll(tokens, targets, model.init_state(B))
     mean, penalty, _ = model.training_terms(tokens, targets, model.init_state(B), Objective(loss, progress))
     torch.testing.assert_close(penalty, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(mean, plain[:, first:].mean(), rtol=0, atol=1e-12)  # reported without them
+    torch.testing.assert_close(mean, plain[:, first:].mean(), rtol=0, atol=1e-12)  # reported without auxiliary losses
     names, parameters = zip(*model.named_parameters(), strict=True)
     ours = torch.autograd.grad(penalty, parameters, allow_unused=True)
     theirs = torch.autograd.grad(expected, parameters, allow_unused=True)
@@ -259,7 +259,7 @@ def test_a_uniform_model_s_auxiliary_loss_worked_out():
 
 
 def test_the_step_carries_how_far_training_is():
-    """At half of training the lower layers' classifiers get no gradient any more, so Adam leaves them."""
+    """After half of training the classifiers of the lower layers receive no gradient, so Adam does not change them."""
     for progress, moved in ((0.0, {"1", "2", "3", "4"}), (0.3, {"3", "4"}), (0.6, {"4"})):
         model = model_of(DEEP)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -283,7 +283,7 @@ def test_only_one_of_the_two_kinds():
 
 
 def test_what_is_predicted_does_not_need_the_classifiers():
-    """Al-Rfou et al.'s inference parameters: the same numbers without the auxiliary ones."""
+    """Al-Rfou et al.'s inference parameters give the same losses without the auxiliary parameters."""
     model, plain = model_of(DEEP), model_of(dataclasses.replace(DEEP, layer_losses=False, n_target=1))
     kept = {name: each for name, each in model.state_dict().items() if not name.startswith("auxiliary")}
     plain.load_state_dict(kept)

@@ -1,4 +1,4 @@
-"""The mixture of softmaxes against its equation, on top of recurrent models and Transformers alike."""
+"""The mixture of softmaxes against its equation, on recurrent models and on Transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_equation_written_out(model):
 
 
 def test_it_is_of_a_higher_rank_than_one_softmax():
-    """What it is for: the matrix of log-probabilities has no more than d + 1 ranks with one softmax."""
+    """The purpose of the mixture: one softmax limits the matrix of log-probabilities to a rank of d_model + 2."""
     ranks = []
     for n_softmax in (1, 3):
         torch.manual_seed(0)

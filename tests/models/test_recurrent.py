@@ -1,4 +1,4 @@
-"""LSTM and QRNN against their equations written out, and what is particular to a model that carries a state."""
+"""LSTM and QRNN against their equations written out, and the behaviour particular to recurrent models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sigmoid(x: float) -> float:
 
 
 def lstm_by_hand(layer, inputs: list[list[float]]) -> list[list[float]]:
-    """Unit by unit, token by token, in Python's own numbers; gates in PyTorch's order i, f, g, o."""
+    """Compute an LSTM layer token by token and unit by unit in Python floats; gates in PyTorch's order i, f, g, o."""
     w_in, w_hidden, b_in, b_hidden = (each.tolist() for each in layer.lstm.parameters())
     n_unit = layer.lstm.hidden_size
     hidden, cell, outputs = [0.0] * n_unit, [0.0] * n_unit, []
@@ -114,7 +114,7 @@ def test_weight_drop_is_one_mask_for_all_tokens_and_lanes_and_only_in_training(k
     mask = torch.nn.functional.dropout(torch.ones_like(weight), 0.4)
     torch.manual_seed(5)
     found, _ = model.hidden_states(text(), model.init_state(B))
-    assert torch.equal(weight, kept)  # the weights that train stay whole
+    assert torch.equal(weight, kept)  # the parameter itself is not masked
     plain = built(dataclasses.replace(config, weight_drop=0.0))
     plain.get_parameter(name).data.mul_(mask)
     expected, _ = plain.hidden_states(text(), plain.init_state(B))
@@ -128,7 +128,7 @@ def test_weight_drop_is_one_mask_for_all_tokens_and_lanes_and_only_in_training(k
 
 
 def test_zoneout_keeps_units_and_only_in_training():
-    """c_t of a unit that is drawn is c_{t-1}, from a state that is not zero; against a loop with the same draws."""
+    """For drawn units c_t is c_{t-1}: against a loop with the same draws, from an initial state that is not zero."""
     torch.manual_seed(0)
     layer, n_unit = QRNNLayer(5, 4, 2, 0.0, zoneout=0.3).double().train(), 4
     inputs, cell = torch.randn(B, T, 5, dtype=torch.float64), torch.randn(B, n_unit, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_zoneout_keeps_units_and_only_in_training():
             c = torch.where(mask[:, t], c, f.sigmoid() * c + (1 - f.sigmoid()) * z.tanh())
             torch.testing.assert_close(found[:, t], o.sigmoid() * c, rtol=0, atol=1e-12)
         torch.testing.assert_close(last, c, rtol=0, atol=1e-12)
-        layer.eval()  # nothing is kept the second time
+        layer.eval()  # in the second round no unit is kept
 
 
 @pytest.mark.parametrize("config", [LSTM, QRNN], ids=["lstm", "qrnn"])
@@ -163,7 +163,7 @@ def test_a_state_does_not_hold_on_to_the_segment_that_made_it(config):
 
 @pytest.mark.parametrize("n_softmax", [1, 2])
 def test_activations_are_regularised_as_they_were_dropped_and_their_steps_before(n_softmax):
-    """Merity et al.'s main.py: alpha times the squares of `dropped_rnn_hs[-1]`, beta times the steps of `rnn_hs[-1]`."""
+    """Merity et al.'s main.py: alpha scales squares of `dropped_rnn_hs[-1]`, beta squared steps of `rnn_hs[-1]`."""
     config = dataclasses.replace(LSTM, dropout=0.0, dropout_out=0.4, locked_dropout=True, n_softmax=n_softmax)
     model = built(dataclasses.replace(config, activation_reg=2.0, temporal_reg=0.7)).train()
     state = model.init_state(B)
@@ -175,7 +175,7 @@ def test_activations_are_regularised_as_they_were_dropped_and_their_steps_before
     torch.manual_seed(5)
     loss, penalty, _ = model.training_terms(text(), text(), state)
     torch.testing.assert_close(penalty, expected, rtol=1e-12, atol=0)
-    # The softmax reads the states of the same mask.
+    # The softmax reads hidden states dropped by the same mask.
     model.eval()
     torch.testing.assert_close(loss, model.nll_of(dropped, text()).mean(), rtol=1e-12, atol=0)
 
@@ -191,7 +191,7 @@ def test_the_same_seed_drops_the_same():
 
 @pytest.mark.parametrize("kind", ["lstm", "qrnn"])
 def test_first_weights_are_those_of_the_models_codes(kind):
-    """PyTorch's for layers and a mixture's own, within 1/sqrt(fan in); awd-lstm-lm's zeros for tail clusters."""
+    """Layers and mixture have PyTorch's weights, within 1/sqrt(fan in); tail clusters have zeros, as in awd-lstm-lm."""
     torch.manual_seed(0)
     shape = RecurrentConfig(kind=kind, n_layer=1, d_model=64, d_last=100, n_softmax=8, cutoffs=(20, 40))
     model = build_model(dataclasses.replace(shape, init_std=0.0577), 60)
@@ -215,7 +215,7 @@ def test_no_gradient_flows_into_the_segment_before():
 
 
 def test_bfloat16_is_near():
-    """Under autocast the state's precision may change; what comes out is the same loss, nearly."""
+    """Under autocast the precision of the state may change, but losses stay float32 and close to the exact losses."""
     for config in (LSTM, QRNN):
         model = built(config).float()
         exact, _ = model.nll(text(), text(), model.init_state(B))
@@ -239,7 +239,7 @@ def test_an_lstm_leaves_autocast_where_that_would_be_float16(weight_drop, monkey
 
     expected = run(*(each.float() for each in state))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not torch.equal(run(*state)[0].float(), expected[0])  # a CPU's autocast is bfloat16, as asked
+        assert not torch.equal(run(*state)[0].float(), expected[0])  # a CPU's autocast uses bfloat16
         monkeypatch.setattr(recurrent, "AUTOCAST_IS_FLOAT16", ("cpu",))
         found = run(*state)
         assert torch.is_autocast_enabled("cpu")
@@ -342,7 +342,7 @@ def test_it_trains_goes_on_evaluates_and_generates_by_the_same_commands(kind, st
     words += [option for name, value in train.items() for option in (f"--train.{name}", str(value))]
     words += ["--model.n-head", "8", "--model.d-head", "64", "--model.d-inner", "2048"]
     assert main([*words, "--out", out]) == 0, capsys.readouterr().err
-    # Stopped after 20 steps and gone on with, it comes to the same weights.
+    # A run that is stopped after 20 steps and continued ends with the same weights.
     again = tmp_path / "again"
     shutil.copytree(out, again)
     shutil.rmtree(again / "checkpoints" / "step-00000030")

@@ -1,4 +1,4 @@
-"""The parallel scan against one position after the other, gradients too."""
+"""The parallel scan against a loop over positions: values and gradients."""
 
 from __future__ import annotations
 

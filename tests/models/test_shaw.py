@@ -1,4 +1,4 @@
-"""Shaw et al.'s encoding, as Section 3.3 and Tables 6 and 7 describe it: the equations, clipping, and what is refused."""
+"""Shaw et al.'s encoding as in Section 3.3 and Tables 6 and 7: equations, clipping, and refused settings."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def model_of(**changes) -> TransformerXL:
 def attended(
     weights: Mapping[str, Tensor], hidden: Tensor, memory: Tensor, config: TransformerXLConfig, clip: int
 ) -> Tensor:
-    """a_i = sum_j softmax_j(q_i . (k_j + w_{min(i-j, clip)}) / sqrt(D)) v_j, number by number: [B,T,H*D].
+    """Return a_i = sum_j softmax_j(q_i . (k_j + w_{min(i-j, clip)}) / sqrt(D)) v_j, [B,T,H*D], key by key.
 
-    Shaw et al. 2018, equations 2, 4 and 5, without their vectors on the values.
+    Shaw et al. 2018, equations 2, 4 and 5, without the vectors added to the values.
     """
     context = torch.cat([memory, hidden], dim=1)
     lanes, n_query, n_memory = hidden.shape[0], hidden.shape[1], memory.shape[1]
@@ -61,7 +61,7 @@ def attended(
 
 
 def log_probs_by_the_equations(model: TransformerXL, segments: list[Tensor], mem_len: int) -> Tensor:
-    """The whole model, segment by segment, with memory as Section 3.2 has it."""
+    """Compute the whole model segment by segment, with memory as in Section 3.2; log-probabilities [B,L,V]."""
     config, weights = model.config, dict(model.named_parameters())
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -126,7 +126,7 @@ def test_terms_c_and_d_and_the_projection_of_r_are_gone():
 
 
 def test_distances_beyond_the_longest_share_its_vector():
-    """Longer memory than in training: the far vectors of a model with more of them, all the same."""
+    """With long memory, a model with more vectors, whose far vectors are all equal, gives the same losses."""
     short, long = model_of(max_distance=5), model_of(max_distance=30)
     weights = short.state_dict()
     for number in range(SHAW.n_layer):

@@ -1,4 +1,4 @@
-"""Modes, hooks and other modules: who reads a model changes nothing in it, and no fast path passes by what takes part."""
+"""Modes, hooks and replaced modules: reading a text changes nothing in a model, and fast paths skip no part of it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_in_training_is_read_without_dropout_and_its_mode_never_touched(
 
 
 def test_two_threads_evaluate_a_model_in_training_while_it_trains():
-    """One that ends used to switch dropout on for the other, and to leave the model in a mode of its own."""
+    """The evaluation that ended first used to switch dropout on for the other one, and the model kept a wrong mode."""
     model, tokens, targets = made(SMALL), *stream()
     first_ended, second_began = threading.Event(), threading.Event()
     found = {}
@@ -117,7 +117,7 @@ def test_two_threads_evaluate_a_model_in_training_while_it_trains():
 def test_a_view_shares_weights_and_hooks_and_has_a_mode_and_attributes_of_its_own():
     model = made(SMALL)
     model.extra, model.tied, model.same = nn.Linear(3, 3), nn.Linear(3, 3), model.layers[0]
-    model.tied.weight = model.extra.weight  # a weight and a module in two places
+    model.tied.weight = model.extra.weight  # one weight and one module are registered twice
     model.extra.forward = model.extra.forward  # bound to the module
     view: Any = evaluation_view(model)
     assert (type(view), model.training) == (TransformerXL, True)
@@ -155,7 +155,7 @@ PARTS = ("", ".attention", ".attention.norm", ".attention.k_proj", ".attention.q
 
 
 def in_pieces(model: TransformerXL, state: Any, segment: int, quiet: bool, change: Any = None) -> torch.Tensor:
-    """Log-probabilities of a text; `change` comes in its middle."""
+    """Return the log-probabilities of a text of 24 tokens; `change` is called after 12 tokens."""
     tokens, parts = stream(24)[0], []
     with torch.no_grad() if quiet else nullcontext():
         for start in range(0, 24, segment):
@@ -167,7 +167,7 @@ def in_pieces(model: TransformerXL, state: Any, segment: int, quiet: bool, chang
 
 
 def uneven(features: torch.Tensor) -> torch.Tensor:
-    """Something that normalisation does not undo."""
+    """Scale each feature differently, which normalisation does not undo."""
     return features * torch.linspace(0.5, 2, features.shape[-1], dtype=features.dtype)
 
 
@@ -175,7 +175,7 @@ def uneven(features: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", ["forward hook", "forward pre-hook"])
 def test_hooks_fire_without_gradients_as_they_do_with(kind, part, segment):
-    """On the layer and its attention they were never called, so that what they changed or measured was nothing."""
+    """Hooks on a layer or its attention used to be skipped, so that they neither changed nor measured anything."""
     of_heads = part.endswith(("q_norm", "k_norm", "r_norm"))
     model = lively(VARIANTS["normalised heads" if of_heads else "post-norm"])
     called: list[int] = []
@@ -213,7 +213,7 @@ def test_hooks_of_all_modules_fire(segment):
 
 
 class LoRA(nn.Module):
-    """A low-rank change of a layer, which may be switched off, as libraries have it."""
+    """A low-rank update of a linear layer, as in adapter libraries; a scale of 0 switches the update off."""
 
     def __init__(self, base: nn.Module, rank: int = 2):
         super().__init__()
@@ -249,7 +249,7 @@ def test_other_modules_compute_the_same_without_gradients_whatever_they_look_at(
 
 @pytest.mark.parametrize("segment", [1, 12])
 def test_dropout_switched_on_alone_is_not_passed_by(segment):
-    """Monte Carlo dropout: everything in evaluation mode but the dropouts."""
+    """Monte Carlo dropout: all modules are in evaluation mode except the dropout layers."""
     model = lively(VARIANTS["post-norm"])
     for module in model.modules():
         module.train(isinstance(module, nn.Dropout)) if not list(module.children()) else None

@@ -56,7 +56,7 @@ def test_untied_biases_add_one_pair_a_layer():
 
 @torch.no_grad()
 def test_with_qk_norm_queries_keys_and_positions_of_each_head_are_normalised():
-    """The definition, in float64: mean square 1 over the D features, times a gain; values stay."""
+    """Against the definition in float64: mean square 1 over the D features, times a gain; values stay unchanged."""
     torch.manual_seed(0)
     config = TransformerXLConfig(n_layer=1, d_model=12, n_head=3, d_head=5, d_inner=7, layer_norm_eps=1e-3)
     plain = TransformerXL(config, 11).double().layers[0].get_submodule("attention")
@@ -126,7 +126,7 @@ def test_dropout_sites_are_those_of_the_original():
     sites = dropout_layers(model)
     assert sites["dropout_embed"] == sites["dropout_out"] == sites["dropout_r"] == 0.3
     assert sites["layers.0.attention.dropout"] == 0.3  # attention output
-    assert sites["layers.0.feed_forward.dropout"] == 0.3  # after the ReLU and at the output
+    assert sites["layers.0.feed_forward.dropout"] == 0.3  # feed-forward output
     assert sites["layers.0.attention.dropout_qkv"] == 0.0
     own = {"dropout_r": 0.0, "dropout_embed": 0.6, "dropout_out": 0.5}
     changed = dropout_layers(build_model(dataclasses.replace(TransformerXLConfig(n_layer=1, dropout=0.3), **own), 11))
@@ -179,7 +179,7 @@ def test_each_dropout_site_acts_in_training_and_none_in_evaluation(site):
 
 
 def test_each_site_draws_its_own_mask():
-    """Counted by hooks."""
+    """Hooks record the calls of each site and the shapes of its inputs."""
     model = build_model(
         TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16, dropout=0.5), 11
     ).train()
@@ -228,7 +228,7 @@ def test_regularisers_are_the_means_of_squares_of_the_final_states_and_of_their_
     assert torch.equal(model.nll(tokens, targets, state)[0].mean(), loss)  # nll is never regularised
     penalty.backward()
     assert model.get_parameter("layers.0.feed_forward.outer.weight").grad is not None
-    one = model.training_terms(tokens[:, :1], targets[:, :1], state)[1]  # a single position takes no step
+    one = model.training_terms(tokens[:, :1], targets[:, :1], state)[1]  # a single position has no steps in time
     torch.testing.assert_close(one, 0.3 * model.hidden_states(tokens[:, :1], state)[0].square().mean())
 
 

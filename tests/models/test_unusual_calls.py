@@ -1,4 +1,4 @@
-"""Calls that few make: no lanes, tracing, fake tensors, several threads, states with NaN, other default devices."""
+"""Rarely used calls: no lanes, tracing, fake tensors, several threads, states with NaN, other default devices."""
 
 from __future__ import annotations
 

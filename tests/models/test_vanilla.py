@@ -1,4 +1,4 @@
-"""The vanilla Transformer: its equations, what it promises behind the interface, and the window that slides."""
+"""The vanilla Transformer: its equations, its behaviour as a `LanguageModel`, and evaluation by a sliding window."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def text(length: int = T) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_equations_written_out(model):
-    """Query by query, head by head."""
+    """The expected values are computed query by query and head by head."""
     config, tokens = model.config, text()[0]
     weights = dict(model.named_parameters())
     hidden = model.embedding(tokens)
@@ -85,8 +85,11 @@ def test_the_equations_written_out(model):
 
 
 def test_vaswani_et_al_s_positions():
-    """PE(pos, 2i) = sin(pos / 10000^(2i/E)), PE(pos, 2i + 1) = cos of the same (Section 3.5), added to the embedding
-    times sqrt(E) (Section 3.4). Here all sines come first: another order of the same features."""
+    """PE(pos, 2i) = sin(pos / 10000^(2i/E)), PE(pos, 2i + 1) = cos of the same angle (Section 3.5).
+
+    PE is added to the embedding times sqrt(E) (Section 3.4). Here all sines come before all cosines, which only changes
+    the order of the features.
+    """
     model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid"), V).double().eval()
     entered: list[Any] = []
     model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
@@ -102,7 +105,7 @@ def test_vaswani_et_al_s_positions():
 
 
 def test_dropout_is_on_the_sum_of_embedding_and_sinusoid():
-    """Vaswani et al., Section 5.4; one mask, not one for each."""
+    """Vaswani et al., Section 5.4: one mask for the sum, instead of one for each term."""
     model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid", dropout=0.5), V).double()
     entered: list[Any] = []
     model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
@@ -117,7 +120,7 @@ def test_dropout_is_on_the_sum_of_embedding_and_sinusoid():
 
 
 def test_al_rfou_et_al_s_positions_enter_every_layer():
-    """A learned vector for each position and layer, added to what enters the layer ("Positional Embeddings")."""
+    """A learned vector for each position and layer is added to the input of the layer ("Positional Embeddings")."""
     model = build_model(LEARNED, V).double().eval()
     entered: list[Any] = []
     left: list[Any] = [model.get_parameter("embedding.tables.0")[text()[0]] * math.sqrt(10)]
@@ -199,7 +202,7 @@ def test_configurations_that_cannot_work(changes, message):
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 def test_compiled_attention_trains_the_same_model():
-    """Losses and all gradients; with dropout of attention, losses that PyTorch's seed decides."""
+    """Losses and all gradients equal PyTorch's; with dropout of attention, PyTorch's seed determines the losses."""
     tokens, targets = text()
     found = []
     for attention in ("compiled", "auto"):
@@ -252,13 +255,13 @@ def test_a_sliding_window_at_a_temperature(model):
 
 
 def test_a_model_with_memory_slides_as_well():
-    """It then gives what memory of the whole window gives."""
+    """The loss equals the loss of an evaluation in segments, with memory for the whole window."""
     torch.manual_seed(0)
     model = build_model(TransformerXLConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=7), V).double()
     tokens = torch.randint(V, (40,))
     slid = txl.evaluate_sliding(model, tokens, context=8)
     read = txl.evaluate(model, tokens, segment=5, mem_len=7, window=8, batch_size=1)
-    assert slid.nll == pytest.approx(read.nll, abs=1e-10)  # one layer: no farther than its window
+    assert slid.nll == pytest.approx(read.nll, abs=1e-10)  # with one layer, the reach is the window
 
 
 @pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 3, "batch_size": 0}, {"context": 13}])

@@ -1,4 +1,4 @@
-"""Cross-entropy by the compiled library against PyTorch's in float64: losses, gradients, threads, where it serves."""
+"""Cross-entropy in the compiled library against PyTorch's in float64: losses, gradients, threads, conditions of use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLASSES = [1, 2, 15, 16, 17, 63, 64, 65, 130, 10_001]
 
 
 def drawn(n_row: int, n_class: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets, and what each loss is multiplied by."""
+    """Return logits [n_row,n_class], targets [n_row], and a factor for each loss [n_row]."""
     torch.manual_seed(n_row * 1000 + n_class)
     logits = (scale * torch.randn(n_row, n_class)).to(dtype).requires_grad_()
     return logits, torch.randint(n_class, (n_row,)), torch.randn(n_row)
@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_those_of_float64(n_class, dtype):
     torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=2e-6)
     [ours] = torch.autograd.grad(found, logits, weights)
     assert ours.dtype == dtype
-    # One rounding to bfloat16 is all that it adds.
+    # In bfloat16 the only additional error is one rounding of the gradient.
     torch.testing.assert_close(ours.double(), gradient, rtol=4e-3 if dtype == torch.bfloat16 else 3e-6, atol=1e-6)
 
 
@@ -200,7 +200,7 @@ def test_a_linear_layer_uses_it_whole_and_in_chunks(max_logits, monkeypatch):
 @pytest.mark.parametrize("cutoffs", [(), (20, 40)])
 @pytest.mark.parametrize("max_logits", [None, 60], ids=["whole", "in chunks"])
 def test_training_uses_it_where_attention_is_compiled_and_reading_always(max_logits, cutoffs, monkeypatch):
-    """So that a run that began without a compiler goes on with PyTorch's loss where there is one."""
+    """Without compiled attention, training uses PyTorch's loss everywhere, so that a run can move between machines."""
     called = []
 
     def counted(name, entry, *args, **kwargs):

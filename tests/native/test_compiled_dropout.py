@@ -1,4 +1,4 @@
-"""Dropout by the compiled library: the numbers of its generator, gradients, threads, and which models use it."""
+"""Dropout in the compiled library: the numbers of its generator, gradients, threads, and the models that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK, GROUP = 2048, 64
 
 
 def philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int, int, int]:
-    """Philox4x32 with 7 rounds (Salmon et al. 2011), in whole numbers."""
+    """Return the words of Philox4x32 with 7 rounds (Salmon et al. 2011), computed with Python integers."""
     a, b, c, d = counter
     k0, k1 = seed & LOW, seed >> 32
     for _ in range(7):
@@ -43,7 +43,7 @@ def dropped_by_hand(n: int, rate: float, seed: int) -> list[bool]:
 
 
 def seed_of_next() -> int:
-    """The seed that the next call draws, which leaves the generator as it was."""
+    """Return the seed that the next call will draw, and leave the state of the generator unchanged."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
     torch.set_rng_state(state)
@@ -64,7 +64,7 @@ def test_what_is_dropped_is_what_the_generator_says(n, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_is_dropped_where_the_values_were(dtype):
     torch.manual_seed(1)
-    values = torch.randn(7, 9, 501, dtype=dtype).transpose(0, 2).requires_grad_()  # no two neighbours beside another
+    values = torch.randn(7, 9, 501, dtype=dtype).transpose(0, 2).requires_grad_()  # rows are not contiguous in memory
     above = torch.randn(501, 7, 9, dtype=dtype).transpose(1, 2)
     out = compiled_dropout(values, 0.3)
     assert out.shape == values.shape

@@ -1,4 +1,4 @@
-"""RMSNorm by the compiled library against its definition in float64: values, gradients, threads, where it serves."""
+"""RMSNorm in the compiled library against its definition in float64: values, gradients, threads, conditions of use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_definition(x: Tensor, gain: Tensor) -> Tensor:
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, a gain, and the gradient of what comes out."""
+    """Return values of the given shape, a gain for the last dimension, and a gradient of the output."""
     torch.manual_seed(sum(shape))
     x = (3 * torch.randn(shape)).to(dtype).requires_grad_()
     return x, (1 + torch.randn(shape[-1])).requires_grad_(), torch.randn(shape).to(dtype)

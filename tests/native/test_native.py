@@ -1,4 +1,4 @@
-"""Compiled steps: the same numbers as PyTorch's, whoever owns the weights, and PyTorch's where there is no compiler."""
+"""Compiled one-token steps: PyTorch's numbers, also after changes of the model, and PyTorch without a compiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(model: TransformerXL, tokens, state):
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_products_of_a_few_rows(dtype, rows, bias, transposed):
-    # Narrower than a vector, one, several, and odd numbers beyond.
+    # Less than one vector, one vector, several vectors, and widths that are not a multiple of a vector.
     for n_in in (1, 5, 16, 31, 32, 33, 67, 410):
         for n_out in (1, 7, 8, 64, 131):
             shape = (n_in, n_out) if transposed else (n_out, n_in)
@@ -59,7 +59,7 @@ def test_products_of_a_few_rows(dtype, rows, bias, transposed):
 @needs_compiler
 def test_what_it_does_not_know_is_pytorch_s():
     weight, row = torch.randn(4, 3), torch.randn(1, 3)
-    assert few_rows(row, weight, None) is None  # gradients
+    assert few_rows(row, weight, None) is None  # gradients are required
     with torch.no_grad():
         assert few_rows(row, weight, None) is not None
         assert few_rows(torch.randn(100, 3), weight, None) is None
@@ -90,7 +90,7 @@ def test_log_probs_of_one_token_a_lane(variant, lengths, dtype, tolerance, monke
         found, state = read(model, tokens, model.init_state(B, **lengths))
     assert len(calls) == (tokens.shape[1] if VARIANTS[variant].encoding == "relative" else 0)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-    # What it wrote is a memory like any other.
+    # PyTorch can read the memory that compiled steps wrote.
     more, _ = model.log_probs(tokens[:, :5], state)
     again, _ = model.log_probs(tokens[:, :5], read(model, tokens, model.init_state(B, **lengths))[1])
     torch.testing.assert_close(more, again, rtol=0, atol=tolerance)
@@ -206,7 +206,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
 
 
 def reason_now() -> str | None:
-    """Why there is no library in the present environment."""
+    """Return why the compiled library is not available in the current environment, or None if it is."""
     build._load.cache_clear()
     try:
         return why_not()
@@ -216,7 +216,7 @@ def reason_now() -> str | None:
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
-    """A quick one that counts its calls, set as CXX, with an empty cache; returns the cache and what it was called with."""
+    """Set CXX to a fast compiler that logs its arguments, with an empty cache; return the paths of cache and log."""
     calls, script = tmp_path / "calls", tmp_path / "compiler with a space"
     script.write_text(
         f"""#!/bin/sh
@@ -247,7 +247,7 @@ def test_a_compiler_may_have_arguments(compiler):
     assert all(line.startswith("--as-g++ ") for line in calls.read_text().splitlines())
     assert compilations(calls) == 1
     assert reason_now() is None
-    assert compilations(calls) == 1  # kept
+    assert compilations(calls) == 1  # the library was cached
 
 
 @pytest.mark.parametrize("given", ["no-such-compiler --fast", "g++ 'unclosed"])
@@ -266,7 +266,7 @@ def test_a_damaged_library_is_compiled_again_before_it_is_loaded(damage, compile
     content = bytearray(library.read_bytes())
     if damage == "a flipped bit":
         content[len(content) // 2] ^= 1
-    # Under a new name first: this process has the old one mapped.
+    # Write a new file and rename it, since this process has the old file mapped.
     damaged = library.with_suffix(".damaged")
     damaged.write_bytes({"truncated": content[: len(content) // 2], "empty": b""}.get(damage, content))
     damaged.rename(library)

@@ -1,4 +1,4 @@
-"""Libraries that a wheel carries: chosen by the processor, of the same sources, and found before a compiler is."""
+"""Libraries shipped in a wheel: chosen by processor, built from the same sources, and preferred to a compiler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_library_of_other_sources_is_not_found(folder):
 
 @pytest.fixture
 def loaded():
-    """Loads the library as a new process would."""
+    """The function that loads the library, with its cache cleared as in a new process."""
     build._load.cache_clear()
     yield build._load
     build._load.cache_clear()

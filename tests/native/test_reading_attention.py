@@ -1,4 +1,4 @@
-"""The compiled library's attention: the reference's numbers at odd sizes, and PyTorch where it cannot be used."""
+"""Attention without gradients in the compiled library: outputs equal the reference's; PyTorch computes other cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txl.native.reading_attention import FEWEST_QUERIES, reading_attention
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
-# B, T, M, H, D, window, filled: less than a vector, a panel, a block of keys and a task's queries, and more than each.
+# B, T, M, H, D, window, filled: below and above a vector, a panel, a block of keys, and the queries of a task.
 SHAPES = {
     "no memory": (2, 33, 0, 1, 7, None, None),
     "narrower than a vector": (3, 17, 5, 2, 5, None, None),
@@ -35,7 +35,7 @@ def operands(shape, dtype) -> Any:
     S = M + T
     torch.manual_seed(0)
     query = torch.randn(B, T, H, D).to(dtype)
-    # As memory's buffers have them: heads apart, with room behind.
+    # The layout of memory buffers: each head has a block of rows, with unused rows at both ends.
     key, value = (torch.randn(H, B, S + 3, D).to(dtype)[:, :, 2 : S + 2].permute(1, 2, 0, 3) for _ in range(2))
     position = torch.randn(H, S + 5, D).to(dtype)[:, 5:].transpose(0, 1)
     u, v = torch.randn(H, D), torch.randn(H, D)
@@ -135,7 +135,7 @@ def test_what_is_not_a_number_stays_so(which):
 @needs_compiler
 def test_what_it_does_not_do_is_pytorch_s():
     *numbers, scope = operands((1, FEWEST_QUERIES, 5, 1, 16, None, None), torch.float32)
-    assert fused(*numbers, scope=scope) is None  # gradients
+    assert fused(*numbers, scope=scope) is None  # gradients are required
     with torch.no_grad():
         assert fused(*numbers, scope=scope) is not None
         assert fused(*(each.double() for each in numbers), scope=scope) is None

@@ -1,4 +1,4 @@
-"""Attention with gradients by the compiled library: the reference's numbers at odd sizes, in outputs and all gradients."""
+"""Attention with gradients in the compiled library: outputs and all gradients equal the reference's, at odd sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from txl.native.training_attention import training_attention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
-# B, T, M, H, D, window, filled: less than a vector, a tile's queries and a block's keys, and more than each.
+# B, T, M, H, D, window, filled: below and above a vector, the queries of a tile, and the keys of a block.
 SHAPES = {
     "one query, one key": (1, 1, 0, 1, 3, None, None),
     "one query": (2, 1, 7, 3, 16, None, None),
@@ -41,7 +41,7 @@ NAMES = ("output", "query", "key", "value", "position", "u", "v")
 
 
 def operands(shape, dtype) -> tuple[list[Tensor], KeyScope, Tensor]:
-    """Numbers of which no two rows lie behind one another, and the gradient from above."""
+    """Return operands that are not contiguous in memory, their scope, and a gradient of the output."""
     B, T, M, H, D, window, filled = shape
     torch.manual_seed(0)
     query = torch.randn(T, B, H, D).transpose(0, 1)
@@ -58,7 +58,7 @@ def ours(numbers: Any, scope: KeyScope, dropout: float = 0.0) -> Tensor:
 
 
 def with_gradients(attend: Callable[[Any], Tensor], numbers, above) -> list[Tensor]:
-    """The output and the gradients of all numbers."""
+    """Return the output of `attend` and the gradients of all `numbers`."""
     leaves = [each.detach().requires_grad_() for each in numbers]
     output = attend(leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, above)]
@@ -69,14 +69,14 @@ def exact(attend: Callable[[Any], Tensor], numbers, above) -> list[Tensor]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Of what was found from what was expected, relative to the latter, or to 1 where that is less."""
+    """Return the norm of found - expected, divided by the norm of expected or by 1, whichever is larger."""
     return ((found.double() - expected).norm() / expected.norm().clamp(min=1)).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 def test_outputs_and_all_gradients_are_the_reference_s(shape, dtype):
-    """In bfloat16 nearer than PyTorch's products; in float32 as near, to the rounding of what is not kept."""
+    """Errors are at most PyTorch's + 1e-3 (bfloat16) or twice PyTorch's + 1e-6 (float32, recomputed weights)."""
     numbers, scope, above = operands(shape, dtype)
     expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), numbers, above)
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
@@ -114,13 +114,13 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
 
 
 def philox(counter: Tensor, seed: int, rounds: int = 7) -> Tensor:
-    """Philox4x32 (Salmon et al. 2011): int64 [...,4] words of 32 bits."""
+    """Return the words of Philox4x32 (Salmon et al. 2011); counter and words are int64 [...,4], 32 bits each."""
     low = 2**32 - 1
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = seed & low, seed >> 32
 
     def product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        """High and low half of 64 bits, in numbers that have 63."""
+        """Return the high and low 32 bits of a 64-bit product, without overflow of int64."""
         upper, lower = (a >> 16) * b, (a & 0xFFFF) * b
         total = upper + (lower >> 16)
         return total >> 16, ((total & 0xFFFF) << 16) | (lower & 0xFFFF)
@@ -133,7 +133,7 @@ def philox(counter: Tensor, seed: int, rounds: int = 7) -> Tensor:
 
 
 def factors(seed: int, n_lane: int, n_head: int, n_query: int, n_key: int, dropout: float) -> Tensor:
-    """What weights are multiplied by, [B,H,T,S]."""
+    """Return the factors by which dropout multiplies the attention weights, [B,H,T,S]."""
     key = torch.arange(n_key)
     counter, word = key // 64 * 16 + key % 16, key // 16 % 4
     grid = torch.meshgrid(torch.arange(n_lane), torch.arange(n_head), torch.arange(n_query), counter, indexing="ij")
@@ -143,7 +143,7 @@ def factors(seed: int, n_lane: int, n_head: int, n_query: int, n_key: int, dropo
 
 
 def test_the_generator_is_philox():
-    """The published words for a counter and a key of zeros, and for those of ones."""
+    """The published words for a counter and a key of zeros, after 7 and after 10 rounds."""
     zeros = philox(torch.zeros(4, dtype=torch.int64), 0)
     assert zeros.tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     ten = philox(torch.zeros(4, dtype=torch.int64), 0, rounds=10)
@@ -151,7 +151,7 @@ def test_the_generator_is_philox():
 
 
 def masked_reference(leaves: list[Tensor], scope: KeyScope, mask: Tensor) -> Tensor:
-    """`reference_attention` with weights multiplied by a given mask [B,H,T,S]: that of one-hot values gives weights."""
+    """Return attention with weights multiplied by `mask` [B,H,T,S]; one-hot values give the unmasked weights."""
     query, key, value, *others = leaves
     n_key = key.shape[1]
     shown = torch.eye(n_key, dtype=query.dtype)[None, :, None].expand(len(query), -1, query.shape[2], -1)
@@ -163,7 +163,7 @@ def masked_reference(leaves: list[Tensor], scope: KeyScope, mask: Tensor) -> Ten
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 @pytest.mark.parametrize("shape", ["narrower than a vector", "odd width, lanes of several lengths", "several blocks"])
 def test_dropout_is_drawn_again_by_the_backward_pass(shape, dropout, dtype, monkeypatch):
-    """Outputs and gradients of the reference under the mask that the generator gives for the seed."""
+    """Outputs and gradients equal the reference's with the mask that the generator yields for the seed."""
     numbers, scope, above = operands(SHAPES[shape], dtype)
     n_lane, n_query, n_head, _ = numbers[0].shape
     seed = 0x1234_5678_9ABC_DEF1
@@ -191,7 +191,7 @@ def test_dropout_drops_its_share_and_follows_pytorch_s_generator():
     assert torch.equal(state, torch.get_rng_state())
 
 
-# -------------------------------------------------------------------------------------------------------- to the last bit
+# ------------------------------------------------------------------------------------------------------ to the last bit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,7 +211,7 @@ def test_nothing_depends_on_the_number_of_threads(shape, dtype):
 
 
 def test_memory_left_by_others_is_not_read():
-    """A second call, into memory that the first one filled with what is not a number, gives the same."""
+    """A call returns the same bits after another call has filled the reused memory with NaN."""
     numbers, scope, above = operands(SHAPES["odd width, lanes of several lengths"], torch.float32)
     before = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
     poisoned = [torch.full_like(each, torch.nan) for each in numbers]
@@ -229,7 +229,7 @@ def test_scores_far_apart_do_not_overflow():
     assert distance(found[0], expected[0]) < 1e-2  # scores of 1e5 in float32
 
 
-# ------------------------------------------------------------------------------------------------------ in other places
+# ----------------------------------------------------------------------------------------- other environments, refusals
 
 
 def test_a_processor_that_does_not_multiply_bfloat16_computes_in_float32(monkeypatch):
@@ -279,10 +279,10 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
     with pytest.raises(UserError, match=r"needs the compiled library \(no C\+\+ compiler found \(c\+\+\)\)"):
         attention_backend(model, "cpu")
-    assert attention_backend(model).name == "compiled"  # which reads everywhere
+    assert attention_backend(model).name == "compiled"  # without a device, the library is not checked
     fastest = TransformerXLConfig(attention="fastest")
     assert attention_backend(fastest, "cpu").name == "shifted"
     note = "model.attention fastest (compiled) needs the compiled library (no C"
     assert (attention_note(fastest, "cpu") or "").startswith(note)
-    assert attention_note(fastest, "cuda:0") is None  # where shifted is the fastest
+    assert attention_note(fastest, "cuda:0") is None  # compiled attention is for CPUs only
     assert library() is None

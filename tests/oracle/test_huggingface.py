@@ -1,7 +1,7 @@
-"""Against Hugging Face's own implementation, live: forward, memory and greedy generation at random weights.
+"""Comparison with Hugging Face's implementation: forward pass, memory and greedy generation with random weights.
 
-Runs in an environment of its own (`make oracle`), because transformers 4.37.2, the last version whose Transformer-XL
-works, needs libraries of its time.
+These tests run in a separate environment (`make oracle`), because transformers 4.37.2, the last version whose
+Transformer-XL works, needs older libraries.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make(case: str) -> Any:
 
 
 def cold(model: Any) -> list[torch.Tensor]:
-    """No memory (by itself the class starts with zeros that are attended to)."""
+    """Return empty memory (by default, the class starts with zeros that queries attend to)."""
     return [torch.zeros(0, LANES, model.config.d_model) for _ in range(model.config.n_layer)]
 
 
@@ -104,7 +104,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(case, safe, tmp_pat
 def test_greedy_generation_is_the_same(tmp_path):
     model = make("output table of its own")
     for name, parameter in model.named_parameters():
-        # Output that depends on the text: biases alone would repeat one token for ever (as tied tables would).
+        # Output must depend on the text: with random biases (or tied tables), one token would be repeated for ever.
         if "bias" in name and "r_" not in name:
             parameter.data.zero_()
         elif "layer_norm" in name:
@@ -123,7 +123,7 @@ def test_greedy_generation_is_the_same(tmp_path):
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
-    """Token by token from the prompt's first on, as memory and window want it."""
+    """Return greedily chosen tokens; the prompt is also read token by token, as memory and window require."""
     memory = [torch.zeros(0, 1, model.config.d_model) for _ in range(model.config.n_layer)]
     made: list[int] = []
     token = prompt[0]

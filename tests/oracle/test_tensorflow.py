@@ -1,4 +1,4 @@
-"""Reading checkpoints that TensorFlow itself wrote. Needs the extra `tensorflow` in an environment of its own."""
+"""Import of checkpoints written by TensorFlow. Needs the extra `tensorflow` in a separate environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txl.interop.import_run import import_run, read_source
 
 
 def save(case: str, folder, untie_r: bool = False) -> None:
-    """As the authors' code does: a Saver over all variables, those of the optimiser too."""
+    """Save a checkpoint like the authors' code: with a Saver for all variables, including the optimiser's."""
     v1 = tensorflow.compat.v1
     with tensorflow.Graph().as_default(), v1.Session() as session:
         for name, array in tensorflow_arrays(case, untie_r).items():

@@ -1,6 +1,6 @@
-"""Run in an environment with the wheel: everything that a library computes, beside float64 and PyTorch.
+"""Compare all functions of a compiled library with float64 and PyTorch, in an environment with the wheel.
 
-Its argument is the kind of processor whose library is used.
+The argument is the kind of processor whose library is used.
 """
 
 import sys

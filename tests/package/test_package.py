@@ -1,6 +1,6 @@
-"""The archives that `make build` wrote: what is in them, and the wheel alone in an empty environment.
+"""The archives written by `make build`: their content, and the wheel in an otherwise empty environment.
 
-That environment has no compiler on its path, no home folder and no extras, as a newcomer's may.
+The environment has no compiler on its path, no home folder and no extras, like that of a new user.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def archive() -> Path:
 
 
 class Installed:
-    """An environment with the wheel and what it depends on."""
+    """Environment with the wheel and its dependencies."""
 
     def __init__(self, folder: Path):
         self.python, self.work, self.temporary = folder / "env" / "bin" / "python", folder / "work", folder / "tmp"
         for each in (self.work, self.temporary):
             each.mkdir()
         (folder / "file").touch()
-        # Without HOME the user's entry in the system's list would serve; this home cannot be.
+        # Without HOME, the home folder of the user database would be used; this HOME cannot be a folder.
         self.environment = {"PATH": str(self.python.parent), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         self.environment["HOME"] = str(folder / "file" / "home")
 
@@ -160,7 +160,7 @@ def test_the_whole_way(installed, story):
     installed.run("txl", "status", "run")
     installed.run("txl", "report", "run")
     assert (installed.work / "run" / "report.html").stat().st_size > 10_000
-    assert "compile" not in said  # neither a compiler is missed nor anything compiled
+    assert "compile" not in said  # no message: nothing is compiled, no compiler needed
     assert "cannot be made; the cache is" in said
     refused = installed.run("txl", "serve", "run", code=2).stderr
     assert "pip install 'transformer-xl[serve]'" in refused
@@ -208,7 +208,7 @@ def test_every_library_that_this_processor_runs_gives_the_same_numbers(installed
 
 @pytest.mark.skipif(not HAS_LIBRARIES, reason="wheels of this platform carry no libraries")
 def test_without_libraries_and_compiler_pytorch_computes(installed, story):
-    """Last: it takes the libraries away."""
+    """This test must be the last one, because it deletes the libraries."""
     for library in installed.python.parent.parent.glob("lib/python*/site-packages/txl/native/*.so"):
         library.unlink()
     (installed.work / "my.txt").write_bytes(story.read_bytes())

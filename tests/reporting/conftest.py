@@ -1,4 +1,4 @@
-"""What the tests of reports share."""
+"""Shared fixture for the tests of reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_corpora(tmp_path_factory, monkeypatch) -> Path:
-    """The folder of prepared corpora, empty: those of made-up runs are not there. Real runs have their own."""
+    """Empty folder of prepared corpora: made-up runs have no corpus. Real runs use a folder of their own."""
     folder = tmp_path_factory.mktemp("no-corpora")
     monkeypatch.setenv("TXL_DATA", str(folder))
     return folder

@@ -1,4 +1,4 @@
-"""A run directory as training and evaluation leave it, made in a moment and without a model."""
+"""Run directories like those written by training and evaluation, made in a moment and without a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sha256(text: str) -> str:
 
 
 def corpus_info(name: str, unit: str) -> dict[str, Any]:
-    """As `Corpus.info()` has it."""
+    """Return made-up facts of a corpus in the form of `Corpus.info()`."""
     splits = {}
     for split, tokens in {"train": 11_274_210, "valid": 612_018, "test": 640_413}.items():
         splits[split] = {
@@ -47,7 +47,7 @@ def corpus_info(name: str, unit: str) -> dict[str, Any]:
 
 
 def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) -> Any:
-    """A record as `txl eval` logs it."""
+    """Return a record as logged by `txl eval`."""
     bpc = nll / math.log(2)
     row = {
         "split": "test",
@@ -80,7 +80,7 @@ def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) 
 
 
 class FakeRun:
-    """Writes the events of a run, one kind a method, with a clock of its own."""
+    """Writer of the events of a run, with one method per kind of event and a made-up clock."""
 
     def __init__(self, path: Path, corpus: str = "stdlib", unit: str = "byte", options: dict[str, str] | None = None):
         path.mkdir(parents=True)
@@ -99,7 +99,7 @@ class FakeRun:
         return self.directory.path
 
     def log(self, event: str, step: int, **fields: Any) -> None:
-        """As `RunDirectory.append`, at this run's time."""
+        """Append an event like `RunDirectory.append`, at the time of the made-up clock."""
         self.time += 1.0
         line = json.dumps({"event": event, "step": step, "time": self.time, **fields})
         with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
@@ -126,7 +126,7 @@ class FakeRun:
         )
 
     def loss(self, step: int) -> float:
-        """Nats a token: 5.5 falling to about 1.3 (words and byte pairs: to about 4.2)."""
+        """Return the loss in nats per token: 5.5 at first, later about 1.3 (words and byte pairs: about 4.2)."""
         end = 1.1 if self.unit in ("byte", "char") else 4.0
         return end + (5.5 - end) / (1 + step / 60) ** 0.75
 
@@ -181,7 +181,7 @@ def begun(path: Path, **options: str) -> FakeRun:
 
 
 def whole_run(path: Path, unit: str = "byte", options: dict[str, str] | None = None) -> FakeRun:
-    """A finished run with everything in its log."""
+    """Write and return a finished run with all kinds of events in its log."""
     run = FakeRun(path, unit=unit, options=options)
     run.start()
     run.train()

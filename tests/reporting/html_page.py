@@ -1,4 +1,4 @@
-"""A report as the tests read it."""
+"""Parser of reports for the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOID = {"meta", "path", "rect", "use", "line", "br"}
 
 
 class Page(HTMLParser):
-    """What a page holds; refuses tags that do not close one another."""
+    """Content of a page; parsing fails if tags are not closed in order."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -26,7 +26,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """What is read, without the breaks of lines."""
+        """Visible text, with single spaces instead of line breaks."""
         return " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):

@@ -22,7 +22,7 @@ WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"
 
 
 def a_record(n_row=4, min_keys=N_KEY, texts=None, marked=(), following=" risk", weights=None):
-    """Two heads of one layer that look at all 40 keys alike, and a close-up of the second."""
+    """Return a record of two heads of one layer with equal weights for all 40 keys, and a close-up of head 2."""
     even = [1 / N_KEY] * N_KEY
     heads = [
         {"layer": 1, "head": head, "mean_distance": 19.5, "share_beyond": 0.5, "effective_keys": 40.0, "average": even}
@@ -70,7 +70,7 @@ def text_of(record):
 
 @pytest.mark.parametrize("draw", [draw_average, lambda figure, record: draw_close(figure, record, 0, 0)])
 def test_even_attention_is_drawn_light(draw):
-    """The darkness is that of a head that picks; one that looks everywhere must not look like it."""
+    """Dark colours mean that a head attends to few keys; equal attention to all keys must not be dark."""
     image = drawn(lambda figure: draw(figure, a_record())).axes[0].images[0]
     shade = np.ma.compressed(image.norm(shown(image)))
     assert shade.min() > 0.1
@@ -101,9 +101,9 @@ def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
 
 def test_heat_maps_follow_the_page_into_dark_mode():
     weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
-    weights[0, 7] = 0.9  # beyond the scale, which then ends in a triangle
+    weights[0, 7] = 0.9  # beyond the end of the scale, which is then drawn with a triangle
     record = a_record(1, weights=weights)
-    record["heads"] += [each | {"layer": 2} for each in record["heads"]]  # a line between the layers
+    record["heads"] += [each | {"layer": 2} for each in record["heads"]]  # draws a line between the layers
     drawn = attention_section(record)
     dark = STYLE[STYLE.index("prefers-color-scheme: dark") :]
     (turned,) = re.findall(r"^  (figure svg [^{]*) \{ filter: invert", dark, flags=re.MULTILINE)
@@ -111,7 +111,7 @@ def test_heat_maps_follow_the_page_into_dark_mode():
     assert re.search(r'<g id="[^"]*-heat-end">', drawn)
     assert "<image" in drawn
     rest = re.sub(r'<g id="[^"]*-heat-end">.*?</g>', "", drawn, flags=re.DOTALL)
-    assert re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", rest) == []  # all else has the page's colours
+    assert re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", rest) == []  # everything else uses the colours of the page
 
 
 def test_the_gains_of_longer_contexts_follow_it_too():

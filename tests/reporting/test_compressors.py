@@ -52,11 +52,11 @@ def test_behind_a_text_lzma_pays_for_what_is_new(source, monkeypatch):
     text = source[-20_000:]
     alone = compress([text]).lzma
     assert lzma_after([], text) == pytest.approx(alone, abs=100)
-    assert lzma_after(blocks(source, 997), text) < 0.02 * alone  # it has been there before
+    assert lzma_after(blocks(source, 997), text) < 0.02 * alone  # the source contains the text
     preset = 9 | lzma.PRESET_EXTREME
     grown = len(lzma.compress(source + source[::-1], preset=preset)) - len(lzma.compress(source, preset=preset))
     assert lzma_after(blocks(source, 65_536), source[::-1]) == grown
-    # What the dictionary does not reach back to is new.
+    # Text further back than the dictionary reaches does not help.
     monkeypatch.setattr(compressors, "_LARGEST_DICTIONARY", 65_536)
     assert lzma_after([text, bytes(60_000)], text) > 0.7 * alone
     assert lzma_after([bytes(60_000), text], text) < 0.02 * alone
@@ -86,7 +86,7 @@ print(compress((bytes(2**16) for _ in range(100)), 2**20).text)
 
 @pytest.fixture
 def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
-    """A run of a real model with an evaluation in its log."""
+    """Run directory of a real model, with an evaluation in its log."""
     directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
     model, _ = directory.load()
     corpus = open_corpus(str(story), data_dir=data_dir)

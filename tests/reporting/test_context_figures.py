@@ -1,4 +1,4 @@
-"""Figures about context: what they say in words, what they draw, and names that could break them."""
+"""Figures about context: their text, their curves, and names that could break a figure."""
 
 from __future__ import annotations
 

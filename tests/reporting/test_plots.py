@@ -51,7 +51,7 @@ def test_every_figure_is_well_formed_and_says_what_it_shows(unit):
             title, description = (by_id[name] for name in (root.get("aria-labelledby") or "").split())
             assert title.text
             assert re.search(r"\d", description.text or "")
-            assert all(text for text in texts(svg))  # as text, not as outlines
+            assert all(text for text in texts(svg))  # labels are text, not outlines
 
 
 def test_ids_are_unique_over_all_figures_and_all_references_are_met():

@@ -23,7 +23,7 @@ def test_it_is_written_into_the_run_directory_or_where_it_is_asked_for(whole, tm
     assert write_report(whole.path) == whole.path / "report.html"
     out = tmp_path / "elsewhere.html"
     assert write_report(str(whole.path), out=str(out)) == out
-    assert out.read_bytes() == (whole.path / "report.html").read_bytes()  # the same each time
+    assert out.read_bytes() == (whole.path / "report.html").read_bytes()  # writing a report again gives the same bytes
 
 
 def test_nothing_is_loaded_from_anywhere(html):
@@ -38,7 +38,7 @@ def test_nothing_is_loaded_from_anywhere(html):
     assert not re.search(r"url\((?!#)", html)
     assert "default-src 'none'" in html
     addresses = set(re.findall(r"https?://[^\s\"'<]+", html))
-    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, not places
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # XML names
 
 
 def test_it_is_accessible(html):
@@ -240,7 +240,7 @@ def test_a_curve_at_another_temperature_says_so(tmp_path):
     run = begun(tmp_path / "run")
     run.sweep((0, 64), temperature=1.5)
     caption = "segments of 128 in 10 lanes; temperature 1.5; checkpoint step-00004000."
-    assert shown(run).text.count(caption) == 2  # of the result and of the curve
+    assert shown(run).text.count(caption) == 2  # captions of the result and of the curve
 
 
 def test_a_long_path_is_not_the_title(tmp_path):

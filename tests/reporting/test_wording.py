@@ -27,7 +27,7 @@ def test_small_changes_are_not_rounded_away(with_memory, text):
 def test_numbers():
     assert quality_text(math.log(2), "byte") == "1.000"
     assert quality_text(math.log(54.518), "word") == "54.52"
-    assert quality_text(1e9, "word") == "1.01e+304"  # beyond a float's range it stays a number
+    assert quality_text(1e9, "word") == "1.01e+304"  # exp is capped: always a number
     assert [counted(1, "step"), counted(2000, "step")] == ["1 step", "2,000 steps"]
 
 

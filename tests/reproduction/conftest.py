@@ -1,4 +1,4 @@
-"""A scale of seconds: six steps of a model that learns nothing."""
+"""Fixtures for reproductions that take seconds: six training steps of a tiny model."""
 
 from __future__ import annotations
 

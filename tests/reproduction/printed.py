@@ -1,6 +1,6 @@
-"""The paper's tables as it prints them: model and figures, in the order of its columns.
+"""The paper's tables as printed: model and figures, in the order of the columns.
 
-The last two rows of Table 6 print nothing before their perplexity, and go on with the row above.
+In the last two rows of Table 6, the cells before the perplexity are empty in the paper and repeat the row above here.
 """
 
 PRINTED = {

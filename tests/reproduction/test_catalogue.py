@@ -1,4 +1,4 @@
-"""The tables as data: every row valid or flagged, the paper's numbers as it prints them."""
+"""The tables as data: every row is valid or flagged, and the paper's numbers are as printed."""
 
 import re
 from collections import Counter
@@ -67,7 +67,7 @@ def test_tables_are_as_the_paper_prints_them(name):
 
 @pytest.mark.parametrize("name", ["table6", "table7", "table8"])
 def test_rows_of_the_scale_paper_are_presets_that_agree_with_the_rows(name):
-    """What a preset has of what its row is about: memory, encoding, loss, and how far vectors of distances reach."""
+    """Compare the preset of a row with the row's options: memory, encoding, loss and largest learned distance."""
     table = definitions()[name]
     for row in table.rows:
         if not row.trained:
@@ -172,7 +172,7 @@ def test_a_width_is_fitted_to_a_number_of_parameters():
     run.model.d_inner = 6
     found = fitted(run, "model.d_inner", 1000, narrow)
     assert found.model.parameter_count(1000) == narrow
-    between = narrow + 10  # less than one step of the width
+    between = narrow + 10  # less than one step of `model.d_inner`
     assert fitted(run, "model.d_inner", 1000, between).model.parameter_count(1000) == narrow
 
 
@@ -180,7 +180,7 @@ def test_a_number_of_parameters_out_of_reach_is_refused():
     table = definitions()["table1"]
     data = DataConfig(corpus="stdlib", unit="word")
     run = configure(table, table.row("lstm"), TINY, data, 4000, estimated_segment)
-    assert 4000 * run.model.d_model > 100_000  # the embeddings alone
+    assert 4000 * run.model.d_model > 100_000  # the embeddings alone are larger
     with pytest.raises(
         UserError, match=r"no model.d_hidden gives about 100,000 parameters; the nearest has 27\d,\d\d\d"
     ):
@@ -226,13 +226,13 @@ def test_another_segment_keeps_tokens_and_where_averaging_begins():
 
 
 def test_words_of_adaptive_input_are_as_large_as_its_positions():
-    """Sinusoids have a mean square of one half; embeddings of the model's usual initialisation would vanish in them."""
+    """Sinusoids have a mean square of 1/2; embeddings with the usual initialisation would be negligible beside them."""
     table = definitions()["table1"]
     run = configure(
         table, table.row("adaptive-input"), SMALL, DataConfig(corpus="wikitext-2"), 33_278, estimated_segment
     )
     torch.manual_seed(0)
     model = build_model(run.model, 33_278)
-    for token in (0, 10_000, 30_000):  # one of each cluster
+    for token in (0, 10_000, 30_000):  # 500 words from each cluster
         words = model.embedding(torch.arange(token, token + 500))
         assert 0.3 < words.square().mean().sqrt() < 3

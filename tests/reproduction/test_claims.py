@@ -1,4 +1,4 @@
-"""Claims on made-up results, whose verdicts can be seen or worked out by hand."""
+"""Claims about made-up results, whose verdicts are obvious or can be computed by hand."""
 
 import math
 

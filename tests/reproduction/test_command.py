@@ -1,4 +1,4 @@
-"""`txl reproduce` as it is typed."""
+"""The command `txl reproduce`, with its options and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that train until they have converged, at the best of a few learning rates."""
+"""Rows that are trained until convergence, at the best of a few learning rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = UntilConverged(patience=2, evaluations=4, tuning_share=0.5)
 
 
 def tuned(folder, loss, rules=RULES):
-    """The factors that were tried, in their order, and the choice, where a rate's loss is a function of its factor."""
+    """Return the tried factors in order, and the choice; `loss` maps the factor of a rate to its validation loss."""
     asked = []
 
     def fit(run: RunConfig, directory) -> Tried:
@@ -37,7 +37,7 @@ def tuned(folder, loss, rules=RULES):
     [
         (lambda factor: abs(math.log(factor)), [0.5, 1, 2], 1, False),
         (lambda factor: abs(math.log(factor / 2)), [0.5, 1, 2, 4], 2, False),
-        (lambda factor: factor, [0.5, 1, 2, 0.25], 0.25, True),  # not further
+        (lambda factor: factor, [0.5, 1, 2, 0.25], 0.25, True),  # the search ends here
         (lambda factor: None if factor > 0.5 else 3.0, [0.5, 1, 2, 0.25], 0.25, True),
     ],
 )
@@ -95,7 +95,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
     with pytest.raises(RunInterrupted):
         it.run()
     monkeypatch.undo()
-    (tmp_path / "out" / "rates").mkdir(exist_ok=True)  # as a stop in the middle of the first one leaves it
+    (tmp_path / "out" / "rates").mkdir(exist_ok=True)  # left by a stop during the first rate
     longer = dataclasses.replace(micro.with_steps(16), until_converged=RULES)
     with pytest.raises(UserError, match="holds another reproduction: scale.steps 8 -> 16"):
         experiment("table6", longer, words, tmp_path / "out", data_dir, seeds=1, rows=rows).run()

@@ -1,4 +1,4 @@
-"""Whole tables at a scale of seconds: what is trained, measured, kept, gone on with and refused."""
+"""Complete tables in seconds: training, measuring, storing, continuing and refusing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_attention_lengths_are_those_of_the_models_that_were_trained(micro, word
 
 
 def test_memory_and_sliding_windows_of_one_length_see_the_same(words, data_dir):
-    """One layer with a window of L reads what a window of L tokens that is read anew for every target does."""
+    """One layer with memory and a window of L has the loss of a sliding window of L tokens, read again per target."""
     with_memory = micro_run()
     corpus = txl.open_corpus(words.corpus, "word", data_dir=data_dir)
     model = txl.build_model(with_memory.model, corpus.vocabulary)
@@ -83,7 +83,7 @@ def test_the_segment_of_equal_memory_is_measured_once_and_kept(micro, words, tmp
     budget = peak_bytes(reference, size)
     assert peak_bytes(chosen, size) <= budget < peak_bytes(with_segment(chosen, chosen.train.segment + 1), size)
     assert json.loads((out / "memory" / "table10-no-recurrence.json").read_text())["budget_bytes"] == budget
-    monkeypatch.setattr(experiment_module, "longest_segment", pytest.fail)  # the folder knows it
+    monkeypatch.setattr(experiment_module, "longest_segment", pytest.fail)  # the folder stores the length
     again = experiment("table10", micro, words, out, data_dir, seeds=2, rows=rows).run()[1]
     assert again.config == second.config
     assert sorted(again.by_seed) == [1, 2]
@@ -136,7 +136,7 @@ def test_contexts_are_exact_and_bounded_by_what_a_model_reads(micro, words, tmp_
     assert f"group 128M: perplexity at the longest context differs by up to {100 * apart:.0f}%" in markdown(outcome)
     found = outcome.gains[-1]
     assert (found.group, found.seed, set(found.gains)) == ("128M", 2, set(by_hand))
-    by_key["transformer"].by_seed[1]["longest_context"] = 1  # no length of Table 8 is more than a model read
+    by_key["transformer"].by_seed[1]["longest_context"] = 1  # no length in Table 8 exceeds this context
     assert gathered(it, rows).values["transformer"]["r = 1.0"][0] == 1
 
 
@@ -296,7 +296,7 @@ def test_tables_of_separate_sentences_are_trained_on_the_corpus_in_random_order(
             "ptb",
             "mr. vinken is chairman\nexxon corp. rose in nov. and fell\n",
             2,
-        ),  # lines; full stops are abbreviations'
+        ),  # one sentence per line; full stops belong to abbreviations
         ("wikitext-2", "The U.S. agreed . It said No. 1 won !\n= Title =\n", 3),
         ("wikitext-2", 'He said " we go . " and went . She stayed ?\n', 2),  # a quotation is not cut at its end
         ("novel", "It rained. He came in!  She left\nthen. So be it?", 5),
@@ -338,7 +338,7 @@ def test_figures_of_attention_share_their_files_and_show_their_own(micro, words,
         it = experiment(name, micro, words, out, data_dir, seeds=1)
         outcome = gathered(it, it.run())
         assert outcome.failed == []
-        assert capsys.readouterr().out == ""  # standard output is the table's
+        assert capsys.readouterr().out == ""  # standard output is reserved for the table
         write_outcome(outcome, out, ["txl"], CIRCUMSTANCES)
         text = (out / f"{name}.html").read_text()
         assert 1 <= text.count('<img src="data:image/svg+xml;base64,') <= pictures

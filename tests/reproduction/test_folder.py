@@ -1,4 +1,4 @@
-"""What a folder goes on with, and what it refuses: another text, another machine's times, half a model."""
+"""Continuing in an output folder, and refusals: another text, times of another machine, unfinished models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_folder_from_before_text_was_read_otherwise_goes_on(micro, story, tmp_
     for path in (out / "experiment.json", out / "results" / "xl-seed1.json"):
         stored = json.loads(path.read_text())
         data = stored.get("config", stored)["data"]
-        del data["word_rule"], data["normalise"]  # fields that there were not
+        del data["word_rule"], data["normalise"]  # fields that older versions lack
         path.write_text(json.dumps(stored))
     before = files(out)
     experiment("table5", micro, DataConfig(corpus=str(text), unit="word"), out, data_dir, seeds=1, rows=rows).run()
@@ -78,7 +78,7 @@ def test_a_cache_waits_for_a_finished_model(micro, words, tmp_path, data_dir, mo
     assert failed["lstm-cache"] == "seed 1: lstm has no finished model of that seed to put a cache around"
     monkeypatch.undo()
     assert gathered(it, it.run()).failed == []
-    # Another model of the base row is another model to put a cache around.
+    # A cache row with another dropout is another configuration than the stored result of the cache.
     other = dataclasses.replace(rows[2], overrides={**(rows[2].overrides or {}), "model.dropout": "0.3"})
     (tmp_path / "out" / "results" / "lstm-seed1.json").unlink()
     with pytest.raises(UserError, match=r"lstm-cache-seed1.json is of another configuration: model.dropout"):

@@ -1,4 +1,4 @@
-"""The two questions that the paper left open, as `txl reproduce` answers them, at a scale of seconds."""
+"""The two open questions of the paper, as answered by `txl reproduce`, with training of seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_grid_is_trained_and_shown_against_its_time(micro, words, tmp_path, 
     found = {result.row.key: result.by_seed[1] for result in outcome.rows}
     shapes = {key: each["config"]["model"] for key, each in found.items()}
     assert [(shape["n_layer"], shape["mem_len"]) for shape in shapes.values()] == [(1, 8), (1, 64), (2, 8)]
-    assert [each["test"]["mem_len"] for each in found.values()] == [15, 71, 15]  # read as they were trained
+    assert [each["test"]["mem_len"] for each in found.values()] == [15, 71, 15]  # evaluated as trained
     assert found["depth-1-memory-1"]["memory"] == 1
     assert min(found[key]["memory"] for key in ("depth-1-memory-8", "depth-2-memory-1")) > 1
     for each in found.values():
@@ -43,7 +43,7 @@ def test_the_grid_is_trained_and_shown_against_its_time(micro, words, tmp_path, 
     page = (tmp_path / "out" / "memory-depth.html").read_text()
     for said in ("Against time", "Results against training time a token", "memory × 8", "2 times the depth"):
         assert said in page
-    assert "not comparable" not in page  # with numbers that the paper does not have
+    assert "not comparable" not in page  # the paper has no numbers to compare with
     record = json.loads((tmp_path / "out" / "memory-depth.json").read_text())
     shown = record["rows"][0]["shown"]
     assert shown["training memory"] == "1.00x"
@@ -82,7 +82,7 @@ def test_cost_is_measured_beside_a_peer_and_draws_no_random_numbers():
     found = measure_cost(run, peer, 50, 1, "cpu")
     assert torch.equal(torch.get_rng_state(), before)
     assert found["memory"] == peak_bytes(run, 50) / peak_bytes(peer, 50) > 1
-    # One pair: its ratio, of two segments' time over one's, is that of the times a token.
+    # With one pair of measurements, the ratio is that of the two times per token.
     for name in ("time", "reading"):
         ours, theirs = found[f"{name}, seconds a token"], found[f"{name}, seconds a token beside"]
         assert found[name] == pytest.approx(ours / theirs)
@@ -95,11 +95,11 @@ def results(**rows):
 @pytest.mark.parametrize(
     ("deeper", "expected"),
     [
-        ((2.0, [16.9, 17.1]), "holds"),  # on the line the others are at 18
+        ((2.0, [16.9, 17.1]), "holds"),  # the line between short and long is at 18 here
         ((2.0, [18.9, 19.1]), "does not hold"),
         ((2.0, [17.9, 18.0]), "undecided"),
-        ((1.5, [18.4, 18.6]), "holds"),  # at 19
-        ((3.5, [1.0, 1.1]), "undecided"),  # nothing takes as much time
+        ((1.5, [18.4, 18.6]), "holds"),  # here the line is at 19
+        ((3.5, [1.0, 1.1]), "undecided"),  # no other row takes as much time
         ((2.0, [17.0]), "undecided"),
     ],
 )

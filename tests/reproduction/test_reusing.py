@@ -1,4 +1,4 @@
-"""Models that another table's folder holds are copied, and others are trained."""
+"""Models in the folder of another table are copied; all other models are trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(table, *keys):
 
 @pytest.fixture
 def source(micro, words, tmp_path, data_dir):
-    """Table 8 with two models that Table 6 has too."""
+    """Output folder of Table 8 with models that Table 6 also has."""
     wanted = rows("table8", "xl-128M", "no-recurrence", "xl-shaw")
     it = experiment("table8", micro, words, tmp_path / "table8", data_dir, seeds=1, rows=wanted)
     assert [each.status for each in it.run()] == ["done"] * 3
@@ -37,7 +37,7 @@ def table6(micro, words, tmp_path, data_dir, *keys, **options):
 
 
 def trained(monkeypatch):
-    """Names of runs that made a step."""
+    """Return a list that collects the names of runs that train at least one step."""
     made = []
     real = module.Experiment._fit
 

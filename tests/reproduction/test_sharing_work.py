@@ -1,4 +1,4 @@
-"""Processes of one reproduction: each takes what no other works on, and has the others' results in the end."""
+"""Processes of one reproduction: each works on free parts, and all report the results of all processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def it(micro, words, tmp_path, data_dir):
 def test_what_another_process_works_on_comes_last(it, monkeypatch):
     other, done = it._folder.working_on("xl-seed1"), []
     other.__enter__()
-    monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))  # it came to no result
+    monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))  # ends without a result
     real = module.Experiment._fit
     monkeypatch.setattr(module.Experiment, "_fit", lambda self, run, at: done.append(at.name) or real(self, run, at))
     rows = it.run()
@@ -93,7 +93,7 @@ def test_a_row_that_failed_here_is_taken_from_the_process_that_finished_it(it, m
         path.unlink()
 
     def fail(self, run, directory):
-        for path, text in stored.items():  # the other process ends meanwhile
+        for path, text in stored.items():  # meanwhile, the other process ends
             path.write_text(text)
         raise RuntimeError("no memory")
 
@@ -133,7 +133,7 @@ def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
     printed = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
     assert printed[0][0] == printed[1][0]
-    for row in ("xl", "xl-shaw", "no-recurrence"):  # said where it was trained, once
+    for row in ("xl", "xl-shaw", "no-recurrence"):  # printed once, by the process that trained the row
         for seed in (1, 2):
             assert sum(said.count(f"{row}, seed {seed} of 2\n") for _, said in printed) == 1
     runs = sorted((tmp_path / "out" / "runs").iterdir())

@@ -1,4 +1,4 @@
-"""The events of log.jsonl: one list of names and fields, which everything that writes or reads a log uses."""
+"""Events of log.jsonl: all code that writes or reads a log uses one list of names and fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _is_event(node: ast.AST) -> bool:
-    """`X["event"]`, `X.get("event")`, or a variable of that name."""
+    """Return whether an expression is `X["event"]`, `X.get("event")`, or a variable named `event`."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "event"
     if isinstance(node, ast.Call):
@@ -33,7 +33,7 @@ def _is_event(node: ast.AST) -> bool:
 
 
 def _bare_names(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
-    """Lines in which the name of an event stands as a string, as far as its use shows that it is one."""
+    """Yield the lines that use event names as plain strings, and the names; the context identifies event names."""
     for node in ast.walk(tree):
         names: set[str] = set()
         if isinstance(node, ast.Compare) and any(map(_is_event, (node.left, *node.comparators))):

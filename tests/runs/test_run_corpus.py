@@ -1,4 +1,4 @@
-"""Which text a run reads."""
+"""Choice of the text that a command reads for a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, in a thread of the test's process, so that tests see what is left in it."""
+"""Servers on free ports, in threads of the test process, so that tests can inspect the state of a server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from txl.serving.requests import Limits
 from txl.serving.service import Served, Service
 
 LENGTHS = {"mem_len": 16, "window": 16, "clamp_len": "none"}
-"""The test settings of the small run of `trained`."""
+"""Evaluation lengths of the small run of `trained`."""
 OPEN = Access()
 
 
 class Running:
-    """A running server, as tests use it."""
+    """Running server, with helpers for tests."""
 
     def __init__(self, service: Service, app: Starlette, url: str):
         self.service, self.app, self.url = service, app, url
@@ -35,7 +35,7 @@ class Running:
         self.client = httpx.Client(base_url=url, timeout=60)
 
     def post(self, path: str, value: Any = None, **settings: Any) -> Any:
-        """Post JSON and return the answer's JSON; anything but success fails the test."""
+        """Post JSON and return the JSON of the answer; the test fails unless the request succeeds."""
         answer = self.client.post(path, json=value or {}, **settings)
         assert answer.is_success, answer.text
         return answer.json()
@@ -49,14 +49,14 @@ class Running:
     def refused(
         self, status: int, path: str, value: Any = None, method: str = "POST", **settings: Any
     ) -> dict[str, Any]:
-        """Return the error of a request that has to be refused."""
+        """Send a request that must be refused with `status`, and return its error."""
         given = settings if settings or value is None else {"json": value}
         answer = self.client.request(method, path, **given)
         assert answer.status_code == status, answer.text
         return answer.json()["error"]
 
     def is_empty(self) -> bool:
-        """Whether nothing is read, decoded or waited for."""
+        """Return True if no text is being read or generated and no request waits."""
         scheduler = self.service.scheduler
         return not (self.service.engine.streams or scheduler.queued or scheduler._busy())
 
@@ -85,7 +85,7 @@ def running(service: Service, access: Access = OPEN, folder: Path | None = None)
 
 @pytest.fixture(scope="session")
 def served(trained) -> Served:
-    """The small run, as the command serves it."""
+    """Small run, loaded for serving as in `txl serve`."""
     model, vocabulary = RunDirectory(trained).load()
     assert vocabulary is not None
     return Served(model, vocabulary, "small", max_streams=4, segment=8, **LENGTHS)
@@ -93,14 +93,14 @@ def served(trained) -> Served:
 
 @pytest.fixture(scope="module")
 def server(served) -> Iterator[Running]:
-    """A server that the tests of a file share."""
+    """Server that all tests of a file share."""
     with running(Service(served, Limits(max_kept=8))) as found:
         yield found
 
 
 @pytest.fixture
 def server_with(served):
-    """Starts servers with settings of their own; they stop when the test ends."""
+    """Function that starts a server with given settings; the server stops when the test ends."""
     from contextlib import ExitStack
 
     with ExitStack() as stack:
@@ -120,12 +120,12 @@ def server_with(served):
 
 
 def events_of(answer: httpx.Response) -> list[str]:
-    """The data of server-sent events."""
+    """Return the data of server-sent events."""
     return [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
 
 
 def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
-    """Wait until something is true."""
+    """Wait until `happens` returns a true value; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < end, "it did not happen in time"

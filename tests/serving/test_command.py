@@ -1,4 +1,4 @@
-"""`txl serve`: the process."""
+"""The command `txl serve` as a process."""
 
 from __future__ import annotations
 

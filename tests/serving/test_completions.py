@@ -1,4 +1,4 @@
-"""`/v1/completions`: what clients expect, and the numbers of `txl generate` and `txl score`."""
+"""`/v1/completions`: the protocol that clients expect, and the results of `txl generate` and `txl score`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_scores_are_those_of_txl_score(server, served):
         assert bytes(value for each in found["bytes"][:n] for value in each) == text.encode()
         assert choice["text"].startswith(text)
         for log_prob, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
-            assert log_prob in top.values()  # the very same number, which the harness compares
+            assert log_prob in top.values()  # exactly equal, because lm-evaluation-harness compares them
             assert 2 <= len(top) <= 3
         if max_tokens:
             assert found["token_logprobs"][-1] == max(found["top_logprobs"][-1].values())
@@ -132,7 +132,7 @@ def test_offsets_are_those_of_characters(server):
 
 
 def test_a_character_is_never_cut(server, served):
-    """Prompts that end inside of a character, and texts that are drawn byte by byte."""
+    """Check prompts that end inside a character, and texts that are drawn byte by byte."""
     data = "“how long?” — she asked".encode()
     for end in range(1, 4):
         value = {"prompt": list(data[:end]), "max_tokens": 50, "seed": end, "logprobs": 0, "stream": True}
@@ -286,7 +286,7 @@ def test_other_routes(server, served):
 
 
 def test_a_prompt_that_is_read_holds_nobody_up(server):
-    """While a prompt of many segments is read, short requests are answered; who leaves is read for no longer."""
+    """Short requests are answered while a long prompt is read; reading stops when the client disconnects."""
     before = server.service.metrics.tokens_read._value.get()
     url = httpx.URL(server.url)
     body = json.dumps({"prompt": "x" * 1_000_000, "max_tokens": 1}).encode()

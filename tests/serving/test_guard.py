@@ -1,4 +1,4 @@
-"""Who may ask, and how; clients that misbehave."""
+"""Access control, accepted forms of requests, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def raw(server) -> socket.socket:
 
 
 def ends(connection: socket.socket) -> float:
-    """Seconds until the server closes a connection."""
+    """Return the seconds until the server closes a connection."""
     began = time.monotonic()
     try:
         while connection.recv(1 << 16):
@@ -202,7 +202,7 @@ def test_connections_that_say_nothing_are_closed(locked):
         with raw(locked) as connection:
             connection.sendall(said)
             assert ends(connection) < 5
-    with raw(locked) as connection:  # after an answer, too
+    with raw(locked) as connection:  # also after an answer
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /")
         assert ends(connection) < 5
 

@@ -1,4 +1,4 @@
-"""Streams that outlive their server: snapshots that move them, and the folder that keeps them over a restart."""
+"""Streams that outlive a server: moved as snapshots, or kept in a folder across a restart."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.serving.test_streams import OCTETS, TEXT, generate, new, nothing_left
 from txl.serving.kept_stream import _digest
 from txl.serving.requests import Limits
 
-__all__ = ["nothing_left"]  # used by every test
+__all__ = ["nothing_left"]  # fixture of every test
 
 
 def test_a_restored_stream_goes_on_bit_for_bit(server, server_with):
-    other = server_with(max_streams=2)  # another engine of another size
+    other = server_with(max_streams=2)  # an engine of another size
     stream = new(server, TEXT * 3, seed=11)
     generate(server, stream, 25)
     data = snapshot(server, stream)
@@ -70,7 +70,7 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
     )
     for name, value in forged_values:
         about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
-        del about["sha256"]  # anyone can compute it
+        del about["sha256"]  # a forger can compute the checksum
         about["sha256"] = _digest(about, safetensors.torch.load(data))
         forged = json.dumps(header | {"__metadata__": {"txl_stream": json.dumps(about)}}).encode()
         content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]

@@ -1,4 +1,4 @@
-"""More clients than the server can carry, most of which misbehave: afterwards it is as it was before."""
+"""More clients than a server can serve, most of which misbehave: the server returns to its previous state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that live between requests: exact, and constant in memory."""
+"""Streams that are kept between requests: exact results, and constant size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OCTETS = {"content-type": "application/octet-stream"}
 
 @pytest.fixture(autouse=True)
 def nothing_left(request):
-    """Every test leaves the shared server without streams and work."""
+    """Delete all streams of the shared server after each test, and wait until no work is left."""
     yield
     if "server" in request.fixturenames:
         server = request.getfixturevalue("server")
@@ -95,7 +95,7 @@ def test_appended_text_is_scored_as_txl_score_does(server, served):
 
 
 def test_how_far_back_attention_reached(server, served):
-    """Against the weights of the model's own attention, for text that is read and for tokens that are drawn."""
+    """Compare with the attention weights of the model, for tokens that are read and tokens that are drawn."""
     made = server.post("/v1/streams", {"text": TEXT, "attention": True, "logprobs": 0})
     tokens = made["tokens"] + generate(server, made["stream"]["id"], 6, attention=True)["tokens"]
     assert tokens[0]["attention"] is None
@@ -149,7 +149,7 @@ def test_streamed_generation(server):
 
 
 def test_an_interrupted_stream_is_one_that_was_not(server):
-    """Ten pieces of ten tokens, each from a snapshot of the one before, are one of a hundred."""
+    """Ten pieces of ten tokens, each continued from a snapshot of the previous, equal one piece of 100 tokens."""
     stream = new(server, seed=3)
     whole = generate(server, new(server, seed=3), 100, logprobs=0)["tokens"]
     pieces = []
@@ -171,10 +171,10 @@ def test_forks(server):
     other = server.post(f"/v1/streams/{stream}/fork", {"seed": 99})
     assert other["seed"] == 99
     at = drawn[-100]["position"]
-    # Back to a token that was drawn, with the same tokens read again, and with another one.
+    # Forks at a token that was drawn: `back` reads the same tokens again, `instead` begins with another token.
     back = server.post(f"/v1/streams/{stream}/fork", {"at": at})
     assert back["tokens"] == at
-    # A fork draws the same text again, and so does a fork of that fork from before.
+    # A fork draws the same text again; so does a fork of this fork at an earlier token.
     older = server.post(f"/v1/streams/{back['id']}/fork", {"at": at - 20})
     redrawn = [generate(server, server.post(f"/v1/streams/{stream}/fork", {"at": at})["id"], 40, logprobs=0)["tokens"]]
     redrawn.append(generate(server, older["id"], 60, logprobs=0)["tokens"][20:])
@@ -230,7 +230,7 @@ def test_forks_at_every_token_of_a_short_stream(server):
 
 
 def test_memory_does_not_grow(server):
-    """Of a stream of many times its memory, read and drawn in all sizes; ten million tokens take the same."""
+    """The size of a stream is the same after many times its memory length; ten million tokens need as much."""
     stream = new(server, TEXT)
     kept = server.kept.get(stream)
     sizes = set()
@@ -251,13 +251,13 @@ def test_memory_does_not_grow(server):
 
 
 def test_memory_does_not_grow_within_a_request(server, monkeypatch):
-    """The states behind every 512 tokens of a long text are let go of while it is read, also by who waits for its end."""
+    """States saved every 512 tokens of a long text are released while the text is read, also by the waiting request."""
     states, most, real = weakref.WeakSet(), [], scheduler_module.SavedEvent
 
     class Saved(real):
         def __init__(self, state, drawn):
             super().__init__(state, drawn)
-            time.sleep(0.01)  # as a larger model would take
+            time.sleep(0.01)  # the time of a larger model
             states.add(state.keys[0])
             most.append(len(states))
 
@@ -288,7 +288,7 @@ def test_numbers_of_an_idle_server(server):
     stream = new(server, TEXT * 20)
     generate(server, stream, 5)
     metrics = server.service.metrics
-    wait_for(lambda: metrics.stream_bytes._value.get() == server.kept.get(stream).nbytes)  # counted once a second
+    wait_for(lambda: metrics.stream_bytes._value.get() == server.kept.get(stream).nbytes)  # updated once a second
     wait_for(lambda: metrics.running._value.get() + metrics.queued._value.get() == 0)
     assert metrics.stream_bytes._value.get() == server.kept.get(stream).nbytes
     assert (metrics.running._value.get(), metrics.queued._value.get()) == (0, 0)
@@ -317,7 +317,7 @@ def test_limits(server_with):
     assert server.client.delete(f"/v1/streams/{stream}").json()["deleted"]
     server.refused(404, f"/v1/streams/{stream}", method="GET")
     new(server)
-    wait_for(lambda: not len(server.kept))  # both were idle for too long
+    wait_for(lambda: not len(server.kept))  # both streams were idle for too long
     assert "idle" in str(server.client.get("/v1/streams").text) or not server.get("/v1/streams")["data"]
 
 
@@ -326,7 +326,7 @@ def test_one_request_at_a_time(server):
     with server.client.stream(
         "POST", f"/v1/streams/{stream}/generate", json={"max_tokens": 60000, "stream": True}
     ) as answer:
-        lines = answer.iter_lines()  # held: when it is gone, so is the connection
+        lines = answer.iter_lines()  # kept in a variable: deleting it closes the connection
         next(lines)
         for path, value in (("generate", {}), ("append", {"text": "a"}), ("fork", {})):
             answer_now = server.client.post(f"/v1/streams/{stream}/{path}", json=value)
@@ -334,7 +334,7 @@ def test_one_request_at_a_time(server):
             assert answer_now.headers["retry-after"]
         server.refused(409, f"/v1/streams/{stream}/snapshot", method="GET")
         assert server.get(f"/v1/streams/{stream}")["busy"]
-    wait_for(server.is_empty)  # the client has left: it ends, and keeps what it has drawn
+    wait_for(server.is_empty)  # the client is gone: generation ends, and the stream keeps the drawn tokens
     wait_for(lambda: not server.get(f"/v1/streams/{stream}")["busy"])
     about = server.get(f"/v1/streams/{stream}")
     assert len(TEXT.encode()) < about["tokens"] < 60000
@@ -399,7 +399,7 @@ def test_times_are_told(server):
 
 
 def test_the_example_that_follows_a_log(server, tmp_path):
-    """A line of another kind among lines that the model was trained on; and the server forgets the stream."""
+    """Only an unusual line among lines like the training text is printed; a missing server is reported."""
     log = tmp_path / "log"
     odd = "\x7fELF@@@@ ~~~~ \u00fe\u00ff\n"
     lines = [f"{number}. The river rose in the night\n" for number in range(6)]

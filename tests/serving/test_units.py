@@ -1,4 +1,4 @@
-"""Models of characters, words and byte pairs behind the same routes."""
+"""Routes of the server with models of characters, words and byte pairs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tokens_stand_where_their_text_does(server):
     found = choice["logprobs"]
     for token, at, data in zip(found["tokens"], found["text_offset"], found["bytes"], strict=True):
         if not token.startswith("bytes:"):
-            assert choice["text"][at : at + len(token)] == token  # as it stands there, `<unk>` or not
+            assert choice["text"][at : at + len(token)] == token  # the token's place in the text, also for `<unk>`
             assert bytes(data).decode() == token
     n_prompt = len(server.post("/tokenize", {"prompt": text})["tokens"])
     rows = list(surprisals(served.model, served.vocabulary, text, **LENGTHS))[:n_prompt]

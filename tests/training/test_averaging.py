@@ -1,4 +1,4 @@
-"""Averaged weights: the arithmetic, when they begin, and that evaluation and checkpoints use them."""
+"""Averaged weights: the arithmetic, the first averaged step, and their use in evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from txl.training.optimisers import WeightAverage, average_begins
 
 
 def averaged(values: list[float], mu: float | None = None) -> float:
-    """The average after a model of one weight has taken these values."""
+    """Return the average of a model's only weight over these values."""
     model = nn.Linear(1, 1, bias=False).double()
-    model.weight.data.fill_(100.0)  # what it began with does not count
+    model.weight.data.fill_(100.0)  # the initial weight is not part of the average
     average = WeightAverage(model, mu)
     for value in values:
         model.weight.data.fill_(value)
@@ -68,11 +68,11 @@ def test_it_begins_at_its_step():
 @pytest.mark.parametrize(
     ("losses", "begins"),
     [
-        ([5.0, 4.0, 3.0], False),  # too few to compare with
+        ([5.0, 4.0, 3.0], False),  # too few evaluations
         ([5.0, 4.0, 3.0, 2.0], False),  # still improving
-        ([2.0, 4.0, 3.0, 3.5], True),  # worse than the best of more than two before
-        ([3.0, 1.0, 2.0, 2.5], False),  # the best lies within the last two
-        ([3.0, 1.0, 2.0, 3.0], False),  # as good is not worse
+        ([2.0, 4.0, 3.0, 3.5], True),  # above the best loss of more than two evaluations before
+        ([3.0, 1.0, 2.0, 2.5], False),  # the lower loss is only two evaluations older
+        ([3.0, 1.0, 2.0, 3.0], False),  # an equal loss is not worse
     ],
 )
 def test_or_when_the_validation_stops_improving(losses, begins):
@@ -83,7 +83,7 @@ AVERAGED = {"train.average_from": "5", "train.average_lr_factor": "0.5", "train.
 
 
 def test_evaluation_and_checkpoints_use_the_mean_of_the_later_steps(story, data_dir, tmp_path, monkeypatch):
-    """Against the mean worked out from the weights after each step, which are those of a run that does not average."""
+    """The expected mean is computed from the trained weights after each step, which the checkpoint also holds."""
     real, weights = loop_module.training_step, []
 
     def recording(model, *args):
@@ -128,7 +128,7 @@ def test_before_an_average_begins_a_run_is_as_without_one(story, data_dir, tmp_p
 @pytest.mark.parametrize("step", [2, 5, 6, 9])
 @pytest.mark.parametrize("begins", [{"train.average_from": "5"}, {"train.average_patience": "1"}])
 def test_a_stopped_run_goes_on_averaging_exactly(step, begins, story, data_dir, tmp_path, monkeypatch):
-    # A learning rate at which the validation soon gets worse.
+    # At this learning rate the validation loss soon rises.
     run = small_run(str(story), **{"train.eval_every": "1", "train.learning_rate": "1", "train.clip": "0"} | begins)
     train(run, tmp_path / "whole", data_dir)
     (began,) = [event for event in RunDirectory(tmp_path / "whole").events() if event["event"] == "average"]

@@ -1,4 +1,4 @@
-"""Steps of several segments with gradients through the memory between them (`train.backprop_segments`)."""
+"""Steps of several segments, with gradients through the memory between the segments (`train.backprop_segments`)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
 
 def by_the_equations(model: TransformerXL, tokens: Tensor, targets: Tensor, lengths: tuple[int, ...], cut: bool):
-    """The mean loss over consecutive segments in one graph, by Section 3 and a loop over queries, for float64.
+    """Return the mean loss of consecutive segments in one autograd graph, by the equations of the paper's Section 3.
+
+    Attention is computed query by query, in float64.
 
     Args:
-        model: post-norm, its biases shared; only its weights are used.
-        tokens, targets: [B,T].
-        lengths: of the segments.
-        cut: stop the gradient where memory begins, as the paper does.
+        model: model with post-norm and shared biases; only its weights are used.
+        tokens, targets: tokens of all segments, and their targets, int64 [B,T].
+        lengths: lengths of the segments, T in all.
+        cut: stop the gradient at the memory, as the paper does.
     """
     weight = dict(model.named_parameters())
     n_head, d_head, d_model = model.config.n_head, model.config.d_head, model.config.d_model
@@ -84,7 +86,7 @@ def gradients(loss: Tensor, model: TransformerXL) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 3, 6)], ids=["two", "three of other lengths"])
 def test_gradients_are_those_of_one_graph_over_all_segments(lengths):
-    """The mean is over targets, so segments of unequal lengths weigh by them."""
+    """The loss is a mean over targets, so the weight of a segment is its length."""
     model = lively(PLAIN).train()
     tokens, targets = (each[:, : sum(lengths)] for each in stream())
     loss, state = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=lengths))
@@ -95,9 +97,9 @@ def test_gradients_are_those_of_one_graph_over_all_segments(lengths):
     for name, each in gradients(expected, model).items():
         torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
     paper = by_the_equations(model, tokens, targets, lengths, cut=True)
-    torch.testing.assert_close(loss, paper, rtol=0, atol=1e-10)  # the loss is the same, only its gradient is not
+    torch.testing.assert_close(loss, paper, rtol=0, atol=1e-10)  # the loss is equal, its gradient is not
     for name, each in gradients(paper, model).items():
-        if name.startswith("layers.2.") or name == "softmax.bias":  # behind all memories
+        if name.startswith("layers.2.") or name == "softmax.bias":  # their gradient does not flow through memory
             torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
         else:
             assert (found[name] - each).abs().max() > 1e-5, name
@@ -186,7 +188,7 @@ def test_a_stopped_run_continues_exactly(options, story, data_dir, tmp_path, mon
 
 
 def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path, monkeypatch):
-    """Schedule and log count steps and tokens as ever; twice the length takes the rate once."""
+    """The learning rate is scaled by the length of the whole step, and the log counts the tokens of all segments."""
     taken, real = [], loop_module.training_step
 
     def noted(model, optimizer, tokens, *rest):

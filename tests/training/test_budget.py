@@ -1,4 +1,4 @@
-"""Memory measured while training, and the longest segment that fits into it (Table 10)."""
+"""Peak memory measured in training, and the longest segment that fits into a memory budget (Table 10)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_bytes_alive_counted_by_hand():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_what_the_allocator_saw(name, tmp_path):
-    """PyTorch's profiler counts every allocation by itself, those inside of operations (which are small) included."""
+    """PyTorch's profiler independently counts every allocation, including the small ones inside operations."""
     run = a_run(**RUNS[name])
     measured = peak_bytes(run, V)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -92,7 +92,7 @@ def test_the_longest_segment_fits_and_the_next_one_does_not(changes):
     run = a_run(**changes)
     seen: list[int] = []
     fit = longest_segment(run, allowed, V, on_measured=lambda segment, _: seen.append(segment))
-    assert fit.segment > 8  # without memory there is room for more
+    assert fit.segment > 8  # without memory, a longer segment fits
     assert fit.peak_bytes == peak_bytes(with_segment(run, fit.segment), V) <= allowed
     assert peak_bytes(with_segment(run, fit.segment + 1), V) > allowed
     assert fit.measured.keys() == set(seen)
@@ -102,7 +102,7 @@ def test_the_longest_segment_fits_and_the_next_one_does_not(changes):
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 9, 16, 100])
 def test_every_limit_is_found(limit, monkeypatch):
-    """The search alone: a segment of T takes T bytes."""
+    """Only the search is tested: a segment of T tokens needs T bytes."""
     monkeypatch.setattr(budget, "peak_bytes", lambda run, *_: run.train.segment)
     assert longest_segment(a_run(), limit, V).segment == limit
     assert longest_segment(a_run(), limit, V, at_most=7).segment == min(limit, 7)

@@ -1,4 +1,4 @@
-"""`torch.compile` as an option of training: the same numbers and the same names, or one line that says why not."""
+"""`torch.compile` in training: equal results and parameter names, or eager layers and one line with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compiler() -> None:
 
 
 def test_compiled_layers_give_the_same_losses_and_gradients(compiler):
-    """Without and with memory: two graphs."""
+    """The first segment has no memory, the second has memory: each compiles to a graph of its own."""
     config = dataclasses.replace(SMALL, n_layer=2, dropout=0.0, dropatt=0.0)
     tokens, targets = stream()
     results = []
@@ -101,7 +101,7 @@ def test_the_bench_tells_what_compiling_gains(compiler, capsys):
 
 
 def test_a_qrnn_of_random_lengths_stays_compiled(monkeypatch):
-    """The recurrence's loop used to be traced: a graph for every length, and after 8 of them none at all."""
+    """Earlier, the recurrence's loop was traced: every length made a graph, and after 8 graphs layers ran eagerly."""
     graphs = []
 
     def counting(graph, inputs):
@@ -112,7 +112,7 @@ def test_a_qrnn_of_random_lengths_stays_compiled(monkeypatch):
     monkeypatch.setattr(compilation, "_compiler_missing", lambda device: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend=counting, **options))
     torch._dynamo.reset()
-    # The presets' shape: a first layer that reads two tokens, inner ones, and a last one of another width.
+    # As in the presets: a first layer that reads two tokens, inner layers, and a last layer of a different width.
     model = build_model(QRNN, 11).train()
     assert compile_layers(model, "cpu") is None
     state, made = model.init_state(2), []
@@ -127,7 +127,7 @@ def test_a_qrnn_of_random_lengths_stays_compiled(monkeypatch):
             for length in (16, 3):
                 tokens = torch.randint(11, (3, length))
                 model.nll(tokens, tokens, model.init_state(3))
-    assert made == [made[0]] * len(made)  # the first segment's graphs serve them all
+    assert made == [made[0]] * len(made)  # later lengths compile no new graph
 
 
 def test_a_compiled_qrnn_has_the_same_losses_and_gradients(compiler):

@@ -1,4 +1,4 @@
-"""Going on with a run: to more steps than it had, and on its text under another name."""
+"""Continuing a run: to more steps than configured before, and after its text was renamed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULES = {
         "train.schedule": "linear",
         "train.average_from": "5",
     },
-    # An evaluation at the old end, step 10, must not be one of those that decide when the average begins.
+    # The evaluation at the old end, step 10, must not influence when the average begins.
     "average by patience": {
         "train.schedule": "constant",
         "train.average_patience": "1",
@@ -52,7 +52,7 @@ def test_a_longer_run_is_what_it_would_have_been(name, old_end, story, data_dir,
     train(long, tmp_path / "run", data_dir, extend=True)
     assert extended(tmp_path / "run")["changes"] == []
     if name != "average by patience" and old_end == "10":
-        # The evaluation at the old end stays in the record of the run, where nothing depends on it.
+        # The evaluation at the old end stays in the training state, but nothing depends on it.
         for out in (tmp_path / "run", tmp_path / "whole"):
             forget_evaluations(out)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
@@ -86,7 +86,7 @@ def test_a_crash_while_it_is_longer_changes_nothing(story, data_dir, tmp_path, m
             patch.setattr(loop_module, "training_step", killed)
             with pytest.raises(MemoryError):
                 train(long, tmp_path / "run", data_dir, extend=True)
-    train(long, tmp_path / "run", data_dir)  # the configuration is the run's by now
+    train(long, tmp_path / "run", data_dir)  # the run directory already has the new number of steps
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
@@ -95,7 +95,7 @@ def attentions(out) -> list[str | None]:
 
 
 def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path, monkeypatch, capsys):
-    """Begun where there is no compiler, a run goes on with the same attention where there is one."""
+    """A run that began without a compiler continues with the same attention backend where a compiler exists."""
     run, shifted = (small_run(str(story), **{"model.attention": name}) for name in ("fastest", "shifted"))
     train(shifted, tmp_path / "whole", data_dir)
     with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path,
 
 
 def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tmp_path, monkeypatch):
-    """`shifted` serves there; a run that began with it goes on where the compiled attention is to be had."""
+    """Without compiled code `shifted` is used, and the run keeps `shifted` where compiled attention is available."""
     run = small_run(str(story), **{"model.attention": "fastest", "train.dtype": "float64"})
     with monkeypatch.context() as patch:
         patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
@@ -124,7 +124,7 @@ def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tm
 
 
 def test_a_run_of_before_goes_on_with_shifted(story, data_dir, tmp_path, monkeypatch):
-    """Its log has no attention; `auto` was `shifted`, and so was all that any later choice takes for granted."""
+    """Logs of older versions name no attention backend; such runs used `shifted`, the only backend at that time."""
     run = small_run(str(story), **{"model.attention": "fastest"})
     with monkeypatch.context() as patch:
         stop_after(patch, 5)

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines where nothing is a terminal, a live panel on one, TensorBoard."""
+"""Display of training: plain lines without a terminal, a live panel on a terminal, and TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: the numbers of one process, shards that any number can read, and deaths."""
+"""Several processes under torchrun: equal results, checkpoints for any number of processes, killed processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wait_for_step(out: Path, process: subprocess.Popen, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(story, data_dir, tmp_path_factory) -> Path:
-    """What one process comes to."""
+    """Provide the directory of a run that one process trained."""
     out = tmp_path_factory.mktemp("alone") / "run"
     Trainer(small_run(str(story), **EXACT), out, data_dir=data_dir, quiet=True).fit()
     return out
@@ -103,8 +103,8 @@ def test_several_processes_compute_what_one_does(processes, options, alone, stor
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (one - other).abs().max() < 1e-9, name
     events = RunDirectory(tmp_path / "run").events()
-    assert [each["event"] for each in events].count("start") == 1  # one process writes
-    assert done.stderr.count("done: step 100") == 1  # and talks
+    assert [each["event"] for each in events].count("start") == 1  # only one process writes the log
+    assert done.stderr.count("done: step 100") == 1  # and only one prints
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_gradients_flow_into_memory_in_two_processes_too(options, story, data_di
 
 
 def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(story, data_dir, tmp_path, monkeypatch):
-    """Begun by one process and stopped in its third step; each process empties those of the lanes drawn that it has."""
+    """One process stops in step 3, and two processes continue; each of them empties the drawn lanes that it holds."""
     steps = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4", "train.backprop_segments": "2"}
     run = small_run(str(story), **EXACT | steps)
     drawn = torch.stack([_emptied(run.train, step) for step in range(3, 8)])
@@ -193,7 +193,7 @@ def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, stor
     wait_for_step(out, process, 45)
     os.killpg(process.pid, signal.SIGKILL)
     for each in subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split():
-        os.kill(int(each), signal.SIGKILL)  # torchrun gives its children sessions of their own
+        os.kill(int(each), signal.SIGKILL)  # torchrun starts its children in sessions of their own
     process.communicate()
     done = launch(out, story, data_dir, then[0], EXACT | {"train.parallel": then[1]})
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, stor
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert time.monotonic() - began < 60
-    assert "Traceback" not in errors.split("torch/distributed/elastic", 1)[0]  # torchrun prints one of its own
+    assert "Traceback" not in errors.split("torch/distributed/elastic", 1)[0]  # torchrun prints a traceback of its own
     done = launch(out, story, data_dir, 2, EXACT)
     assert done.returncode == 0, done.stderr
     assert_same_numbers(out, alone, 1e-9)

@@ -1,4 +1,4 @@
-"""What --dry-run says, against the models themselves and against memory as the system counts it."""
+"""Estimates of --dry-run, compared with the models themselves and with the memory that the system reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txl.presets import presets
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import build_optimizer, optimizer_tensors
 
-# Run in a process of its own: the most memory it ever held, over what it held once everything was loaded.
+# Program for a separate process: prints its peak memory in bytes, less its memory after training a tiny model.
 MEASURE = """
 import json, sys
 import torch
@@ -136,7 +136,7 @@ TOLERANCE = 0.15
 def test_memory_is_what_a_run_takes(case):
     options = SHAPE | CASES[case] if case in CASES else RECURRENT | RECURRENT_CASES[case]
     vocab_size = 100_000 if case == "large vocabulary" else 256
-    # Every tensor is mapped by itself, so that the system's count is that of the live tensors, without fragmentation.
+    # Every large tensor gets a mapping of its own, so the system counts the live tensors, without fragmentation.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, json.dumps(options), str(vocab_size)],
@@ -178,7 +178,8 @@ def test_the_optimiser_keeps_what_its_kind_keeps(options):
 
 LANES, N_TOKEN, N_LAYER, WIDTH, INNER = 3, 5, 2, 14, 11
 DROPOUTS = {
-    # Kept beside what is kept without dropout: a mask, and where the next step needs it what came out.
+    # Numbers per token that dropout keeps in addition, not locked and locked: a mask, which locked dropout shares among
+    # positions, and the output where the next operation needs it.
     "dropout_inner": (2 * N_LAYER * INNER, N_LAYER * INNER),
     "dropout_embed": (WIDTH, 0),
     "dropout_out": (WIDTH, 0),

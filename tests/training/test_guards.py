@@ -1,4 +1,4 @@
-"""Losses that are not finite, and losses that leap: what a run does about them."""
+"""Handling of losses that are not finite, and of spikes of the loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def events(out, name):
 
 
 def spoil_gradients(monkeypatch, at: set[int]) -> None:
-    """The gradients of the steps `at` (counted from 1 by the calls of this process) are infinite."""
+    """Make the gradients of the steps `at` infinite; steps are counted from 1 after this call."""
     real, calls = torch.nn.utils.clip_grad_norm_, []
 
     def spoiled(parameters, largest):
@@ -71,7 +71,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(story, data_dir, tm
     [
         ({}, {1}),
         ({"train.reset_memory": "0.4"}, {1}),
-        # A step of two parts is abandoned between them, and made anew.
+        # The step of two parts is interrupted between the parts and repeated after resuming.
         ({"train.reset_memory": "0.4", "train.micro_batches": "2"}, {1, 2}),
     ],
     ids=str,
@@ -106,7 +106,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(story, data_dir, tm
 
 @pytest.mark.parametrize("evaluated", ["0", "6"])
 def test_a_run_that_came_to_nothing_does_not_end_as_if_it_were_done(evaluated, story, data_dir, tmp_path, capsys):
-    """Its loss is finite or not: either way the model is of no use. To start it again changes nothing."""
+    """A model is useless if its loss is not finite or far above guessing; a second start of the run changes nothing."""
     out = tmp_path / "run"
     for rate, reason in (("1e9", "is nan nats"), ("1000", "where guessing evenly costs 5.545")):
         changes = {"train.learning_rate": rate, "train.eval_every": evaluated, "train.warmup_steps": "0"}
@@ -127,7 +127,7 @@ def test_no_use_is_told_by_the_loss():
     assert uselessness(5.6, 5.55, 256) is None  # hardly trained
     assert uselessness(11.0, 5.55, 256) is None
     assert uselessness(11.2, 5.55, 256) == "11.200 nats, where guessing evenly costs 5.545"
-    assert uselessness(20.0, 30.0, 256) is None  # it began worse, and learns
+    assert uselessness(20.0, 30.0, 256) is None  # the first loss was higher, so the model learns
     assert uselessness(math.inf, None, 256) == "inf nats"
     assert uselessness(None, None, 256) is None
 
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite_never_get_into_a_checkpoint(story, data_dir
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "a"], ["export", "--out", "out"]])
 def test_weights_that_are_not_finite_are_refused(command, trained, tmp_path, capsys, monkeypatch):
-    """As earlier versions may have saved them."""
+    """Earlier versions may have saved weights that are not finite."""
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(trained, "run")
     checkpoint = RunDirectory(run).checkpoint()
@@ -163,7 +163,7 @@ def test_weights_that_are_not_finite_are_refused(command, trained, tmp_path, cap
 
 
 def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeypatch):
-    """A loss that overflows fills memory with NaN; the next segment must not read it."""
+    """A loss that overflows fills memory with NaN; the next segment must not read this memory."""
     real, calls = loop_module.training_step, []
 
     def overflown(*args):
@@ -203,8 +203,8 @@ def test_a_spike_is_told_from_noise():
     assert math.sqrt(watch.variance) == pytest.approx(0.1, rel=0.3)
     assert [watch.sees(loss, 6) for loss in (3.1, 4.0, 4.1, 3.0, 5.0)] == [False, True, False, False, True]
     later = [watch.sees(6, 6) for _ in range(500)]
-    assert not any(later)  # it has been reported
-    assert not watch.in_spike  # and is the new level by now
+    assert not any(later)  # the spike was reported when it began
+    assert not watch.in_spike  # and the high loss is now the usual one
 
 
 def test_no_spike_is_seen_before_there_is_a_mean():
@@ -214,7 +214,7 @@ def test_no_spike_is_seen_before_there_is_a_mean():
 
 @pytest.fixture
 def leaping(monkeypatch):
-    """The loss of one text position is made to leap; everything else of the step is as it was."""
+    """Provide a function that adds 100 to the loss of the step with the given tokens, and changes nothing else."""
     real = loop_module.training_step
     monkeypatch.setattr(LossWatch, "limit", lambda self, threshold: math.inf if self.count < 3 else self.mean + 5)
 
@@ -266,11 +266,11 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
     (back,) = events(tmp_path / "run", "rollback")
     assert (back["from_step"], back["step"]) == (7, 4)
     assert torch.equal(seen[7][0], seen[4][0])  # the weights after step 4
-    assert torch.equal(seen[7][1], tokens_of_step(story, data_dir, 8))  # the text behind the spike
+    assert torch.equal(seen[7][1], tokens_of_step(story, data_dir, 8))  # the text after the spike
     assert len(seen) == 12 + 3
-    assert [each["step"] for each in events(tmp_path / "run", "valid")] == [4, 8, 12]  # that of step 4 counts once
+    assert [each["step"] for each in events(tmp_path / "run", "valid")] == [4, 8, 12]  # step 4 is evaluated once
 
-    with monkeypatch.context() as patch:  # and it stays exact when it is stopped on either side of the spike
+    with monkeypatch.context() as patch:  # interruptions before and after the spike change nothing
         stop_after(patch, 6)
         with pytest.raises(RunInterrupted):
             train(run, tmp_path / "stopped", data_dir)

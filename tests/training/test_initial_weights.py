@@ -1,4 +1,4 @@
-"""Runs that start from another run's weights (`--init-from`): what they take over, what they refuse."""
+"""Start of a run from the weights of another run (`--init-from`): what is taken over and what is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_new_run_can_start_from_another_s_weights(trained, story, data_dir, tm
 def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_path):
     run, out = small_run(str(story), **{"train.steps": "2"}), tmp_path / "run"
     train(run, out, data_dir, init_from=trained)
-    train(run, out, data_dir, init_from=trained)  # the same again: nothing to do
+    train(run, out, data_dir, init_from=trained)  # the second time, nothing is left to do
     train(run, out, data_dir)
     resumed = [event for event in RunDirectory(out).events() if event["event"] == "resume"]
     assert {event["init_from"] for event in resumed} == {str(trained)}
@@ -72,7 +72,7 @@ def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
     ("options", "named"),
     [
         ({"model.n_layer": "3"}, "model.n_layer 2 -> 3"),
-        # The same shapes everywhere but in u and v; with pre-norm the same shapes everywhere.
+        # These numbers of heads change only the shapes of u and v; pre-norm changes no shape.
         ({"model.n_head": "4", "model.d_head": "4"}, "model.n_head 2 -> 4, model.d_head 8 -> 4"),
         ({"model.pre_norm": "true"}, "model.pre_norm False -> True"),
         ({"model.d_embed": "12"}, "model.d_embed 16 -> 12"),
@@ -115,7 +115,7 @@ def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, n
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [
-        # Two layers with two targets each: three classifiers, for the last layer's first target is the model's own.
+        # Two layers with two targets each: three classifiers, as the softmax predicts the last layer's first target.
         ({"layer_losses": "true", "n_target": "2"}, {}, "3 classifiers of auxiliary losses left out"),
         ({}, {"layer_losses": "true", "n_target": "2"}, "3 classifiers of auxiliary losses begun anew"),
         (

@@ -1,4 +1,4 @@
-"""Files that hold anything at all: whatever reads them refuses in one line, or reads them; nothing else happens."""
+"""Run directories with arbitrary content in a file: readers either succeed or refuse the run in one line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights(trained):
 
 
 def read_everything(out, weights, story, data_dir) -> None:
-    """Each way in either gives what was trained, or refuses it as a user's mistake in the run's own files."""
+    """Check that each reader of a run succeeds, with the trained weights, or raises a `UserError` naming the run."""
 
     def loaded(checkpoint: str | None) -> None:
         model, _ = txl.load(out, checkpoint=checkpoint)
@@ -96,7 +96,7 @@ def test_junk_in_any_file_is_a_user_s_mistake(name, junk, run_copy, weights, sto
 @given(data=st.data())
 @SETTINGS
 def test_a_field_of_any_other_value_is_a_user_s_mistake(name, data, run_copy, weights, story, data_dir):
-    """Right in form, and even the hashes agree: what somebody wrote by hand, or another program."""
+    """Files are well formed and their hashes match, as if a person or another program had written them."""
     path = run_copy / name
     manifest = run_copy / "checkpoints" / "step-00000012" / "manifest.json"
     original, listed = path.read_bytes(), manifest.read_bytes()
@@ -129,7 +129,7 @@ def write_manifest(path, entries) -> None:
 
 
 def _changed(value, data):
-    """A JSON value with one thing in it, at any depth, replaced by another."""
+    """Return a JSON value in which one value, at any depth, is replaced by a random value."""
     if isinstance(value, dict) and value and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(sorted(value)))
         return value | {key: _changed(value[key], data)}
@@ -141,7 +141,7 @@ def _changed(value, data):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_noticed_or_harmless(name, run_copy, story, data_dir):
-    """64 bits of each file, one after the other: what loads is what was trained, or it does not load."""
+    """With any one of 64 bits of the file flipped, loading returns the trained weights or is refused."""
     path = run_copy / name
     original = path.read_bytes()
     weights = {key: tensor.clone() for key, tensor in txl.load(run_copy)[0].state_dict().items()}
@@ -174,7 +174,7 @@ def test_a_report_of_a_log_with_junk_in_it_is_written_or_refused(junk, run_copy,
         log.write_bytes(original)
 
 
-@example(name="memory.limits", shape=[3])  # the right shape, other limits than the configuration's
+@example(name="memory.limits", shape=[3])  # the right shape, but limits that differ from the configuration
 @example(name="memory.hidden.0", shape=[4, 0, 0])
 @example(name="memory.hidden.0", shape=[4, 8, 5])
 @example(name="memory.filled", shape=[])
@@ -184,7 +184,7 @@ def test_a_report_of_a_log_with_junk_in_it_is_written_or_refused(junk, run_copy,
 )
 @SETTINGS
 def test_a_training_state_of_another_shape_is_refused(name, shape, trained, story, data_dir, tmp_path):
-    """With hashes that agree; only the stored shape leads to a run that goes on."""
+    """The hashes match, so only the check of the shapes can refuse the state."""
     out = tmp_path / "run"
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(trained, out)
@@ -195,7 +195,7 @@ def test_a_training_state_of_another_shape_is_refused(name, shape, trained, stor
     tensors = load_file(folder / "training_state.safetensors")
     stored = tensors.pop(name)
     if shape is not None:
-        # Zeros of the right shape are a state like any other, but for limits, which the configuration gives.
+        # Zeros of the right shape are a valid state, except for limits, which must agree with the configuration.
         assume(torch.Size(shape) != stored.shape or name == "memory.limits")
         tensors[name] = torch.zeros(shape, dtype=stored.dtype)
     save_file(tensors, folder / "training_state.safetensors")

@@ -1,4 +1,4 @@
-"""Runs that are killed, with no chance to save: at random moments, and at the moments that are the worst."""
+"""Runs that are killed without a chance to save, at random moments and at the worst moments."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OPTIONS = {
     "train.log_every": "1",
     "train.average_from": "30",
 }
-# Processes come from a server that has imported everything once: a start takes milliseconds, not seconds.
+# Processes are forked from a server that has imported everything: a start takes milliseconds, not seconds.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.training.test_kills"])
 
 
 def _train(corpus: str, out: str, data_dir: str, options: dict[str, str], kill_at: tuple[str, int] | None = None):
-    """In a process of its own; it kills itself at the n-th call of a function, if it is told to."""
+    """Train in a separate process, which kills itself at the n-th call of a function if `kill_at` names one."""
     if kill_at is not None:
         _kill_at(*kill_at)
     Trainer(small_run(corpus, **options), out, data_dir=data_dir, quiet=True).fit()
@@ -92,7 +92,7 @@ def uninterrupted(story, data_dir, tmp_path_factory) -> Path:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """What the log says last of each step."""
+    """Return the loss of each step; of repeated steps, the one logged last."""
     return {event["step"]: event["loss"] for event in RunDirectory(out).events() if event["event"] == "train"}
 
 
@@ -111,7 +111,7 @@ def test_killed_at_twenty_random_moments_a_run_ends_as_if_nothing_had_happened(
         process.kill()
         process.join()
         if process.exitcode == 0:
-            break  # it was quicker
+            break  # the run ended before the kill
         assert process.exitcode == -signal.SIGKILL
         kills += 1
     process = start(story, out, data_dir)
@@ -142,7 +142,7 @@ def test_killed_at_the_worst_moments(moment, number, uninterrupted, story, data_
 
 def test_killed_with_muon_a_run_ends_as_if_nothing_had_happened(story, data_dir, tmp_path):
     Trainer(small_run(str(story), **MUON), tmp_path / "whole", data_dir=data_dir, quiet=True).fit()
-    for kill_at in (("at a step's end", 8), ("between a checkpoint's files", 21), None):  # the last one after step 30
+    for kill_at in (("at a step's end", 8), ("between a checkpoint's files", 21), None):  # the second is after step 30
         process = start(story, tmp_path / "run", data_dir, kill_at, MUON)
         process.join()
         assert process.exitcode == (0 if kill_at is None else -signal.SIGKILL)

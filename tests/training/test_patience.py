@@ -1,4 +1,4 @@
-"""Runs whose evaluations decide how they learn and when they end."""
+"""Runs whose validation losses determine the learning rate and the end of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLATEAU = {"train.schedule": "plateau", "train.patience": "3", "train.eval_every
     [
         ([], 1, False),
         ([3.0, 2.0], 1, False),
-        ([3.0, 2.0, 2.0], 4, False),  # as good is no better
+        ([3.0, 2.0, 2.0], 4, False),  # an equal loss is no improvement
         ([3.0, 2.0, 2.5, 1.9], 4, False),
         ([3.0, 2.0, 2.5, 1.9, 1.95, 1.9], 64, True),
         ([float("nan"), float("nan")], 16, True),
@@ -44,7 +44,7 @@ def test_a_plateau_that_comes_to_the_last_step_ends_at_a_low_rate():
 
 def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
     run = small_run(str(story), **PLATEAU | {"train.learning_rate": "1e-30", "train.log_every": "3"})
-    for _ in range(2):  # the second time there is nothing left to do
+    for _ in range(2):  # the second time, nothing is left to do
         train(run, tmp_path / "run", data_dir)
         directory = RunDirectory(tmp_path / "run")
         assert directory.checkpoint("latest").name == "step-00000004"
@@ -58,7 +58,7 @@ def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("step", [2, 5, 6])
 def test_a_stopped_run_goes_on_exactly(step, story, data_dir, tmp_path, monkeypatch):
-    # At this learning rate the validation soon gets worse.
+    # At this learning rate the validation loss soon rises.
     run = small_run(str(story), **PLATEAU | {"train.learning_rate": "0.1", "train.clip": "0", "train.log_every": "1"})
     train(run, tmp_path / "whole", data_dir)
     logged = [event for event in RunDirectory(tmp_path / "whole").events() if event["event"] == "train"]

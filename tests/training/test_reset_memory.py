@@ -1,4 +1,4 @@
-"""Steps that some lanes begin with empty memory (`train.reset_memory`)."""
+"""Emptying the memory of some lanes before a step (`train.reset_memory`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_lanes_are_emptied_before_a_step_and_fill_again(parts, story, data_dir, 
 
 
 def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path, monkeypatch):
-    """With every lane emptied before every step, losses are those of a state that never held anything."""
+    """With every lane emptied before every step, losses equal those of steps that begin with the initial state."""
     losses, real = {}, loop_module.training_step
 
     def run_with(name: str, options: dict[str, str], fresh: bool) -> None:

@@ -1,4 +1,4 @@
-"""The log, the pointers and the checkpoints of a run directory, as a crash, a full disk or a stranger leaves them."""
+"""Log, pointers and checkpoints of a run directory after a crash, on a full disk, or changed by another program."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
 
 
 def _manifest(step: int) -> str:
-    """A manifest that lists no files."""
+    """Return a manifest that lists no files."""
     manifest = {"format": 2, "step": step, "files": {}}
     return json.dumps(manifest | {"sha256": _own_sha256(manifest)})
 
@@ -298,7 +298,7 @@ def test_weights_and_configuration_that_do_not_belong_together_are_refused(train
     RunDirectory(copy).write_config(config)
     with pytest.raises(UserError, match=r"config.json: model.n_head is 1, but step-00000012 was written with 2"):
         txl.load(copy)
-    # A checkpoint whose manifest does not say what its weights belong to is told by its shapes.
+    # If the manifest does not describe the model, the shapes of the weights show that they do not fit.
     for path in (copy / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text()) | {"model": {}}
         path.write_text(json.dumps(manifest | {"sha256": checkpoints._own_sha256(manifest)}))
@@ -340,7 +340,7 @@ def refused_training(out: Path, story: Path, data_dir: Path, config: RunConfig |
 
 
 def test_a_full_disk_when_the_log_is_written_keeps_the_last_checkpoint(trained, story, data_dir, tmp_path):
-    """A limit on the size of files stands for the full disk: the line is torn in the real system call."""
+    """A limit on file sizes simulates the full disk: the real system call writes only part of the line."""
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     events = RunDirectory(copy).events()

@@ -1,4 +1,4 @@
-"""Steps that run ahead of the program, as on a GPU: nothing waits for them, and what comes of it is the same."""
+"""Steps launched before earlier ones are done, as on a GPU: the host does not wait, and results stay the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADAM = sys.modules[torch.optim.Adam.__module__]
 
 @pytest.fixture
 def whole_pytorch(monkeypatch):
-    """What PyTorch lacks for the device that computes nothing: autocast, and the fused Adam."""
+    """Provide stand-ins for autocast and fused Adam, which PyTorch lacks on the meta device."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
     monkeypatch.setattr(ADAM, "_get_fused_kernels_supported_devices", lambda: ["cpu", AHEAD], raising=False)
@@ -60,7 +60,7 @@ FAMILIES: dict[str, ModelConfig] = {
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=list(FAMILIES))
 def test_a_step_does_not_wait_for_the_device(model, whole_pytorch):
-    """Two steps of two parts, the second behind memory, with an average; the loss is not looked at."""
+    """Two steps of two parts with averaged weights, the second step with memory; no step reads the loss."""
     train_config = TrainConfig(batch_size=4, segment=6, micro_batches=2)
     made = build_model(model, 20).to(AHEAD).train()
     optimizer, average = build_optimizer(made, train_config), WeightAverage(made)
@@ -79,7 +79,7 @@ def test_a_step_does_not_wait_for_the_device(model, whole_pytorch):
 
 
 def test_a_wait_is_found():
-    """The test above can fail: by a copy, and by a look at what shapes depend on."""
+    """The test above detects a synchronous copy, and shapes that depend on values on the device."""
     with Waits(), pytest.raises(AssertionError, match="waits"):
         torch.ones(3).to(AHEAD)
     made = build_model(FAMILIES["adaptive"], 20).to(AHEAD).train()
@@ -93,7 +93,7 @@ def test_a_wait_is_found():
 
 @pytest.mark.parametrize("rows", [(7, 3), (9, 20), (30, 30)], ids=str)
 def test_room_for_the_targets_of_tail_clusters_changes_no_loss(rows):
-    """Exactly as many rows as there are targets, more, and as many as there are tokens; one cluster has none."""
+    """The clusters have room for exactly their targets, for more targets, or for every token."""
     made = build_model(FAMILIES["adaptive"], 20).double()
     hidden, targets = torch.randn(30, 8, dtype=torch.float64, requires_grad=True), torch.zeros(30, dtype=torch.int64)
     targets[[1, 2, 5, 8, 13, 21, 29]] = torch.tensor([4, 5, 6, 7, 8, 4, 5])
@@ -127,7 +127,7 @@ def looking_later(monkeypatch):
     ids=str,
 )
 def test_a_run_that_looks_later_is_the_same_run(options, story, data_dir, tmp_path, monkeypatch):
-    """Two bad updates in a row, with losses in the dark meanwhile: the same bits in the end, and the same reports."""
+    """Two updates in a row are bad, and losses are read late: the final state and the reports are bit for bit equal."""
     run = small_run(str(story), **options, **{"train.checkpoint_every": "0"})
     for later in (False, True):
         with monkeypatch.context() as patch:
@@ -152,7 +152,7 @@ def test_a_run_that_looks_later_is_the_same_run(options, story, data_dir, tmp_pa
 
 
 def spoil_by_step(monkeypatch) -> None:
-    """Make the gradients of two steps infinite, told by their text, however often they are made."""
+    """Make the gradients of the steps `SPOILT` infinite, also when a step is repeated; tokens identify the step."""
     real, texts = loop_module.training_step, []
 
     def spoiled(*args, **options):
@@ -177,7 +177,7 @@ def nowhere_finite(state: State) -> Memory:
 def test_memory_that_is_not_finite_is_emptied_before_the_next_update_counts(
     story, data_dir, tmp_path, monkeypatch, looking_later
 ):
-    """The update after a bad one is made anew, behind the memory that the bad one has left, or none."""
+    """The update after a bad one is repeated, with empty memory if the bad one left memory that is not finite."""
     lengths, real = [], loop_module.training_step
 
     def poisoned(*args):
@@ -192,7 +192,7 @@ def test_memory_that_is_not_finite_is_emptied_before_the_next_update_counts(
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     outcome = train(small_run(str(story), **{"train.log_every": "6"}), tmp_path / "run", data_dir)
     assert outcome["step"] == 12
-    assert lengths == [0, 8, 8, 8, 8, 8, 0, 8, 8, 8, 8, 8, 8]  # the sixth was made twice
+    assert lengths == [0, 8, 8, 8, 8, 8, 0, 8, 8, 8, 8, 8, 8]  # step 6 was made twice
     assert len(events(tmp_path / "run", "skipped")) == 1
 
 
@@ -203,7 +203,7 @@ def test_a_run_that_looks_later_can_be_stopped_anywhere(story, data_dir, tmp_pat
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Graphs for a CPU: what is recorded is done again, into the same tensors, and recording itself does nothing."""
+    """Simulate CUDA graphs on a CPU, and provide the list of graphs: a replay computes again, into the same tensors."""
     recorded = []
 
     def record(self: Captured) -> Callable[[], None]:
@@ -235,7 +235,7 @@ def recording(monkeypatch):
     ids=str,
 )
 def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monkeypatch, recording, looking_later):
-    """Bad updates, words in tail clusters, and the end of an epoch, whose last segment is short, among its steps."""
+    """The steps include bad updates, words in tail clusters, and the short last segment of an epoch."""
     every = {"train.log_every": "50", "train.eval_every": "0", "train.checkpoint_every": "0"}
     run = small_run(str(story), **every, **options, **{"train.capture": "true"})
     for step in (CapturedStep, lambda: None):
@@ -276,7 +276,7 @@ ON_A_GPU["triton"] = dataclasses.replace(SHAPE, attention="triton", dropatt=0.1,
 
 @contextlib.contextmanager
 def nobody_waits() -> Iterator[None]:
-    """CUDA raises where the host waits for it."""
+    """Make CUDA raise an error where the host waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -285,7 +285,7 @@ def nobody_waits() -> Iterator[None]:
 
 
 def steps_on_a_gpu(shape: ModelConfig, captured: bool, dtype: Any) -> tuple[list[tuple[float, float]], torch.nn.Module]:
-    """Losses and norms of twelve updates, the eighth of them bad and the ninth void, and the model that came of them."""
+    """Return losses and gradient norms of twelve updates, the eighth bad and the ninth void, and the trained model."""
     config = TrainConfig(dtype=dtype, batch_size=4, segment=6, micro_batches=2, learning_rate=0.01, capture=True)
     torch.manual_seed(3)
     model = build_model(shape, 20, "cuda").cuda().train()
@@ -299,7 +299,7 @@ def steps_on_a_gpu(shape: ModelConfig, captured: bool, dtype: Any) -> tuple[list
         spoilt = model.softmax.bias.detach()[:1].clone()
         if number == 7:
             model.softmax.bias.data[:1] = math.inf
-        # What is new in the first steps may wait: libraries that set themselves up, and a graph that is recorded.
+        # The first steps may wait: libraries initialise themselves, and a graph is recorded.
         with nobody_waits() if number > WARM + 3 else contextlib.nullcontext():
             tokens, targets = sent(text[:, :-1], "cuda"), sent(text[:, 1:], "cuda")
             given = (tokens, targets, states, config, 0.0, None, void, rows)
@@ -330,7 +330,7 @@ def test_on_a_gpu_steps_wait_for_nothing_and_recorded_ones_are_the_same(shape, d
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("options", [{}, {"train.average_from": "6"}, {"train.random_segments": "true"}], ids=str)
 def test_a_run_on_a_gpu_is_the_same_captured_and_stopped(options, device, story, data_dir, tmp_path, monkeypatch):
-    """Losses of a whole run with and without graphs, and of one that was stopped in between."""
+    """Losses agree between runs without graphs, with graphs, and with graphs and an interruption."""
     losses = []
     for name in ("eager", "captured", "stopped"):
         more = {"train.steps": "60", "train.log_every": "20", "train.capture": str(name != "eager").lower()}
@@ -347,7 +347,7 @@ def test_a_run_on_a_gpu_is_the_same_captured_and_stopped(options, device, story,
 
 
 def stopping_step(number: int) -> Callable[[], Callable[..., StepResult]]:
-    """Make a step that sends this process Ctrl-C at that call."""
+    """Return a factory of captured steps; a step sends SIGINT to this process at call `number`."""
 
     def make() -> Callable[..., StepResult]:
         real, calls = CapturedStep(), []

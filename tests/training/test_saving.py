@@ -1,4 +1,4 @@
-"""Disks that are full or slow, and signals: what is saved."""
+"""Saving to full and slow disks, and after signals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_disk_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("in_background", ["true", "false"])
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(in_background, story, data_dir, tmp_path, monkeypatch):
-    """Whatever is configured: the run's result would be lost without a word."""
+    """This holds even if `train.on_save_error` is `continue`: otherwise the run's result would be lost silently."""
 
     def full(path, tensors):
         raise OSError(28, "No space left on device")
@@ -78,7 +78,7 @@ def test_a_log_that_cannot_be_written_need_not_end_a_run(story, data_dir, tmp_pa
 
 
 def test_training_does_not_wait_for_the_disk(story, data_dir, tmp_path, monkeypatch):
-    """Steps go on while a slow disk writes, and what is written is the state of its own step."""
+    """Steps continue while a slow disk writes a checkpoint, and the checkpoint holds the state of its own step."""
     real, began, written = saver.write_checkpoint, {}, {}
 
     def slow(folder, step, contents):
@@ -130,7 +130,7 @@ def test_a_stop_between_two_parts_gives_the_step_up(story, data_dir, tmp_path, m
 
 
 def test_a_second_signal_ends_the_program_at_once(story, data_dir, tmp_path):
-    """While a slow disk writes a checkpoint, too."""
+    """This holds even while a slow disk writes a checkpoint."""
     from tests.training.test_kills import SERVER
 
     process = SERVER.Process(target=_signalled_twice, args=(str(story), str(tmp_path / "run"), str(data_dir)))

@@ -52,7 +52,7 @@ def test_a_line_falls_over_the_last_share_of_all_updates():
     linear = dataclasses.replace(BASE, schedule="linear", decay_share=0.4)
     expected = {0: 0.1, 9: 1.0, 10: 1.0, 59: 1.0, 60: 1.0, 80: 0.55, 90: 0.325, 100: 0.1, 10**6: 0.1}
     assert {step: learning_rate(step, linear) for step in expected} == pytest.approx(expected)
-    # All of training but the warm-up, however long the share.
+    # The rate falls from the end of the warm-up at the earliest, however large the share.
     assert learning_rate(55, dataclasses.replace(linear, decay_share=1.0)) == pytest.approx(0.55)
     averaged = dataclasses.replace(linear, average_from=50)
     assert [learning_rate(step, averaged) for step in (30, 40, 50, 80)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
@@ -78,7 +78,7 @@ def test_steps_divide_the_rate_by_ten_after_so_many_updates():
     steps = dataclasses.replace(BASE, schedule="steps", decay_at=(20, 50), min_learning_rate=0.0)
     expected = {9: 1.0, 10: 1.0, 19: 1.0, 20: 0.1, 49: 0.1, 50: 0.01, 10**6: 0.01}
     assert {step: learning_rate(step, steps) for step in expected} == pytest.approx(expected)
-    assert learning_rate(4, steps) == 0.5  # of the warm-up
+    assert learning_rate(4, steps) == 0.5  # in the warm-up
     assert learning_rate(50, dataclasses.replace(steps, min_learning_rate=0.05)) == 0.05
 
 
@@ -134,7 +134,7 @@ def test_an_optimiser_s_state_survives_as_tensors():
     tokens = torch.randint(11, (2, 6))
     training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
     other_model = small_model()
-    # Other groups, so that the optimiser counts the parameters in another order: it is their names that count.
+    # Different parameter groups put the parameters into a different order; the state is assigned by name.
     other = build_optimizer(other_model, TrainConfig(embedding_lr_factor=2.0))
     saved = optimizer_tensors(optimizer, model)
     load_optimizer_tensors(other, other_model, saved)
@@ -159,7 +159,7 @@ def test_an_optimiser_s_state_of_another_model_is_refused():
     ("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0), ("adamw", 0.0), ("muon", 0.0)]
 )
 def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, momentum):
-    """A tail cluster has no gradient until a target is in it; its moments begin then, and go on exactly."""
+    """A tail cluster has no gradient before its first target. Its moments begin there, and are restored exactly."""
     shape = RecurrentConfig(kind="lstm", n_layer=1, d_model=8, dropout=0.0)
     shape = dataclasses.replace(shape, cutoffs=(5,), div_val=2, tie_projections="none", tie_embeddings=False)
     train = TrainConfig(optimizer=optimizer, momentum=momentum, learning_rate=0.1, weight_decay=0.01, clip=0)
@@ -191,7 +191,7 @@ def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, mo
     assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
     for name in late:
         assert not torch.equal(whole[name], after_one[name])
-        torch.testing.assert_close(whole[name], begun[name], rtol=1e-6, atol=0)  # as the first step of all
+        torch.testing.assert_close(whole[name], begun[name], rtol=1e-6, atol=0)  # equal to a first step
 
 
 ATTENTION = [f"attention.{name}_proj" for name in "qkvo"]
@@ -227,7 +227,7 @@ def model_for_muon(name: str) -> FamilyModel:
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Five iterations of Newton and Schulz with Jordan's coefficients, in float64."""
+    """Return the result of five Newton-Schulz iterations with Jordan's coefficients, in float64."""
     x = matrix.double() / matrix.double().norm()
     for _ in range(5):
         gram = x @ x.T
@@ -260,11 +260,11 @@ def test_muon_orthogonalises_the_layers_matrices_one_by_one_and_adam_has_the_res
             decayed = before[each] * (0.999 if parameter.ndim > 1 and each[-2:] not in ("u", "v", ".u", ".v") else 1.0)
             moved = parameter.detach().double() - decayed
             if each not in expected:
-                if number == 0:  # Adam's first update is the learning rate, whatever the gradient
+                if number == 0:  # Adam's first update is as large as the learning rate, whatever the gradient
                     torch.testing.assert_close(moved, -0.01 * gradients[each].sign(), rtol=1e-4, atol=1e-6)
                 continue
             moments[each] = 0.95 * moments[each] + 0.05 * gradients[each]
-            update = 0.05 * gradients[each] + 0.95 * moments[each]  # Nesterov's
+            update = 0.05 * gradients[each] + 0.95 * moments[each]  # Nesterov momentum
             rows, columns = expected[each]
             for here, there in zip(moved.chunk(rows), update.chunk(rows), strict=True):
                 for part, direction in zip(here.chunk(columns, 1), there.chunk(columns, 1), strict=True):
@@ -275,7 +275,7 @@ def test_muon_orthogonalises_the_layers_matrices_one_by_one_and_adam_has_the_res
 @pytest.mark.parametrize("most", [1, 100, 1 << 22])
 @pytest.mark.parametrize("in_bfloat16", [True, False])
 def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16, monkeypatch):
-    """A batch is one matrix, some of a shape, or all."""
+    """A batch holds one matrix, some matrices of one shape, or all matrices of one shape."""
     monkeypatch.setattr(optimisers, "_MOST_AT_ONCE", most)
     monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: in_bfloat16)
     ours, theirs = model_for_muon("relative"), model_for_muon("relative")
@@ -314,7 +314,7 @@ def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
             load_optimizer_tensors(optimizers[1], models[1], saved)
         for model, optimizer in zip(models[: 2 if number else 1], optimizers, strict=False):
             set_learning_rate(optimizer, 0.02)
-            torch.manual_seed(number)  # of the dropped weights
+            torch.manual_seed(number)  # for the weight dropout
             training_step(model, optimizer, tokens, tokens, [model.init_state(2)], train)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -324,7 +324,7 @@ def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
 
 
 def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
-    """Adam's first update is the learning rate, whatever the gradient."""
+    """Adam's first update is as large as the learning rate, whatever the gradient."""
     model = small_model()
     optimizer = build_optimizer(model, TrainConfig(embedding_lr_factor=2.0, eps=1e-30, clip=0))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""`txl status` and `--fork`."""
+"""Commands `txl status` and `txl train --fork`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_fork_starts_a_new_run_from_the_old_weights_and_goes_on_with_it(copy, st
     fork = copy.with_name("copy-fork-1")
     starts = [event for event in RunDirectory(fork).events() if event["event"] == "start"]
     assert starts[0]["init_from"] == str(copy)
-    assert main(arguments(changed, copy, data_dir, "--fork")) == 0  # the same command goes on
+    assert main(arguments(changed, copy, data_dir, "--fork")) == 0  # the second time, the command continues the fork
     assert not copy.with_name("copy-fork-2").exists()
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
     again = small_run(str(story), **{"train.learning_rate": "0.002"})

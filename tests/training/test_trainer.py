@@ -1,4 +1,4 @@
-"""Runs from their start to their end, stopped and continued; everything is compared bit for bit."""
+"""Whole runs, uninterrupted or stopped and continued; final states are compared bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(run, out, data_dir, **kwargs):
 
 
 def stop_after(monkeypatch, step: int) -> None:
-    """Send this process Ctrl-C during that step."""
+    """Send SIGINT (Ctrl-C) to this process in step `step`, counted from this call."""
     real = loop_module.training_step
     calls = []
 
@@ -67,7 +67,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 def assert_continues_exactly(run, tmp_path: Path, data_dir: Path, monkeypatch) -> None:
-    """Stop a run in its fifth step and resume it: it ends as one that was never stopped."""
+    """Check that a run that is stopped in its fifth step and resumed ends like a run that was never stopped."""
     train(run, tmp_path / "whole", data_dir)
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -86,7 +86,7 @@ def test_a_run_leaves_what_the_contract_says(trained):
         verify_file(checkpoint, name)
     events = RunDirectory(trained).events()
     assert events[0]["event"] == "start"
-    measured_since = ("sample", "eval", "sweep")  # by other tests that use the run
+    measured_since = ("sample", "eval", "sweep")  # written by other tests that use the run
     assert [event["event"] for event in events if event["event"] not in measured_since][-1] == "end"
     assert [event["step"] for event in events if event["event"] == "train"] == [3, 6, 9, 12]
     assert [event["step"] for event in events if event["event"] == "valid"] == [6, 12]
@@ -106,7 +106,7 @@ RECURRENT = {
     "eval.mem_len": "0",
     "eval.window": "none",
 }
-"""What small_run sets for a Transformer, at the defaults that a recurrent model wants."""
+"""Fields that `small_run` sets for a Transformer, at the default values that a recurrent model requires."""
 
 
 def test_training_learns(story, data_dir, tmp_path):
@@ -116,7 +116,7 @@ def test_training_learns(story, data_dir, tmp_path):
     of_frequencies = -(share * share.clamp(min=1e-12).log()).sum().item()
     losses = [event["loss"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "train"]
     assert losses[0] > 4.5
-    assert losses[-1] < of_frequencies - 0.5  # half a nat below a model that knows only how frequent each byte is
+    assert losses[-1] < of_frequencies - 0.5  # half a nat below a model of byte frequencies
 
 
 def test_validation_sees_as_far_as_training(story, data_dir, tmp_path):
@@ -143,7 +143,7 @@ def test_a_stopped_run_continues_exactly(step, story, data_dir, trained, tmp_pat
 def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     step, story, data_dir, trained, tmp_path, monkeypatch
 ):
-    """The evaluation of the last step too: then only that is left to do."""
+    """This includes the evaluation of the last step, which is then the only work left."""
     run, real = small_run(str(story)), validation.evaluate
 
     def stopped(model, tokens, progress, **settings):
@@ -212,7 +212,7 @@ def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir
     assert len({width for width, _ in taken}) > 3
     assert [rate for _, rate in taken] == pytest.approx([0.01 * width / 20 for width, _ in taken])
     logged = [event["learning_rate"] for event in RunDirectory(tmp_path / "run").events() if event["event"] == "train"]
-    assert logged == [0.01] * 4  # the schedule's
+    assert logged == [0.01] * 4  # the rate of the schedule, not scaled
 
 
 @pytest.mark.parametrize(("options", "shift"), [({}, 0), ({"train.epoch_shift": "3"}, 3), ({"train.loss": "half"}, 4)])
@@ -484,7 +484,7 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(story, data_dir, tmp_path, trained):
-    """The limit on a file's size stands for a full disk: writing the weights fails half-way, in the real system call."""
+    """A limit on file sizes simulates a full disk: the real system call fails half-way through the weights."""
     out = tmp_path / "run"
     shutil.copytree(trained, out)
     (out / "latest").write_text("step-00000008\n")
