@@ -89,7 +89,7 @@ def test_a_state_says_how_far_it_sees_and_survives_as_tensors(model):
 
 def test_a_model_without_hidden_states_says_so(model):
     cache = ContinuousCache(model, 5, 0.3, 0.2)
-    with pytest.raises(UserError, match="ContinuousCache has no hidden states"):
+    with pytest.raises(UserError, match="ContinuousCache has no final hidden states"):
         cache.hidden_states(stream()[0], cache.init_state(B))
     assert cache.own_model is model
     assert (model.own_model, model.cache_settings) == (model, {})
