@@ -40,7 +40,7 @@ def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, 
     assert found.parent == nowhere
     assert found.stat().st_mode & 0o777 == 0o700
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"note: no home folder is known; the cache is {found}, which may be emptied any time"
+    assert line == f"note: no home folder is known; the cache is {found}, which the system may empty at any time"
     assert data_directory("~/data") == Path("~/data")  # `~` stays, as in a shell without HOME
 
 

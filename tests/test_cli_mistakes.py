@@ -65,7 +65,7 @@ def refused(capsys):
         (["generate", "no-such-run"], "missing: one of --prompt --prompt-file"),
         (["report", "no-such-run"], "no-such-run: no such directory"),
         (["bench", "train", "--steps", "0"], "--steps is 0"),
-        (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype does nothing here; use --dtype"),
+        (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype has no effect here; use --dtype"),
         (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
         (["demo", "--test-tokens", "40", "--eval.batch-size", "64"], "--test-tokens is 40"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),

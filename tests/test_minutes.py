@@ -147,7 +147,7 @@ def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
 
 
 def test_the_constants_are_those_that_the_curves_give():
-    dial = pytest.importorskip("benchmarks.dial", reason="benchmarks/ lies beside the tests in the repository alone")
+    dial = pytest.importorskip("benchmarks.dial", reason="needs benchmarks/, which only the repository contains")
     recorded = json.loads((Path(__file__).parent.parent / "results" / "dial.json").read_text(encoding="utf-8"))
     fitted = dial.fit(recorded["output"]["curves"])
     for name in ("A", "ALPHA", "B", "PASSES"):
@@ -277,14 +277,14 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "inf"], "--minutes is inf"),
         (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
         (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
-        (["--minutes", "5", "--train.steps", "100"], "the minutes decide the steps"),
+        (["--minutes", "5", "--train.steps", "100"], "--minutes determines the steps"),
         (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
         (["--minutes", "5", "--extend"], "--extend and --minutes"),
         (["--minutes", "5", "--data.unit", "word"], "--data.unit word"),
         (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
         (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
         (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
-        (["--minutes", "0.05"], "are left for training"),
+        (["--minutes", "0.05"], "remain for training"),
         (["--minutes", "5", "--train.learning-rate", "-1"], "train.learning_rate is -1.0"),
         (["--minutes", "5", "--train.segment", "-4"], "train.segment is -4"),
         (["--minutes", "5", "--train.batch-size", "0"], "train.batch_size is 0"),
@@ -298,7 +298,7 @@ def test_mistakes_are_refused_before_anything_is_written(
     assert train(*words) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert not train.measured or "left for training" in said
+    assert not train.measured or "remain for training" in said
 
 
 def test_time_that_went_by_in_the_choice_is_counted(
@@ -313,7 +313,7 @@ def test_time_that_went_by_in_the_choice_is_counted(
 
     monkeypatch.setattr(measuring, "choose", slow)
     assert train("--minutes", "1") == 2
-    assert "0:00 are left for training" in capsys.readouterr().err
+    assert "0:00 remain for training" in capsys.readouterr().err
 
 
 def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, tmp_path: Path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("benchmarks", reason="benchmarks/ lies beside the tests in the repository alone")
+pytest.importorskip("benchmarks", reason="needs benchmarks/, which only the repository contains")
 from benchmarks import long_stream, performance_page, scaling, training_memory
 
 ROOT = Path(__file__).parents[1]

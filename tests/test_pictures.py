@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("benchmarks", reason="benchmarks/ lies beside the tests in the repository alone")
+pytest.importorskip("benchmarks", reason="needs benchmarks/, which only the repository contains")
 from benchmarks import pictures, reach, tables_page
 from benchmarks.long_stream import lively_model
 

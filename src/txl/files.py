@@ -171,7 +171,7 @@ def usable_cache(folder: Path) -> Path:
 
 @functools.cache  # so that each warning is logged once
 def _say(reason: str, instead: Path) -> None:
-    _logger.warning("note: %s; the cache is %s, which may be emptied any time", reason, instead)
+    _logger.warning("note: %s; the cache is %s, which the system may empty at any time", reason, instead)
 
 
 def _can_be_made(folder: Path) -> bool:

@@ -123,7 +123,7 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         (["compress", "TEXT", "--online", "-o", "TEXT"], "is the source itself"),
         (["compress", "TEXT", "--online", "--json", "-o", "-"], "both write to standard output"),
         (["compress", "NOWHERE", "--online", "-o", "OUT"], "No such file"),
-        (["decompress", "TEXT", "-o", "OUT"], "no file of txl compress"),
+        (["decompress", "TEXT", "-o", "OUT"], "not a file of txl compress"),
     ],
 )
 def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):
@@ -144,7 +144,7 @@ def test_a_text_that_does_not_come_back_is_not_written(tmp_path, monkeypatch):
     try:
         verifier.send(b"no such file, and long enough to be one", b"text")
         with pytest.raises(
-            CommandFailed, match="the file cannot be decoded: error: standard input is no file of txl compress"
+            CommandFailed, match="the file cannot be decoded: error: standard input is not a file of txl compress"
         ):
             verifier.take()
     finally:

@@ -64,7 +64,7 @@ def test_every_flipped_bit_is_told():
 def test_every_cut_is_told():
     data = b"".join(records())
     for length in range(len(data)):
-        assert_refused(data[:length], "cut off|no file of txl")
+        assert_refused(data[:length], "cut off|not a file of txl")
 
 
 def test_blocks_that_are_lost_doubled_or_swapped_are_told():
@@ -76,8 +76,8 @@ def test_blocks_that_are_lost_doubled_or_swapped_are_told():
 
 
 def test_another_file_and_another_version():
-    assert_refused(b"", "no file of txl")
-    assert_refused(b"plain text, long enough", "no file of txl")
+    assert_refused(b"", "not a file of txl")
+    assert_refused(b"plain text, long enough", "not a file of txl")
     data = b"".join(records())
     assert_refused(data[:8] + b"\x03\0" + data[10:], "format 3; this version of txl reads formats 1 and 2")
 

@@ -70,14 +70,14 @@ def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
     corpus = txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
     assert corpus.info()["identity"] == txl.open_corpus(str(plain), data_dir=data_dir, quiet=True).info()["identity"]
     path.write_bytes(compressed[:-20])
-    with pytest.raises(UserError, match="cannot be read .*is it whole"):
+    with pytest.raises(UserError, match="cannot be read .*it may be incomplete"):
         txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
     damaged = bytearray(compressed)
     damaged[len(damaged) // 2] ^= 0xFF
     path.write_bytes(damaged)
     if ending == ".zst":  # zstandard.compress writes no checksum of the content
         return
-    with pytest.raises(UserError, match="cannot be read .*is it whole"):
+    with pytest.raises(UserError, match="cannot be read .*it may be incomplete"):
         txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
 
 
@@ -388,7 +388,9 @@ def test_a_whole_text_is_read_in_words(tmp_path):
 def test_a_text_without_words_is_refused_as_words_before_it_fills_memory(tmp_path):
     path = tmp_path / "genome.txt"
     path.write_bytes(b"ACGT" * 800_000)
-    assert "characters without white space are no word; use the unit bpe" in refusal(str(path), tmp_path, "word")
+    assert "characters without white space are too long for a word; use the unit bpe" in refusal(
+        str(path), tmp_path, "word"
+    )
     path.write_bytes(b"ACGT\t" * 800_000)  # tabs are white space too, however long the line
     assert len(txl.open_corpus(str(path), "word", data_dir=tmp_path, quiet=True).vocabulary) == 3
 

@@ -181,7 +181,9 @@ def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(server, tmp_path):
     server.answers = [whole(zipped(b"another text"))]
-    assert f"gave another file than the known one ({sha256(zipped())})" in refusal(server, tmp_path, sha256(zipped()))
+    assert f"returned a file other than the known one ({sha256(zipped())})" in refusal(
+        server, tmp_path, sha256(zipped())
+    )
     assert len(server.requests) == 3
 
 
@@ -237,7 +239,7 @@ def test_without_a_published_hash_the_first_download_is_recorded_and_said(server
     assert (tmp_path / "tiny.zip.sha256").read_text() == f"{digest}\n"
     (tmp_path / "tiny.zip").unlink()
     server.answers = [whole(zipped(b"something else"))]
-    with pytest.raises(UserError, match="gave another file than the known one"):
+    with pytest.raises(UserError, match="returned a file other than the known one"):
         fetch(route(server, None), tmp_path, quiet=True)
 
 

@@ -88,7 +88,7 @@ def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, s
     write(tmp_path, *names)
     message = refusal(str(tmp_path), tmp_path / ".data")
     assert said in message
-    assert "give the files themselves, as a glob" in message
+    assert "give the files as a glob" in message
 
 
 def test_folders_of_source_code_may_be_called_train_and_test(tmp_path):

@@ -196,7 +196,10 @@ def test_an_archive_may_be_the_source_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"no train \(ptb\.train\.txt or train\.txt\) and valid .* it holds nothing of it; expected a folder with"),
+        (
+            {},
+            r"no train \(ptb\.train\.txt or train\.txt\) and valid .* it holds none of them; expected a folder with",
+        ),
         (
             {"train__txt": TRAIN, "test__txt": TEST},
             r"no valid \(ptb\.valid\.txt or valid\.txt\) of ptb there, it holds",

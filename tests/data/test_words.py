@@ -158,7 +158,7 @@ def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):
     assert words_of(corpus).words == ["<eos>", "the", "mill", ",", "<unk>", "@-@", "once", "twice"]
     assert capsys.readouterr().err == ""
     txl.open_corpus(str(own), "word", data_dir=own.with_name("loud"))
-    assert "was cut into words before" in capsys.readouterr().err
+    assert "is already cut into words" in capsys.readouterr().err
     apart = open_words(own, word_rule="punctuation", min_count=3)
     assert words_of(apart).words[:3] == ["<eos>", "<unk>", "the"]
     assert words_of(apart).rule == "punctuation"

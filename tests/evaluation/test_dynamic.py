@@ -448,7 +448,7 @@ def test_statistics_that_are_missing_or_of_other_weights():
         txl.evaluate_dynamically(model, STREAM, txl.Adaptation("rms", 0.1), segment=SEGMENT)
     statistics = txl.gradient_statistics(model, TRAIN, segment=SEGMENT, weights="feed-forward")
     for weights in ("all", "biases"):
-        with pytest.raises(txl.UserError, match=f"are of feed-forward weights; {weights} are to adapt"):
+        with pytest.raises(txl.UserError, match=f"are of feed-forward weights, but {weights} adapt"):
             txl.AdaptingModel(model, txl.Adaptation("rms", 0.1, weights=weights), statistics)
     with pytest.raises(txl.UserError, match="are of a model of another shape"):
         other = {name: torch.zeros(3, 3) for name in statistics.squares}

@@ -75,7 +75,7 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
         (["--r", "x"], "numbers separated by commas"),
         (["--threshold", "nan"], "threshold is nan"),
         (["--threshold", "1"], "threshold is 1.0"),
-        (["--clamp-len", "4"], "no model here tells distances"),
+        (["--clamp-len", "4"], "none of these models uses relative distances"),
         (["--window", "4"], "--window is 4, but no model here is a Transformer-XL"),
         (["--window", "0"], "--window is 0; expected 1 key or more, or none"),
         (["--split", "dev"], "no split 'dev'"),

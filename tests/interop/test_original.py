@@ -235,7 +235,7 @@ def test_clusters_that_grow_wider_are_refused():
     source = read_source(GOLDEN / "plain.pt")
     width = source.tensors["word_emb.emb_layers.0.weight"].shape[1]
     source.tensors["word_emb.emb_layers.1.weight"] = torch.zeros(5, 2 * width)
-    with pytest.raises(UserError, match="which no div_val gives"):
+    with pytest.raises(UserError, match="which no div_val produces"):
         converted(source, {})
 
 

@@ -140,7 +140,7 @@ def test_every_row_of_table_6_trains_and_evaluates(encoding, loss, recurrence, s
     if not recurrence:
         words |= {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
     if recurrence and encoding in ("learned", "sinusoid"):
-        with pytest.raises(UserError, match=r"those of two segments could not be told apart \(Section 3\.3\)"):
+        with pytest.raises(UserError, match=r"two segments would share the same positions \(Section 3\.3\)"):
             small_run(str(story), **words)
         return
     run = small_run(str(story), **words)

@@ -156,7 +156,7 @@ def test_vectors_that_training_would_never_meet_are_refused():
     settings = {"model.encoding": "shaw", "model.mem_len": "16", "train.segment": "16"}
     validate(small_run("x", **settings, **{"model.max_distance": "31"}))
     for extra in ({"model.max_distance": "32"}, {"model.clamp_len": "9", "model.max_distance": "10"}):
-        with pytest.raises(UserError, match=r"model\.max_distance is \d+, but training sees no distance above"):
+        with pytest.raises(UserError, match=r"model\.max_distance is \d+, but training has no distance above"):
             validate(small_run("x", **settings, **extra))
     with pytest.raises(UserError, match=r"max_distance is -1"):
         build_model(dataclasses.replace(SHAW, max_distance=-1), V)

@@ -31,7 +31,7 @@ SMALL = (
 ).split()
 
 if not list(DIST.glob("*.whl")):
-    pytest.skip("make build writes what these tests are about", allow_module_level=True)
+    pytest.skip("no wheel in dist/; run make build", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_a_cache_waits_for_a_finished_model(micro, words, tmp_path, data_dir, mo
     it = experiment("table1", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
     monkeypatch.setattr(experiment_module, "measure", broken)
     failed = {each.row.key: each.reason for each in gathered(it, it.run()).failed}
-    assert failed["lstm-cache"] == "seed 1: lstm has no finished model of that seed to put a cache around"
+    assert failed["lstm-cache"] == "seed 1: lstm has no finished model of this seed, which the cache needs"
     monkeypatch.undo()
     assert gathered(it, it.run()).failed == []
     # A cache row with another dropout is another configuration than the stored result of the cache.

@@ -128,5 +128,5 @@ def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
     """Wait until `happens` returns a true value; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not happens():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"still false after {seconds} s"
         time.sleep(0.005)

@@ -38,7 +38,9 @@ def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_
         train(run, out, data_dir, init_from=tmp_path / "other")
     assert (out / "log.jsonl").read_bytes() == before
     train(run, tmp_path / "random", data_dir)
-    with pytest.raises(UserError, match="began with random weights and goes on with its own; leave --init-from out"):
+    with pytest.raises(
+        UserError, match="began with random weights and continues with its own weights; leave --init-from out"
+    ):
         train(run, tmp_path / "random", data_dir, init_from=trained)
 
 
@@ -117,11 +119,11 @@ def test_as_many_positions_or_distances_as_the_weights_have(encoding, changed, n
     [
         # Two layers with two targets each: three classifiers, as the softmax predicts the last layer's first target.
         ({"layer_losses": "true", "n_target": "2"}, {}, "3 classifiers of auxiliary losses left out"),
-        ({}, {"layer_losses": "true", "n_target": "2"}, "3 classifiers of auxiliary losses begun anew"),
+        ({}, {"layer_losses": "true", "n_target": "2"}, "3 classifiers of auxiliary losses newly initialised"),
         (
             {"layer_losses": "true"},
             {"n_target": "2"},
-            "1 classifier of auxiliary losses left out, 1 classifier of auxiliary losses begun anew",
+            "1 classifier of auxiliary losses left out, 1 classifier of auxiliary losses newly initialised",
         ),
         ({"layer_losses": "true"}, {"layer_losses": "true"}, None),
     ],

@@ -94,7 +94,7 @@ def test_wikitext_103_s_recurrent_presets_divide_the_rate_after_12_of_14_epochs(
     ("options", "message"),
     [
         ({"train.decay_at": "5"}, r"train.decay_at is \[5\], but train.schedule is cosine; expected steps"),
-        ({"train.schedule": "steps"}, "train.decay_at names none"),
+        ({"train.schedule": "steps"}, "train.decay_at is empty"),
         ({"train.schedule": "steps", "train.decay_at": "5,5"}, r"train.decay_at is \[5, 5\]; .* increase strictly"),
         ({"train.schedule": "steps", "train.decay_at": "0"}, r"train.decay_at is \[0\]; .* above 0"),
     ],

@@ -388,7 +388,9 @@ def test_a_run_without_any_good_checkpoint_is_refused_and_left_as_it_is(trained,
     for path in (copy / "checkpoints").glob("*/training_state.json"):
         path.write_text("{}")
     before = sorted(path.name for path in (copy / "checkpoints").iterdir())
-    with pytest.raises(UserError, match=r"step-00000012/training_state.json: truncated.*older ones are no better"):
+    with pytest.raises(
+        UserError, match=r"step-00000012/training_state.json: truncated.*older checkpoints cannot be used either"
+    ):
         train(small_run(str(story)), copy, data_dir)
     for path in (copy / "checkpoints").glob("*/manifest.json"):
         path.unlink()
@@ -475,7 +477,7 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
     process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert "stopping after this step; once more to stop without saving" in errors
+    assert "stopping after this step; interrupt again to stop without saving" in errors
     assert f"stopped by {sent.name}" in errors.splitlines()[-1]
     again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
     assert again.returncode == 0

@@ -105,9 +105,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     refuse_below_one(arguments, "steps")
     if "train.dtype" in config_options(arguments):
-        raise UserError("--train.dtype does nothing here; use --dtype float32, bfloat16 or both")
+        raise UserError("--train.dtype has no effect here; use --dtype float32, bfloat16 or both")
     if "train.compile" in config_options(arguments):
-        raise UserError("--train.compile does nothing here; use --compile, which measures a step with and without")
+        raise UserError("--train.compile has no effect here; use --compile, which measures a step with and without")
     config = preset(arguments.preset)
     transformer_xl_of(config)
     if arguments.workload == "train":

@@ -157,7 +157,7 @@ def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None
     configs = [directory.config() for directory in directories]
     tell_distances = [each.model.tells_distances for each in configs]
     if given not in (None, "none") and not any(tell_distances):
-        raise UserError(f"--clamp-len is {given}, but no model here tells distances that could be clamped")
+        raise UserError(f"--clamp-len is {given}, but none of these models uses relative distances")
     return [
         clamp_setting(given if tells else None, config) for config, tells in zip(configs, tell_distances, strict=True)
     ]

@@ -36,7 +36,7 @@ _SHORT = (
 _MOST_MINUTES = 366 * 24 * 60
 _FAMILY = "transformer-xl"
 _CHOSEN = {
-    "train.steps": "the minutes decide the steps",
+    "train.steps": "--minutes determines the steps",
     "train.planned_minutes": "--minutes sets it",
     "data.source": "a text of your own is not fetched from anywhere",
 }

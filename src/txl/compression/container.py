@@ -110,7 +110,7 @@ class ContainerReader:
         start = self._file.read(len(MAGIC))
         self.n_read += len(start)
         if start != MAGIC:
-            raise UserError(f"{self._name} is no file of txl compress, or its beginning is damaged")
+            raise UserError(f"{self._name} is not a file of txl compress, or its beginning is damaged")
         fixed = self._read(6)
         version, length = struct.unpack("<HI", fixed)
         if version not in (1, VERSION):

@@ -263,7 +263,7 @@ def decompress(
     written = header.get("arithmetic")
     apart = difference(written if isinstance(written, dict) else {}, arithmetic())
     if apart is not None:
-        raise UserError(f"{name} can be decoded only where it was made; what differs here: {apart}")
+        raise UserError(f"{name} can be decoded only where it was made; the differences here: {apart}")
     if "online" in header:
         model = None
         if load is not None:

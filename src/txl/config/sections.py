@@ -367,7 +367,7 @@ class TrainConfig:
                 f"no numbers)"
             )
         if self.schedule == "steps" and not self.decay_at:
-            raise UserError("train.schedule is steps, but train.decay_at names none; give one or more, or use constant")
+            raise UserError("train.schedule is steps, but train.decay_at is empty; give steps, or use constant")
         if any(first >= second for first, second in pairwise((0, *self.decay_at))):
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}; expected numbers of updates above 0 that increase strictly"
@@ -391,7 +391,7 @@ class TrainConfig:
         if patience is not None and not self.eval_every:
             raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
         if self.average_mu is not None and begin is None and patience is None:
-            raise UserError("train.average_mu is set, but nothing begins an average; set train.average_from as well")
+            raise UserError("train.average_mu is set, but nothing starts the averaging; set train.average_from as well")
 
 
 @dataclass

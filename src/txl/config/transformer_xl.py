@@ -102,7 +102,7 @@ class TransformerXLConfig(TransformerConfig):
         farthest = self.longest_distance(train.segment)
         if self.encoding == "shaw" and self.max_distance > farthest:
             raise UserError(
-                f"model.max_distance is {self.max_distance}, but training sees no distance above {farthest} (mem_len "
+                f"model.max_distance is {self.max_distance}, but training has no distance above {farthest} (mem_len "
                 f"{self.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
                 f"most {farthest}"
             )

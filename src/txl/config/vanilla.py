@@ -41,7 +41,7 @@ class VanillaConfig(TransformerConfig):
 
     title: ClassVar[str] = "Transformers without memory (model.encoding learned or sinusoid)"
     no_memory: ClassVar[str] = (
-        "it has no memory, for its positions are absolute: those of two segments could not be told apart (Section 3.3)"
+        "it has no memory, as its positions are absolute: two segments would share the same positions (Section 3.3)"
     )
 
     @property

@@ -274,7 +274,7 @@ def _open(
     was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
         say(
-            f"note: {name} was cut into words before (<unk> or @-@ stands alone in it): only white space separates "
+            f"note: {name} is already cut into words (<unk> or @-@ stands alone in it): only white space separates "
             f"words, and with <unk> all words are kept; data.word_rule and data.min_count change that",
             quiet,
         )

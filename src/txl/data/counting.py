@@ -112,8 +112,8 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
         rest = text[cut:]
         if len(rest) > LONGEST_WORD:
             raise UserError(
-                f"{piece.path}: more than {LONGEST_WORD:,} characters without white space are no word; use the unit "
-                f"bpe, char or byte"
+                f"{piece.path}: more than {LONGEST_WORD:,} characters without white space are too long for a word; "
+                f"use the unit bpe, char or byte"
             )
         yield text[:cut], done
     if rest or not ended:

@@ -92,7 +92,9 @@ def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -
     except requests.exceptions.RequestException as error:
         raise _Unavailable(f"{download.url} broke off {TRIES} times ({_reason(error)})") from None
     except ValueError:  # pooch raises it for a wrong hash
-        raise _Unavailable(f"{download.url} gave another file than the known one ({known}), {TRIES} times") from None
+        raise _Unavailable(
+            f"{download.url} returned a file other than the known one ({known}), {TRIES} times"
+        ) from None
     finally:
         bar.close()
     follow_umask(path)

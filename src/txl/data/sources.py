@@ -67,7 +67,7 @@ class Piece:
                         left -= len(block)
                     yield block
             except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-                raise UserError(f"{self.path}: cannot be read ({error}); is it whole?") from None
+                raise UserError(f"{self.path}: cannot be read ({error}); it may be incomplete") from None
 
     def _skip(self, file: IO[bytes]) -> None:
         """Move `file` to the start of the piece."""
@@ -342,7 +342,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
         return several[0]
     if several:
         mixed = _mixed(root, several)
-        raise UserError(f"{folder}: {mixed} (or give the files themselves, as a glob, to cut them anew)")
+        raise UserError(f"{folder}: {mixed} (or give the files as a glob to split them by position)")
     return None
 
 

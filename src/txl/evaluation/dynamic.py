@@ -153,9 +153,7 @@ class AdaptingModel:
             if statistics is None:
                 raise UserError("rms needs gradient statistics of the training split; sgd does not")
             if statistics.weights not in ("all", adaptation.weights):
-                raise UserError(
-                    f"the statistics are of {statistics.weights} weights; {adaptation.weights} are to adapt"
-                )
+                raise UserError(f"the statistics are of {statistics.weights} weights, but {adaptation.weights} adapt")
             trained = {name: each for name, each in trained.items() if name in statistics.squares}
             if any(each.shape != statistics.squares[name].shape for name, each in trained.items()):
                 raise UserError("the gradient statistics are of a model of another shape; take them of this one")

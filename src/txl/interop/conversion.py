@@ -136,7 +136,7 @@ def shape_of(tensors: dict[str, Tensor], kind: str) -> FieldValues:
         widths = [width for _, width in tables]
         found["div_val"] = widths[0] // max(1, widths[1])
         if found["div_val"] < 2 or widths != [widths[0] // found["div_val"] ** i for i in range(len(widths))]:
-            raise UserError(f"{kind}: the clusters' embeddings have widths {widths}, which no div_val gives")
+            raise UserError(f"{kind}: the clusters' embeddings have widths {widths}, which no div_val produces")
     elif "word_emb.emb_projs.0" not in tensors:
         found["div_val"] = 1
     elif tables[0][1] != d_model:

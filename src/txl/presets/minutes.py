@@ -182,7 +182,7 @@ def check_steps(choice: ChosenRun, seconds: float) -> None:
     """Refuse a choice with too few steps; `seconds` is the time left for training and evaluations."""
     if choice.run.train.steps < FEWEST_STEPS:
         raise UserError(
-            f"--minutes: {duration(max(0.0, seconds))} are left for training, and a step of the chosen model takes "
+            f"--minutes: {duration(max(0.0, seconds))} remain for training, and a step of the chosen model takes "
             f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more"
         )
 

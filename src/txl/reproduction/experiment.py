@@ -353,7 +353,7 @@ class Experiment:
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
         if not self._result_path(base, seed).exists():  # a failed run has checkpoints but no result
-            raise UserError(f"{base.key} has no finished model of that seed to put a cache around")
+            raise UserError(f"{base.key} has no finished model of this seed, which the cache needs")
         self._begin(row, seed)
         model, _ = RunDirectory(directory).load(device=self.device)
         run = RunDirectory(directory).config()

@@ -74,7 +74,9 @@ def check_capture(run: RunConfig, device: str) -> None:
     elif isinstance(run.model, RecurrentConfig):
         reason = "serves Transformers, and this model is recurrent"
     elif run.model.loss_depends_on_progress:
-        reason = "needs a loss that stays the same, and this model's layers leave it one by one (model.layer_losses)"
+        reason = (
+            "needs a constant loss, but the losses of this model's layers end one after another (model.layer_losses)"
+        )
     elif train.optimizer not in ("adam", "adamw"):
         reason = f"needs train.optimizer adam or adamw, and it is {train.optimizer}"
     elif train.on_spike != "report":

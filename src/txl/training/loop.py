@@ -106,7 +106,9 @@ class TrainingLoop:
             TrainingDiverged: if losses or weights are not finite, or the trained model is useless (`check_end`).
             UserError: if the run directory cannot be written.
         """
-        notice = None if self.setup.display.quiet else "stopping after this step; once more to stop without saving"
+        notice = (
+            None if self.setup.display.quiet else "stopping after this step; interrupt again to stop without saving"
+        )
         with stop_requests(notice) as self.stop:
             if self.state.counters.validation_due:
                 self._validate_again()

@@ -208,7 +208,7 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
             continue
         return folder / name, [f"{reason}; set aside as {set_aside(folder / bad).name}" for bad, reason in refused]
     if refused:
-        others = f" (and {len(refused) - 1} older ones are no better)" if len(refused) > 1 else ""
+        others = f" (and {len(refused) - 1} older checkpoints cannot be used either)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0][1]}{others}")
     return None, []
 

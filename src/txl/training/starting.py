@@ -53,11 +53,13 @@ def begins_here(
     path = directory.path
     if not directory.config_path.exists():
         if extend:
-            raise UserError(f"--extend: {path} holds no run to go on with; leave --extend out to start one")
+            raise UserError(f"--extend: {path} holds no run to continue; leave --extend out to start one")
         there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
         foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
         if foreign:
-            raise UserError(f"--out {path}: not empty and not a run ({foreign[0]} is there); give another directory")
+            raise UserError(
+                f"--out {path}: not empty and not a run directory (it contains {foreign[0]}); give another directory"
+            )
         remove_begun(path)
         return True
     there_now = directory.config()
@@ -118,8 +120,8 @@ def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None)
     if first is None or first != os.path.abspath(init_from):
         began = "random weights" if first is None else f"those of {first}"
         raise UserError(
-            f"--init-from {init_from}: the run in {directory.path} began with {began} and goes on with its own; leave "
-            f"--init-from out, or give another --out"
+            f"--init-from {init_from}: the run in {directory.path} began with {began} and continues with its "
+            f"own weights; leave --init-from out, or give another --out"
         )
 
 
@@ -224,7 +226,7 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
     weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
     load_weights(model, weights | {name: ours[name] for name in fresh}, str(source.path))
     said = [f"{_classifiers(left_out)} left out"] if left_out else []
-    said += [f"{_classifiers(fresh)} begun anew"] if fresh else []
+    said += [f"{_classifiers(fresh)} newly initialised"] if fresh else []
     return ", ".join(said) or None
 
 
