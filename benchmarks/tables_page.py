@@ -119,13 +119,16 @@ def budget(output: Record) -> str:
     if output["what"] == "table8":
         targets = output["rows"][0]["seeds"]["1"]["targets"]
     seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
+    single = [f"`{row['row']}`" for row in output["rows"] if 0 < len(row["seeds"]) < output["seeds"]]
+    if single:
+        seeds += f" (fewer of {', '.join(single)})"
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
 
 
 def at_cap(output: Record) -> str:
     """Return a clause that names the rows trained until convergence that reached the limit of steps."""
     trained = [row for row in output["rows"] if row["status"] == "done"]
-    capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"] == "hit the cap"]
+    capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"].startswith("hit the cap")]
     if not capped:
         return "no row reached this limit"
     return "all rows reached this limit" if len(capped) == len(trained) else f"{', '.join(capped)} reached this limit"

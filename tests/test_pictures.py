@@ -41,13 +41,19 @@ def test_tables_and_plots_are_what_the_records_give(tmp_path):
         (("trained", "trained"), "no row reached this limit"),
         (("hit the cap", "trained"), "`a` reached this limit"),
         (("hit the cap", "hit the cap"), "all rows reached this limit"),
+        (("hit the cap, 1 of 2 seeds", "hit the cap"), "all rows reached this limit"),
     ],
 )
 def test_a_table_says_which_rows_came_to_the_cap(statuses, said):
-    rows = [{"row": key, "status": "done", "shown": {"status": each}} for key, each in zip("ab", statuses, strict=True)]
+    rows = [
+        {"row": key, "status": "done", "shown": {"status": each}, "seeds": {"1": {}}}
+        for key, each in zip("ab", statuses, strict=True)
+    ]
     scale = {"until_converged": {"patience": 4}, "steps": 4000, "eval_tokens": 100}
     output = {"what": "table7", "corpus": "ptb", "unit": "word", "seeds": 1, "scale": scale, "rows": rows}
-    assert f"for 4,000 steps at most ({said})" in tables_page.budget(output)
+    assert f"for 4,000 steps at most ({said}); 1 seed; 100 targets" in tables_page.budget(output)
+    rows[1]["seeds"]["2"] = {}
+    assert "; 2 seeds (fewer of `a`); 100 targets" in tables_page.budget(output | {"seeds": 2})
 
 
 def test_pictures_follow_dark_mode(tmp_path):

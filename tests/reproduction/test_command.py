@@ -72,6 +72,32 @@ def test_a_table_from_the_command_line_goes_on_where_it_is_called_again(quick, s
     assert "data.corpus" in capsys.readouterr().err
 
 
+def test_the_page_of_what_is_finished(quick, story, tmp_path, data_dir, capsys, monkeypatch):
+    from txl.reproduction.experiment import Experiment
+
+    out = tmp_path / "out"
+    words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(out), "--quiet", "--json"]
+    words += ["--data-dir", str(data_dir), "--device", "cpu", "--seeds", "2"]
+    assert main([*words, "--so-far"]) == 2
+    assert "holds no reproduction; leave --so-far out" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*words, "--so-far", "--dry-run"]) == 2
+    assert main(words) == 0
+    whole = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    for missing in ("xl-shaw-seed2", "no-recurrence-seed1", "no-recurrence-seed2"):
+        (out / "results" / f"{missing}.json").unlink()
+    monkeypatch.setattr(Experiment, "_do", lambda *_: pytest.fail("something was trained"))
+    assert main([*words, "--so-far"]) == 0
+    rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["xl"] == whole["xl"]
+    assert rows["xl-shaw"]["values"]["quality"] == whole["xl-shaw"]["values"]["quality"][:1]
+    assert rows["xl-shaw"]["shown"]["status"] == "trained, 1 of 2 seeds"
+    assert (rows["no-recurrence"]["status"], rows["no-recurrence"]["seeds"]) == ("not finished", {})
+    page = (out / "table7.html").read_text(encoding="utf-8")
+    assert "trained, 1 of 2 seeds" in page
+    assert "not finished" in page
+
+
 def test_a_row_that_fails_gives_exit_code_1(quick, story, tmp_path, data_dir, capsys, monkeypatch):
     import txl.reproduction.experiment as experiment
 

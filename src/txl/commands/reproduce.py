@@ -52,7 +52,7 @@ def add_parser(commands: Subparsers) -> None:
         "--eval-tokens", type=int, metavar="N", help="tokens of each split to measure (default: the scale's)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="arithmetic of training (default: the scale's)"
+        "--dtype", choices=("float32", "bfloat16"), help="number format of training (default: the scale's)"
     )
     parser.add_argument(
         "--until-converged",
@@ -64,6 +64,9 @@ def add_parser(commands: Subparsers) -> None:
         "--reuse", metavar="DIR", help="folder of another table; take its models and rates where they are the same"
     )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
+    parser.add_argument(
+        "--so-far", action="store_true", help="train nothing; write the page of the models that are finished"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_config_options(parser, ("data",))
     add_data_dir(parser)
@@ -92,6 +95,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     data = _data(arguments, definition, scale)
     quiet = arguments.quiet or arguments.json
+    if arguments.so_far and (arguments.dry_run or arguments.reuse is not None):
+        raise UserError(
+            f"--so-far and --{'dry-run' if arguments.dry_run else 'reuse'} were both given; leave one of them out"
+        )
     if arguments.dry_run and arguments.reuse is not None:
         raise UserError("--dry-run: the plan does not look into --reuse; leave one of them out")
     if arguments.dry_run:
@@ -116,7 +123,10 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device(arguments.device)
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
     reuse = None if arguments.reuse is None else Path(arguments.reuse)
-    rows = Experiment(definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse).run()
+    experiment = Experiment(
+        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse, arguments.so_far
+    )
+    rows = experiment.run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
     record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(device))
     if arguments.json:

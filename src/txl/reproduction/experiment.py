@@ -88,6 +88,7 @@ class Experiment:
         data_dir: directory of prepared corpora.
         quiet: True to print no progress on standard error.
         reuse: folder of another table; equal models and learning rates are copied from there instead of trained.
+        so_far: True to train and measure nothing, and only load the results that are finished.
     """
 
     definition: Definition
@@ -99,6 +100,7 @@ class Experiment:
     data_dir: str | None = None
     quiet: bool = False
     reuse: Path | None = None
+    so_far: bool = False
 
     def run(self) -> list[RowResult]:
         """Train and measure all rows that have no results yet; a failed row is reported, and the other rows still run.
@@ -114,6 +116,8 @@ class Experiment:
             )
         self.data = self._as_stored()
         self._folder.check()
+        if self.so_far and not self._folder.is_begun:
+            raise UserError(f"--so-far: {self.out} holds no reproduction; leave --so-far out to start one")
         if self.definition.kind == "speed":
             if self.reuse is not None:
                 raise UserError(f"--reuse: {self.definition.name} trains no models")
@@ -197,6 +201,10 @@ class Experiment:
         is loaded; otherwise the part is done here.
         """
         by_key = {result.row.key: result for result in results if result.status == "done"}
+        if self.so_far:
+            for result in by_key.values():
+                self._load(result)
+            return results
         waiting = [(result, seed) for seed in range(1, self.seeds + 1) for result in by_key.values()]
         told = False
         while waiting:
@@ -221,6 +229,15 @@ class Experiment:
             if result.status == "failed":
                 self._take_over(result)
         return results
+
+    def _load(self, result: RowResult) -> None:
+        """Load the stored results of a row; a row without any is marked as not finished."""
+        for seed in range(1, self.seeds + 1):
+            stored = stored_json(self._result_path(result.row, seed))
+            if stored is not None:
+                self._take(result, seed, stored)
+        if not result.by_seed:
+            result.status = "not finished"
 
     def _take_over(self, result: RowResult) -> None:
         """Load all results of a row that failed here, if another process has stored them."""

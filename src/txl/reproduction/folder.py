@@ -35,6 +35,11 @@ class Folder:
     path: Path
     about: JsonObject
 
+    @property
+    def is_begun(self) -> bool:
+        """True if the folder has the record of an experiment."""
+        return self._record.is_file()
+
     def check(self) -> None:
         """Refuse a folder with other files or the results of another experiment."""
         # Listed before the record is read, because another process may write the record at any time.

@@ -174,6 +174,8 @@ def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
     status = "trained" if result.status == "done" else result.status
     if hit_cap(result):
         status = "hit the cap"
+    if 0 < len(result.by_seed) < outcome.seeds:
+        status += f", {len(result.by_seed)} of {outcome.seeds} seeds"
     if kind == "attention":
         backprop = spread_text(values.get("training length", ())[:1], 0)  # equal for all seeds
         return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
